@@ -55,6 +55,7 @@ class Teaching(Protocol):
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]: ...
     def prompt(self, problem: Problem) -> tuple[Message, ...]: ...
     def conversation(self, problem: Problem) -> tuple[Message, ...]: ...
+    def shown_tools(self, template: str) -> Tools: ...
 
 
 def from_task(
@@ -64,17 +65,18 @@ def from_task(
     seed: int = 0,
     split: str = "train",
 ) -> list[Example]:
-    """Demonstrations of `counts[level]` problems of each level, shuffled together. Problems have different indices, though in a
-    small level not always different texts."""
+    """Demonstrations of `counts[level]` problems of each level, shuffled together, less those that have none. Problems have different
+    indices, though in a small level not always different texts."""
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = check_count(task, level, count, split)
         size = len(problems)
         drawn += [problems[i] for i in _distinct(size, count, seed, level)]
-    examples = []
+    examples, tools = [], task.shown_tools(str(tokenizer.chat_template or ""))
     for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
         where, given = f"the demonstration of {problem.id}", len(task.prompt(problem))
-        examples.append(render_example(tokenizer, task.conversation(problem), where, given))
+        if said := task.conversation(problem):
+            examples.append(render_example(tokenizer, said, where, given, tools))
     return examples
 
 

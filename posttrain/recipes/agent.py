@@ -7,9 +7,11 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.tasks.gsm8k import Gsm8k
@@ -37,48 +39,36 @@ def agent(
     tokens: int | None = None,
     turns: int = 4,
     problems: int | None = None,
+    demonstrations: int = 2400,
     seconds: float = 0.0,
     sandbox: str = "auto",
 ) -> Recipe:
     """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's
-    copy is read) GSM8K on one GPU with 80 GB or more, about 5 minutes: 64 problems x 8 episodes a step, each of at most `turns`
-    turns of `tokens` tokens. Greedy answers to `problems` held-out problems: without the tool, with it, and with it after training.
-    `seconds` ends training early; `sandbox` is that of the interpreter (docs/rewards-code.md). Without a model a toy on a CPU: a
-    small one pretrained on sums, which does not know how to call the tool.
+    copy is read) GSM8K on one GPU with 80 GB or more, about 5 minutes. SFT shows `demonstrations` calls, made of the notes for a
+    calculator in GSM8K's own solutions; then RL on 64 problems x 8 episodes a step, each of at most `turns` turns of `tokens` tokens.
+    Greedy answers to `problems` held-out problems: without the tool, with it, the same after SFT, and after RL. `seconds` ends RL
+    early; `sandbox` is that of the interpreter (docs/rewards-code.md). Without a model a toy on a CPU: a small one pretrained on
+    sums, which does not know how to call the tool.
 
     The reward is the right number in the last turn, and nothing else: neither calls nor programs that run are paid. Without and with
     the tool, the answer is what is in the last box, else the last number.
     """
     alone: Task
-    if not model:
+    real, made, shown = bool(model), list[Stage](), list[Stage]()
+    if real:
+        alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
+        tools, said = (Python(sandbox),), (INSTRUCTION, REMINDER)
+        task = ToolUse(asked, tools, "auto", *said, max_turns=turns, max_output=500)
+        shown = [_demonstrated(model, task, demonstrations)] if demonstrations else []
+    else:
         alone = Arithmetic(level=2)
         task = ToolUse(alone, (Python(sandbox),), format="call", max_turns=turns)
-        before = "pretrain"
-        made = [
-            PretrainStage(
-                name="pretrain",
-                model=f"tiny:{size}",
-                data=(Data(task=alone, counts={1: 200, 2: 1000}),),
-                steps=600,
-                optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-            )
-        ]
-    else:
-        alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
-        task = ToolUse(
-            asked,
-            (Python(sandbox),),
-            max_turns=turns,
-            max_output=500,
-            instruction=INSTRUCTION,
-            reminder=REMINDER,
-        )
-        before, made = model, []
-    real = bool(model)
+        made = [_pretrained(size, alone)]
+    first, before = model or "pretrain", "sft" if shown else model or "pretrain"
     tokens = given(tokens, 320 if real else 24)
     measured = EvaluateStage(
         name="alone",
-        model=before,
+        model=first,
         task=alone,
         problems=given(problems, 600 if real else 100),
         sampling=Sampling(tokens, temperature=0.0),
@@ -86,7 +76,8 @@ def agent(
     stages = [
         *made,
         measured,
-        replace(measured, name="before", task=task),
+        *([replace(measured, name="untrained", task=task), *shown] if shown else []),
+        replace(measured, name="before", model=before, task=task),
         RLStage(
             name="rl",
             model=before,
@@ -111,3 +102,25 @@ def agent(
     ]
     again = "posttrain run agent model=DIR data=FOLDER device=cuda"
     return Recipe(tuple(stages), "before", "after", again)
+
+
+def _demonstrated(model: str, task: Task, count: int) -> SFTStage:
+    """One pass over calls that lead to the answer: without it RL finds out that to answer without a call pays sooner."""
+    return SFTStage(
+        name="sft",
+        model=model,
+        data=(Data(task=task, counts={0: count}),),
+        epochs=1.0,
+        optimizer=Optimization(lr=2e-5, warmup=5, schedule="cosine", token_budget=32768),
+        checkpoint_every=0,
+    )
+
+
+def _pretrained(size: str, task: Task) -> PretrainStage:
+    return PretrainStage(
+        name="pretrain",
+        model=f"tiny:{size}",
+        data=(Data(task=task, counts={1: 200, 2: 1000}),),
+        steps=600,
+        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    )

@@ -38,6 +38,9 @@ class Nested(Task):
     def demonstration(self, problem: Problem) -> str:
         return self.task.demonstration(problem)
 
+    def program(self, problem: Problem) -> tuple[str, str] | None:
+        return self.task.program(problem)
+
     @property
     def verifiable(self) -> bool:
         return self.task.verifiable

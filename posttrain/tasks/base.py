@@ -207,8 +207,17 @@ class Task(ABC):
         """A worked response that scores 1."""
         return problem.answer
 
+    def program(self, problem: Problem) -> tuple[str, str] | None:
+        """A Python program that computes the answer, and what it prints; None where none is known."""
+        return None
+
+    def shown_tools(self, template: str) -> list[JSON] | None:
+        """JSON schemas of tools that this chat template shows in its conversations; None where it shows none."""
+        return None
+
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """What supervised training learns from: the prompt and its demonstration; in an environment, the turns of an episode."""
+        """What supervised training learns from: the prompt and its demonstration; in an environment, the turns of an episode. Nothing
+        where this problem has no demonstration: it is left out."""
         return (*self.prompt(problem), Message("assistant", self.demonstration(problem)))
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from posttrain.errors import Share, check_fields
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.math import UNPARSEABLE
+from posttrain.tasks._programs import as_program
 from posttrain.tasks._questions import Published, found_answer, make_problem
 from posttrain.types import Problem, Score
 
@@ -39,8 +40,10 @@ class Gsm8k(Published):
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
         """The gold answer follows ####; the steps before it are the solution, without the calculator's notes."""
         made = make_problem(row, where, name, answer_after="####")
-        steps = CALCULATOR.sub("", str(made.facts["solution"])).rpartition("####")[0].strip()
-        return Problem(made.id, made.question, made.answer, facts={"solution": steps})
+        worked = str(made.facts["solution"])
+        steps = CALCULATOR.sub("", worked).rpartition("####")[0].strip()
+        facts = {"solution": steps, "worked": worked}
+        return Problem(made.id, made.question, made.answer, facts=facts)
 
     def score(self, problem: Problem, response: str) -> Score:
         """`outcome` is correct where the answer is, whatever the weight of the form: that is what a held-out accuracy counts."""
@@ -51,6 +54,9 @@ class Gsm8k(Published):
         formed = read or found_answer(self.style, response) is not None
         parts = {"answer": judged.value, "format": float(formed)}
         return weigh(parts, {"format": self.format_weight}, judged.outcome)
+
+    def program(self, problem: Problem) -> tuple[str, str] | None:
+        return as_program(str(problem.facts.get("worked", "")), problem.question, problem.answer)
 
     def demonstration(self, problem: Problem) -> str:
         if self.style == "direct":

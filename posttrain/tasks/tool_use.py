@@ -9,9 +9,10 @@ from posttrain.data.calls import Format, format_of, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
-from posttrain.tasks.tools.base import Tool
+from posttrain.tasks.tools.base import Signature, Tool
+from posttrain.tasks.tools.python import Python
 from posttrain.tasks.tools.toolbox import MAX_OUTPUT, Toolbox
-from posttrain.types import Message, Problem, Rollout
+from posttrain.types import JSON, Message, Problem, Rollout
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,33 @@ class ToolUse(Nested):
         *before, last = self.task.prompt(problem)
         more = f"\n\n{self.instruction}" if self.instruction else ""
         return (*before, replace(last, content=f"{last.content}{more}"))
+
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        """Where the task knows a program and there is the tool python: a call of it, in the chat template's own form, what it prints,
+        and the answer. Of a task that knows programs for some problems, the others have none."""
+        interpreter = any(isinstance(tool, Python) for tool in self.tools)
+        if type(self.task).program is Task.program or not interpreter or not self.by_template:
+            return super().conversation(problem)
+        if (found := self.task.program(problem)) is None:
+            return ()
+        code, printed = found
+        function = {"name": "python", "arguments": {"code": code}}
+        call = Message(
+            "assistant", "", {"tool_calls": [{"type": "function", "function": function}]}
+        )
+        after = [Message("user", self.reminder)] if self.reminder else []
+        said = Message("assistant", f"\\boxed{{{problem.answer}}}")
+        return (*self.prompt(problem), call, Message("tool", f"{printed}\n"), *after, said)
+
+    @property
+    def by_template(self) -> bool:
+        """Whether calls may be as the chat template writes them."""
+        return self.format == "auto" or shows_tools(self.format)
+
+    def shown_tools(self, template: str) -> list[JSON] | None:
+        form = format_of(template) if self.format == "auto" else self.format
+        every = [Signature.of(tool.begin()).schema for tool in self.tools]
+        return every if shows_tools(form) else None
 
     def limits(self, problem: Problem) -> Limits:
         return Limits(self.max_turns, self.max_tokens, self.max_thinking, self.max_seconds)

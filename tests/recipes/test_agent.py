@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 from sampler_for_tests import ScriptedSampler, completion
+from serving_for_tests import TOOL_TEMPLATE
 
 from posttrain import cli
+from posttrain.data.calls import calls
+from posttrain.data.demonstrations import from_task
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.models.tiny import character_tokenizer
 from posttrain.recipes.agent import agent
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
 from posttrain.tasks.tool_use import ToolUse
 from posttrain.types import Problem, Sampling
 
@@ -26,13 +30,14 @@ QWEN = (
 
 
 def test_both_sizes_compare_the_same_problems_without_and_with_the_tool() -> None:
-    for recipe in (agent(), agent("m", "d")):
+    for recipe, more in ((agent(), []), (agent("m", "d", demonstrations=0), []), (agent("m", "d"), ["untrained"])):
         stages = {s.name: s for s in recipe.stages if isinstance(s, EvaluateStage)}
         (rl,) = (s for s in recipe.stages if isinstance(s, RLStage))
-        assert list(stages) == ["alone", "before", "after"] and (recipe.before, recipe.after) == ("before", "after")
+        assert list(stages) == ["alone", *more, "before", "after"] and (recipe.before, recipe.after) == ("before", "after")
         assert isinstance(rl.task, ToolUse) and type(stages["alone"].task) is type(rl.task.task)
         assert stages["before"].task == stages["after"].task == rl.task
-        assert stages["alone"].model == stages["before"].model == rl.model and stages["after"].model == "rl"
+        assert stages["before"].model == rl.model and stages["after"].model == "rl"
+        assert (stages["alone"].model == rl.model) != bool(more), "with demonstrations RL begins at what SFT made"
         assert len({(s.problems, s.sampling) for s in stages.values()}) == 1
 
 
@@ -65,6 +70,28 @@ def test_the_number_of_the_last_turn_is_paid_and_nothing_else(turns: list[str], 
         )
 
 
+WORKED = "In May 48/2 = <<48/2=24>>24.\nIn all 48 + 24 = <<48+24=72>>72.\n#### 72"
+
+
+def test_demonstrations_call_the_tool_as_the_template_does_and_carry_loss_on_what_the_policy_says(tmp_path: Path) -> None:
+    for split, questions in (("train", ["48 in April, half in May?", "How?"]), ("test", ["What?"])):
+        rows = [{"question": q, "answer": WORKED if "48" in q else "So it is.\n#### 7"} for q in questions]
+        (tmp_path / f"gsm8k-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (stage,) = (s for s in agent("m", str(tmp_path)).stages if isinstance(s, SFTStage))
+    (source,) = stage.data
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    tokenizer.chat_template = TOOL_TEMPLATE
+    assert source.task is not None
+    (example,) = from_task(source.task, tokenizer, {0: 2})  # the other problem has no notes to make a program of
+    learned = tokenizer.decode(example.ids[example.mask])
+    code = "# In May step1.\\nstep1 = 48/2\\n# In all step2.\\nstep2 = 48+step1\\nprint(step2)"
+    call = f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
+    assert learned == f"{call}<|end|>\\boxed{{72}}<|end|>"
+    whole = tokenizer.decode(example.ids)
+    assert '"name": "python", "description"' in whole and f"{call}<|end|><|user|>72.0\n<|end|>" in whole
+    assert [c.arguments for c in calls("hermes", learned, ("python",))] == [{"code": code.replace("\\n", "\n")}]
+
+
 def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shorter = ["pretrain.steps=4", "steps=3", "prompts=2", "group=4", "problems=4", "seconds=0.001", "threads=1"]
     assert cli.main(["run", "agent", f"out={tmp_path / 'run'}", *shorter]) == 0
@@ -75,5 +102,5 @@ def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytes
             for n in range(first, first + 8)
         ]
         (tmp_path / f"gsm8k-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.main(["plan", "agent", f"model={tmp_path / 'run' / 'export'}", f"data={tmp_path}"]) == 0
+    assert cli.main(["plan", "agent", f"model={tmp_path / 'run' / 'export'}", f"data={tmp_path}", "demonstrations=0"]) == 0
     assert "alone" in capsys.readouterr().out
