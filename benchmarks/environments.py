@@ -1,6 +1,6 @@
 """The recipes of environments over several seeds, beside a random and a scripted player: tables in Markdown, and a plot for each page.
 
-    python benchmarks/environments.py OUT [--arms guess,shop] [--seeds 0,1,2] [--processes 2] [--plots docs/recipes]
+    python benchmarks/environments.py OUT [--arms guess,shop] [--seeds 0,1,2] [--processes 2] [--pages docs/recipes]
 
 An arm is a shipped command, `posttrain run guess pay=end`. Each run is a directory in OUT; finished ones are not run again. What they
 found is written to OUT/environments.json; where that file was copied here without the runs, `--read` makes tables and plots of it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,6 +35,7 @@ ARMS = {  # what follows `posttrain run`, and what a plot calls it
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantiles of t, by seeds
 SOLVER, CRITIC = "role/solver/reward", "role/critic/reward"
 MOVES = "turns"
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 CURVES = ("step", "reward", "reward/turns", MOVES, "kl", SOLVER, CRITIC, "accuracy/test", "seconds/total")
 
 
@@ -48,10 +50,11 @@ def players(task: Environment) -> dict[str, Any]:
 
 
 def guesser(task: SolverCritic) -> dict[str, Any]:
-    """Random answers and verdicts in place of both roles."""
+    """One of the two numbers by chance, and such verdicts, in place of both roles."""
     source, right, judged, problems = Random(0), [], [], list(task.problems("test"))
     for problem in problems:
-        first, last = (str(source.randrange(2 * 10**task.digits - 1)) for _ in range(2))
+        numbers = problem.question.removesuffix("=").split()
+        first, last = source.choice(numbers), source.choice(numbers)
         agreed = source.random() < 0.5
         right.append(float((first if agreed else last) == problem.answer))
         judged.append(float(agreed == (first == problem.answer)))
@@ -60,7 +63,12 @@ def guesser(task: SolverCritic) -> dict[str, Any]:
 
 
 def beside() -> dict[str, Any]:
-    programs = {"guess": Guess(), "shop": Shop(), "tictactoe": TicTacToe("best"), "tictactoe_random": TicTacToe("random")}
+    programs = {
+        "guess": Guess(numbers=20),
+        "shop": Shop(),
+        "tictactoe": TicTacToe("best"),
+        "tictactoe_random": TicTacToe("random"),
+    }
     return {**{name: players(task) for name, task in programs.items()}, "solver_critic": guesser(SolverCritic())}
 
 
@@ -183,6 +191,33 @@ def height(point: dict[str, float], key: str) -> float:
     return point[key] if key == MOVES else 100 * (point[key] - point.get("reward/turns", 0.0))
 
 
+def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
+    """Write the figures into the page of a recipe, between its two marks."""
+    arms = [arm for arm in ARMS if arm.split()[0] == recipe and any(row["arm"] == arm for row in found["rows"])]
+    lines = [
+        "1000 held-out episodes, sampled at temperature 1, with 95% intervals over prompts; the last row is the mean over seeds, with",
+        f"Student's interval ({found['date']}, {found['machine']}; `python benchmarks/environments.py OUT`).",
+    ]
+    for arm in arms:
+        lines += ["", f"`posttrain run {arm} seed=N`:", "", table(arm, found["rows"])]
+    for name, program in found["players"].items():
+        if name.removesuffix("_random") == recipe:
+            what = {"tictactoe": ", against the best player", "tictactoe_random": ", against a random player"}.get(name, "")
+            parts = program["random"].get("parts", {"": program["random"]["success"]})
+            random = ", ".join(f"{part} {cell(share)}".strip() for part, share in parts.items())
+            lines += ["", f"A random player{what}: {random}; the scripted player: {cell(program['scripted']['success'])}."]
+    if recipe == "guess":
+        used = {arm: mean(row["after"]["turns"] for row in found["rows"] if row["arm"] == arm) for arm in arms}
+        each = ", ".join(f"{turns:.2f} (`{arm}`)" for arm, turns in used.items())
+        best = found["players"]["guess"]
+        lines += ["", f"Guesses an episode, found or not: {best['scripted']['turns']:.2f} by optimal play, {each}, "
+                      f"{best['random']['turns']:.2f} at random."]  # fmt: skip
+    text = (folder / f"{recipe}.md").read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    plot = f"![Success on held-out episodes, and while training]({recipe}.png)"
+    (folder / f"{recipe}.md").write_text(before + "\n".join([BEGIN, "", *lines, "", plot, "", END]) + after)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
@@ -192,13 +227,15 @@ def main() -> int:
         "--processes", type=int, default=1, help="runs at the same time; with OMP_NUM_THREADS=1 each has one core"
     )
     parser.add_argument("--plots", type=Path, help="a folder to draw NAME.png into")
+    parser.add_argument("--pages", type=Path, help="the folder of NAME.md, whose figures and plots are made anew")
+    parser.add_argument("--machine", default=f"{os.cpu_count()} CPU cores, one thread a process", help="in words")
     parser.add_argument("--read", action="store_true", help="run nothing: OUT/environments.json is there")
     options = parser.parse_args()
     file = options.out / "environments.json"
     if not options.read:
         wanted = [(arm, int(seed), options.out) for arm in options.arms.split(",") for seed in options.seeds.split(",")]
         options.out.mkdir(parents=True, exist_ok=True)
-        found, rows = {"date": time.strftime("%Y-%m-%d"), "players": beside()}, []
+        found, rows = {"date": time.strftime("%Y-%m-%d"), "machine": options.machine, "players": beside()}, []
         with ThreadPoolExecutor(options.processes) as pool:
             for done in as_completed([pool.submit(one, *words) for words in wanted]):
                 rows.append(done.result())
@@ -208,8 +245,11 @@ def main() -> int:
         if any(row["arm"] == arm for row in found["rows"]):
             print(f"\nposttrain run {arm} seed=N\n\n{table(arm, found['rows'])}")
     print(f"\n{json.dumps(found['players'])}")
-    for recipe in dict.fromkeys(row["arm"].split()[0] for row in found["rows"]) if options.plots else ():
-        draw(recipe, found, options.plots)
+    for recipe in dict.fromkeys(row["arm"].split()[0] for row in found["rows"]):
+        if options.plots or options.pages:
+            draw(recipe, found, options.plots or options.pages)
+        if options.pages:
+            fill(recipe, found, options.pages)
     return 0
 
 

@@ -36,14 +36,15 @@ def episodes(
     measured: Mapping[str, Task] | None = None,
     **more: Any,
 ) -> Recipe:
-    """A turn has at most `tokens` tokens. SFT sees `shown` episodes; both algorithms sample `prompts` x 16 of them a step. Success is
+    """A turn has at most `tokens` tokens. SFT sees `shown` episodes; GRPO samples `prompts` x 16 of them a step, PPO, which has four
+    updates of each, half as many at half the rate. Success is
     measured at `temperature` in the task, or in those of `measured`, by the ends of their stages' names; `more` is for the RL stage."""
     sft, critic = Optimization(lr=3e-3, warmup=20, schedule="cosine"), None
-    policy = Optimization(lr=lr, warmup=10, schedule="linear", final=0.1)
     chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
     if algorithm == "ppo":
         chosen = PPO(group=16, beta=0.0, epochs=2, mini_batches=2, lam=1.0, critic_warmup=5)
-        critic = Optimization(lr=1e-3)
+        prompts, lr, critic = prompts // 2, lr / 2, Optimization(lr=1e-3)
+    policy = Optimization(lr=lr, warmup=10, schedule="linear", final=0.1)
 
     def evaluations(when: str, model: str) -> list[EvaluateStage]:
         return [

@@ -12,10 +12,10 @@ from posttrain.tasks.guess import Guess
 def guess(
     size: str = "nano", pay: Literal["turn", "end"] = "turn", algorithm: Name = "grpo"
 ) -> Recipe:
-    """Numbers from 1 to 30, five guesses. The player that SFT imitates forgets every other time what the hints say. With `pay=turn` a
-    guess also earns what it found out, with `pay=end` only the number itself is worth something.
-    `algorithm=ppo` has a critic as its baseline in place of groups, and learns from as many episodes."""
-    task = Guess(pay=pay)
+    """Numbers from 1 to 20, five guesses. The player that SFT imitates forgets every other time what the hints say. With `pay=turn` a
+    guess also earns what it found out, with `pay=end` only the number itself is worth something. `algorithm=ppo` has a critic as its
+    baseline in place of groups."""
+    task = Guess(numbers=20, pay=pay)
     return episodes(
-        "guess", size, task, tokens=4, algorithm=algorithm, lr=2e-3, steps=150, prompts=32
+        "guess", size, task, 4, algorithm=algorithm, lr=2e-3, steps=60, prompts=32, sft_steps=500
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from posttrain.recipes._episodes import Name, episodes
+from posttrain.recipes._episodes import episodes
 from posttrain.recipes.base import Recipe
 from posttrain.tasks.shop import Shop
 
 
-def shop(size: str = "nano", algorithm: Name = "grpo") -> Recipe:
+def shop(size: str = "nano") -> Recipe:
     """A customer has three wishes and says some of them. SFT shows questions and sales by chance; a right sale is worth 1, less 0.1 for
-    each question whose answer was known. `algorithm=ppo` has a critic as its baseline in place of groups."""
-    return episodes("shop", size, Shop(), tokens=28, algorithm=algorithm, steps=150)
+    each question whose answer was known."""
+    return episodes("shop", size, Shop(), tokens=28, lr=2e-3, steps=70, sft_steps=600)

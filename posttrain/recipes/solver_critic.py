@@ -1,4 +1,4 @@
-"""Two roles of one model learn together: a solver of sums, and a critic that says whether an answer is right."""
+"""Two roles of one model learn together: a solver, and a critic that says whether an answer is right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from posttrain.tasks.solver_critic import SolverCritic
 
 
 def solver_critic(size: str = "nano") -> Recipe:
-    """SFT shows answers, corrections and verdicts. In RL a solver whose answer the critic rejects may answer once more; it is paid for
-    its last answer, the critic for its verdict, each compared with its own kind."""
-    return episodes("solver_critic", size, SolverCritic(), tokens=6, steps=150)
+    """The question is which of two numbers is larger. SFT shows answers, corrections and verdicts of a player who guesses every other
+    time. In RL a solver whose answer the critic rejects may answer once more; it is paid for its last answer, the critic for its
+    verdict, each compared with its own kind."""
+    return episodes("solver_critic", size, SolverCritic(), tokens=5, steps=80, sft_steps=500)

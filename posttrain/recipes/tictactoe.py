@@ -11,4 +11,13 @@ def tictactoe(size: str = "nano") -> Recipe:
     """Both sides are the model, each compared with its own kind from the same opening. Success is measured in games that it never
     trained on, against a program that plays perfectly and one that plays at random: a result that perfect play could not better."""
     others = {"": TicTacToe("best"), "_random": TicTacToe("random")}
-    return episodes("tictactoe", size, TicTacToe(), tokens=2, measured=others, evaluate_every=0)
+    return episodes(
+        "tictactoe",
+        size,
+        TicTacToe(),
+        tokens=2,
+        steps=140,
+        sft_steps=800,
+        measured=others,
+        evaluate_every=0,
+    )

@@ -1,7 +1,7 @@
-"""Two roles of one model: a solver answers a sum, a critic says whether the answer is right, and the solver may answer once more.
+"""Two roles of one model: a solver answers, a critic says whether the answer is right, and the solver may answer once more.
 
-The solver reads `47+85=` and answers `132`; the critic reads `47+85=132` and answers `y` or `n`. After `n` the solver answers again.
-The solver is paid for its last answer, the critic for its verdict.
+The question is which of two numbers is larger. The solver reads `47 85=` and answers `85`; the critic reads `47 85=85` and answers `y`
+or `n`. After `n` the solver answers again. The solver is paid for its last answer, the critic for its verdict.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ YES, NO = "y", "n"
 
 @dataclass(frozen=True)
 class SolverCritic(Task):
-    """`digits` is how many the numbers have at most."""
+    """`digits` is how many the numbers have, with zeros in front: `07 85=`."""
 
-    alphabet: ClassVar[str] = "0123456789+=yn"
+    alphabet: ClassVar[str] = "0123456789 =yn"
 
     digits: Annotated[int, Range(ge=1, le=9)] = 2
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
@@ -33,10 +33,11 @@ class SolverCritic(Task):
         check_fields(self, "solver_critic: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        return drawn("solver_critic", split, self._draw, _problem, self.seed)
+        return drawn("solver_critic", split, self._draw, self._problem, self.seed)
 
     def _draw(self, source: Random) -> tuple[int, int]:
-        return source.randrange(10**self.digits), source.randrange(10**self.digits)
+        a, b = source.sample(range(10**self.digits), 2)
+        return a, b
 
     async def run(self, problem: Problem, generate: Generate) -> Sequence[Rollout]:
         solver, critic = generate.session("solver"), generate.session("critic")
@@ -54,28 +55,25 @@ class SolverCritic(Task):
         return _score(response == problem.answer)
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """By chance an answer, a second answer after a wrong one, or a verdict."""
-        kind, right = stable_hash("conversation", problem.question) % 4, problem.answer
-        wrong = str(
-            max(
-                0,
-                int(right)
-                + Random(stable_hash("wrong", problem.question)).choice((-10, -1, 1, 10)),
-            )
+        """By chance an answer, a second answer after a wrong one, or a verdict, of a player who guesses every other time."""
+        source, right = Random(stable_hash("conversation", problem.question)), problem.answer
+        wrong = next(n for n in problem.question.removesuffix("=").split() if n != right)
+        kind, guesses, said = (
+            source.randrange(4),
+            source.random() < 0.5,
+            source.choice((right, wrong)),
         )
         if kind < 2:
-            return (*self.prompt(problem), Message("assistant", right))
-        said = right if stable_hash("verdict", problem.question) % 2 else wrong
+            return (*self.prompt(problem), Message("assistant", said if guesses else right))
         if kind == 2:
-            verdict = Message("assistant", YES if said == right else NO)
-            return Message("user", problem.question + said), verdict
+            verdict = source.choice((YES, NO)) if guesses else YES if said == right else NO
+            return Message("user", problem.question + said), Message("assistant", verdict)
         again = Message("user", NO), Message("assistant", right)
         return (*self.prompt(problem), Message("assistant", wrong), *again)
 
-
-def _problem(name: str, drawn: tuple[str | int, ...]) -> Problem:
-    a, b = int(drawn[0]), int(drawn[1])
-    return Problem(name, f"{a}+{b}=", str(a + b))
+    def _problem(self, name: str, drawn: tuple[str | int, ...]) -> Problem:
+        a, b = (f"{number:0{self.digits}d}" for number in drawn)
+        return Problem(name, f"{a} {b}=", max(a, b))
 
 
 def _score(right: bool) -> Score:

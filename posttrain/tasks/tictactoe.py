@@ -1,7 +1,7 @@
 """Tic-tac-toe, against itself or against a program.
 
-A board is nine characters, row by row, `x.o......`; the prompt is the board and who the policy is, `x:x.o......`. A move is the number
-of an empty field, 1 to 9.
+A board is nine characters, row by row, in which an empty field is its number: `x2o456789`. The prompt is the board and who the policy
+is, `x:x2o456789`. A move is the number of an empty field. In problems and in code an empty field is a dot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TicTacToe(Environment):
     own, and is paid 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1 where the
     result is at least what perfect play makes of the opening."""
 
-    alphabet: ClassVar[str] = "123456789xo.:"
+    alphabet: ClassVar[str] = "123456789xo:"
 
     opponent: Literal["self", "random", "best"] = "self"  # who plays the other side
     opening: Annotated[int, Range(ge=1, le=5)] = 4
@@ -61,7 +61,7 @@ class TicTacToe(Environment):
         while free(board) and not winner(board):
             side = to_move(board)
             turn = await players[side](
-                [Message("user", shown(board) if side not in moved else board)]
+                [Message("user", shown(board) if side not in moved else numbered(board))]
             )
             moved.add(side)
             if turn.text not in free(board):
@@ -88,7 +88,12 @@ def to_move(board: str) -> str:
 
 def shown(board: str) -> str:
     """A board as the side reads it first whose move it is."""
-    return f"{to_move(board)}:{board}"
+    return f"{to_move(board)}:{numbered(board)}"
+
+
+def numbered(board: str) -> str:
+    """A board with the numbers of its empty fields."""
+    return "".join(str(n + 1) if field == "." else field for n, field in enumerate(board))
 
 
 def free(board: str) -> list[str]:
@@ -143,7 +148,7 @@ class _Game(Play):
             answer = best_move(self.board) if self.opponent == "best" else self.source.choice(moves)
             self.board = after(self.board, answer)
         if not self._over():
-            return Reply(self.board)
+            return Reply(numbered(self.board))
         result = self.sign * value(self.board)
         return Reply(
             value=float(result >= self.due),

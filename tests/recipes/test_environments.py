@@ -50,11 +50,10 @@ def test_a_recipe_of_an_environment_is_one_command(
 
 def test_episodes_of_guess_are_paid_as_asked_and_learned_from_by_either_algorithm() -> None:
     for pay in ("turn", "end"):
-        assert {stage("guess", name, f"pay={pay}").task for name in ("before", "rl", "after")} == {Guess(pay=pay)}
+        assert {stage("guess", name, f"pay={pay}").task for name in ("before", "rl", "after")} == {Guess(numbers=20, pay=pay)}
     ppo = stage("guess", "rl", "algorithm=ppo")
     assert isinstance(ppo, RLStage) and isinstance(ppo.algorithm, PPO) and ppo.critic_optimizer is not None
-    grpo = stage("guess", "rl")
-    assert ppo.prompts * ppo.algorithm.group_size == grpo.prompts * grpo.algorithm.group_size, "on as many episodes"
+    assert 2 * ppo.prompts == stage("guess", "rl").prompts, "it uses what it samples four times"
 
 
 def test_self_play_is_measured_against_programs() -> None:

@@ -176,16 +176,16 @@ def test_a_call_of_the_calculator_costs_and_its_result_can_be_copied() -> None:
 
 
 def test_the_critic_is_paid_for_its_verdict_and_the_solver_for_its_last_answer() -> None:
-    task, problem = SolverCritic(), Problem("1", "47+85=", "132")
+    task, problem = SolverCritic(), Problem("1", "47 85=", "85")
 
     def answers(first: str, verdict: str) -> list[float | None]:
         def answer(read: Sequence[str]) -> str:
-            return verdict if read[0] == "critic" else first if len(read) == 2 else "132"
+            return verdict if read[0] == "critic" else first if len(read) == 2 else "85"
 
         return [r.score.value for r in played(task, problem, answer)]
 
-    assert answers("132", "y") == [1.0, 1.0] and answers("131", "n") == [1.0, 1.0]
-    assert answers("131", "y") == [0.0, 0.0] and answers("132", "n") == [1.0, 0.0]
+    assert answers("85", "y") == [1.0, 1.0] and answers("47", "n") == [1.0, 1.0]
+    assert answers("47", "y") == [0.0, 0.0] and answers("85", "n") == [1.0, 0.0]
 
 
 def test_settings_that_cannot_be_won_are_refused() -> None:
