@@ -7,6 +7,7 @@ one, even where it is killed, and every wait for one of them has a limit.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,13 +35,12 @@ from posttrain.cluster.publish import (
     fill,
     layout,
     probe_prompts,
-    published_weights,
 )
 from posttrain.cluster.worker import WorkerSettings
 from posttrain.engine.engine import Session, check_requests
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.lora import adapter_of
+from posttrain.models.lora import ADAPTER, adapter_of
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
 from posttrain.system.processes import STARTED, processor_time
@@ -58,6 +59,8 @@ HUNG = 1800.0  # seconds that one with work may say nothing at all
 ENDING = 5.0  # seconds that one has to end by itself
 CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
 RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
+VLLM_PYTHON = "POSTTRAIN_VLLM_PYTHON"  # the path of a Python that has vLLM
+PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
 # what the processes of a run are told of each other, and a sampler's are not
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -75,7 +78,8 @@ def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) 
         lora = {"rank": rank, "alpha": adapter.scale * rank, "targets": targets}
     config = policy.model.config
     return WorkerSettings(
-        config=json.loads(config.to_json_string(use_diff=False)),
+        config=json.loads(config.to_json_string(use_diff=False))
+        | {"architectures": [type(policy.model).__name__]},
         vocabulary=int(config.get_text_config().vocab_size),
         stop_ids=policy.stop_ids,
         dtype=str(policy.dtype).removeprefix("torch."),
@@ -93,9 +97,24 @@ def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) 
 def remote_sampler(
     policy: Policy, rows: int, processes: int, kind: str, count: int
 ) -> RemoteSampler:
-    """A sampler of the policy in `count` processes, which decode up to `rows` responses together. `processes` is how many each may
-    start on a CPU; 0: all cores."""
-    return RemoteSampler(policy, worker_settings(policy, -(-rows // count), processes), count)
+    """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind process),
+    or vLLM. `processes` is how many each may start on a CPU; 0: all cores."""
+    engine = "vllm" if kind == "vllm" else "engine"
+    settings = worker_settings(policy, -(-rows // count), processes, kind=engine)
+    return RemoteSampler(policy, settings, count, vllm_python() if kind == "vllm" else "")
+
+
+def vllm_python() -> str:
+    """The Python that has vLLM: the one that an environment variable names, or this one."""
+    named = os.environ.get(VLLM_PYTHON, "")
+    if named:
+        there = Path(named).is_file() and os.access(named, os.X_OK)
+        require(there, f"{VLLM_PYTHON}={named} is no program; give the path of a Python with vLLM")
+        return named
+    here = importlib.util.find_spec("vllm") is not None
+    advice = f"pip install 'posttrain[vllm]', or name a Python that has it in {VLLM_PYTHON}"
+    require(here, f"sampler=vllm needs vLLM, which is not installed: {advice}")
+    return sys.executable
 
 
 @dataclass(eq=False)
@@ -124,11 +143,17 @@ class WorkerProcess:
     def name(self) -> str:
         return f"the sampler's process {self.number} (pid {self.process.pid})"
 
+    def exit_code(self) -> int | None:
+        """Of one that is gone; None where it hangs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(ENDING)
+        return None
+
     def reason(self) -> str:
         """How it ended, in its own words where it left some."""
         self.said.seek(0)
         lines = self.said.read().decode(errors="replace").strip().splitlines()
-        code = self.process.poll()
+        code = self.exit_code()
         ended = "does not answer" if code is None else f"ended with exit code {code}"
         return f"{ended}: {lines[-1][:300]}" if lines else ended
 
@@ -141,13 +166,12 @@ class WorkerProcess:
 
 
 class RemoteSampler:
-    """A `Sampler` in `count` processes of `python` that sample the policy. Requests leave with the next `poll`: a burst of them is
-    decoded together, as in this process."""
+    """A `Sampler` in `count` processes of `python`, or else of the Python of this one, that sample the policy. Requests leave with
+    the next `poll`: a burst of them is decoded together, as in this process."""
 
-    def __init__(
-        self, policy: Policy, settings: WorkerSettings, count: int = 1, python: str = sys.executable
-    ):
-        self.policy, self.settings, self.python = policy, settings, python
+    def __init__(self, policy: Policy, settings: WorkerSettings, count: int = 1, python: str = ""):
+        self.policy, self.settings, self.python = policy, settings, python or sys.executable
+        self.merges = settings.kind == "vllm"
         self.capacity = settings.rows * count
         self.version: int | None = None  # None: nothing was published yet
         self.sessions: dict[int, Session] = {}
@@ -162,6 +186,9 @@ class RemoteSampler:
         # held by a trainer that changes the weights while others poll: a new process waits for the next version
         self.changing = threading.Lock()
         self.workers: list[WorkerProcess] = []
+        # from which a Python with other packages can import posttrain, and nothing else of this one's
+        self.folder = tempfile.TemporaryDirectory(prefix="posttrain-")
+        Path(self.folder.name, "posttrain").symlink_to(Path(__file__).parents[1])
         weakref.finalize(self, _end_all, self.workers, self.buckets)
         for number in range(count):
             self.workers.append(self._start(number))
@@ -247,8 +274,7 @@ class RemoteSampler:
         environment |= {STARTED: str(os.getpid())}
         handles = [theirs, ours, *self.buckets.handles]
         said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        program = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
-        command = [self.python, "-c", program, str(theirs), str(ours), _importable()]
+        command = [self.python, "-c", PROGRAM, str(theirs), str(ours), self.folder.name]
         try:
             process = subprocess.Popen(
                 command,
@@ -361,7 +387,7 @@ class RemoteSampler:
     def _send_weights(self, workers: Sequence[WorkerProcess]) -> None:
         """Send the weights of the present version to these processes, and check their receipts."""
         every = not all(worker.complete for worker in workers)
-        weights = published_weights(self.policy.model, every)
+        weights = published_weights(self.policy.model, every, self.merges)
         plan = layout(weights)
         for worker in workers:
             worker.freed, worker.receipt = 0, None
@@ -398,8 +424,10 @@ class RemoteSampler:
     def _replace_all(self) -> None:
         while gone := [worker for worker in self.workers if worker.gone]:
             self.deaths += len(gone)
-            fine = self.deaths <= RESTARTS
-            require(fine, f"{gone[0].name} {gone[0].reason()}; {self.deaths} in a row")
+            # an error of its own at the start would come again; to be killed may be an accident
+            again = all(w.complete or (w.exit_code() or 0) <= 0 for w in gone)
+            fine = again and self.deaths <= RESTARTS
+            require(fine, f"{gone[0].name} {gone[0].reason()} ({self.deaths} in a row)")
             for worker in gone:
                 left = [request for _, request in worker.open.values()]
                 _end(worker)
@@ -421,22 +449,35 @@ class RemoteSampler:
         self.workers[self.workers.index(worker)] = self._start(worker.number)
 
 
+def published_weights(model: Any, every: bool, merged: bool = False) -> dict[str, Tensor]:
+    """What a worker with the same modules needs: parameters that learn, or `every` one, and persistent buffers. Tied ones are sent
+    once. `merged`: for one that has no adapters, the weights of their layers with them, by the names that the model has without."""
+    found = {n: p.detach() for n, p in model.named_parameters() if every or p.requires_grad}
+    kept = model.state_dict(keep_vars=True)
+    found |= {n: b.detach() for n, b in model.named_buffers() if n in kept}
+    if not merged:
+        return found
+    plain = {n.replace(".base_layer.", "."): w for n, w in found.items() if ADAPTER not in n}
+    for name, module in model.named_modules():
+        adapter = adapter_of(module)
+        if adapter is not None:
+            base: Tensor = module.base_layer.weight
+            added = adapter.scale * (adapter.b_OR.float() @ adapter.a_RI.float())
+            plain[f"{name}.weight"] = (base.float() + added).to(base.dtype).detach()
+    return plain
+
+
 def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
-    """What the trainer's own forward pass says of every token after each prompt of a probe, [P, V]."""
-    rows = []
+    """What the trainer's own forward pass, one of all prompts of a probe, says of every token after each, [P, V]."""
+    prompts, device = probe_prompts(vocabulary), policy.device
+    ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    position_T = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
+    starts = tuple(accumulate(map(len, prompts), initial=0))
     with torch.no_grad():
-        for prompt in probe_prompts(vocabulary):
-            ids = torch.tensor([prompt], device=policy.device)
-            places = torch.arange(len(prompt), device=policy.device)[None]
-            layout = {LAYOUT: Packed((0, len(prompt)), policy.device)}
-            hidden = policy.hidden(ids, places, **layout)[0, -1:]
-            rows.append(head_logits(hidden, policy.head).log_softmax(-1))
-    return torch.cat(rows)
-
-
-def _importable() -> str:
-    """A folder from which a Python with other packages can import posttrain, and nothing else of this one's."""
-    return str(Path(__file__).parents[2])
+        layout = {LAYOUT: Packed(starts, device)}
+        hidden_TH = policy.hidden(ids_T[None], position_T[None], **layout)[0]
+        last_P = torch.tensor(starts[1:], device=device) - 1
+        return head_logits(hidden_TH[last_P], policy.head).log_softmax(-1)
 
 
 def _sum(one: Statistics, other: Statistics) -> Statistics:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UserError
 from posttrain.system.processes import end_with_parent
 from posttrain.system.wire import Channel, decode_requests, encode_completions
-from posttrain.types import JSON, Completion, Request, Sampler, Statistics
+from posttrain.types import JSON, Completion, Request, Statistics
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Size, Tensor
 
     from posttrain.cluster.publish import Receipt
+    from posttrain.engine.engine import Engine
+
+    ReadWeights = Callable[[dict[str, Size]], Mapping[str, Tensor | None]]
 
 REPLY_SECONDS = 0.02  # between replies with completions
 HEARTBEAT = 1.0  # seconds between replies where nothing finishes
@@ -51,14 +54,14 @@ class SamplerWorker:
 
     def __init__(self, settings: WorkerSettings):
         self.vocabulary = settings.vocabulary
-        self.sampler = make_sampler(settings)
+        self.sampler, self.read = make_sampler(settings)
         self.open: set[tuple[int, int]] = set()  # sessions and turns
         self.probed = Statistics()
         self.found: list[tuple[Request, Completion]] = []
 
     @property
     def capacity(self) -> int:
-        return self.sampler.capacity
+        return int(self.sampler.capacity)
 
     @property
     def busy(self) -> bool:
@@ -67,7 +70,8 @@ class SamplerWorker:
     @property
     def statistics(self) -> Statistics:
         """Of the sampler, without its probes."""
-        found, own = self.sampler.statistics, self.probed
+        found: Statistics = self.sampler.statistics
+        own = self.probed
         prefilled, sampled = found.prefilled - own.prefilled, found.sampled - own.sampled
         return replace(found, prefilled=prefilled, sampled=sampled)
 
@@ -93,34 +97,39 @@ class SamplerWorker:
         self.found = [pair for pair in self.found if pair[0].session not in sessions]
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take new weights; the receipt is read off what the sampler then samples with."""
-        from posttrain.cluster.publish import Receipt, hashes, probe_requests
+        """Take new weights, and answer the probe."""
+        receipt = self.load(version, weights)
+        self.probe()
+        return receipt
 
-        probes = probe_requests(self.vocabulary)
-        self.cancel({r.session for r in probes})
-        idle, names = not self.busy, list[str]()
+    def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """Take new weights; the receipt is read off what the sampler then samples with."""
+        from posttrain.cluster.publish import Receipt, hashes
+
+        shapes: dict[str, Size] = {}
 
         def noted() -> Iterable[tuple[str, Tensor]]:
             for name, weight in weights:
-                names.append(name)
+                shapes[name] = weight.shape
                 yield name, weight
 
         self.sampler.publish(version, noted())
-        receipt = Receipt(self.sampler_version(), hashes(self.weights(names)))
+        own = self.read(shapes)
+        known = hashes({name: tensor for name, tensor in own.items() if tensor is not None})
+        return Receipt(self.sampler.version, {name: known.get(name) for name in own})
+
+    def probe(self) -> None:
+        """Ask the sampler for the tokens of a probe. They are sampled before anything that is asked for later, so that nobody else's
+        are sampled in another company than without a probe; where others are being decoded, together with those."""
+        from posttrain.cluster.publish import probe_requests
+
+        probes = probe_requests(self.vocabulary)
+        self.cancel({r.session for r in probes})
+        idle = not self.busy
         self.submit(probes)
-        while idle and self.open:  # else others are being decoded, and the probes come with them
+        while idle and self.open:
             self.found += self.sampler.poll()
             self.open -= {(r.session, r.turn) for r, _ in self.found}
-        return receipt
-
-    def sampler_version(self) -> int:
-        return int(getattr(self.sampler, "version", -1))
-
-    def weights(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The tensors called so, as the sampler has them now."""
-        model = self.sampler.policy.model  # type: ignore[attr-defined]  # of an engine
-        own = dict(model.named_parameters()) | dict(model.named_buffers())
-        return {name: own[name] for name in names}
 
     def release(self) -> None:
         self.sampler.release()
@@ -129,8 +138,25 @@ class SamplerWorker:
         self.sampler.close()
 
 
-def make_sampler(settings: WorkerSettings) -> Sampler:
-    """Our engine on a model of the given configuration, whose weights are still random."""
+def make_sampler(settings: WorkerSettings) -> tuple[Any, ReadWeights]:
+    """A sampler whose weights are still random, with its `version`; and what reads its weights."""
+    if settings.kind == "vllm":
+        from posttrain.cluster.vllm import VLLMSampler
+
+        served = VLLMSampler(settings)
+        return served, served.weights
+    engine = make_engine(settings)
+    model = engine.policy.model
+
+    def read(names: Collection[str]) -> dict[str, Tensor | None]:
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        return {name: own[name] for name in names}
+
+    return engine, read
+
+
+def make_engine(settings: WorkerSettings) -> Engine:
+    """Our engine on a model of the given configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,12 +209,16 @@ def serve(channel: Channel) -> None:
 
                 memory = memory or opened(description)
                 given = unpack(about[1], memory, filled, lambda: channel.send("free"))
-                receipt = worker.publish(about[0], given)
+                receipt = worker.load(about[0], given)
                 channel.send("receipt", receipt.version, dict(receipt.hashes))
+                worker.probe()
+                finished += worker.poll() if worker.found else []
             elif what == "release":
                 worker.release()
             if what != "submit":
-                channel.send("reply", seen, astuple(worker.statistics), [[], ["", "", ""]])
+                completed = encode_completions(finished)
+                channel.send("reply", seen, astuple(worker.statistics), completed)
+                finished, sent = [], time.monotonic()
         finished += worker.poll()
         late = time.monotonic() - sent
         if late > HEARTBEAT or (finished and (late > REPLY_SECONDS or not worker.busy)):

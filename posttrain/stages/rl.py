@@ -11,6 +11,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous, InFlight
+from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
@@ -69,9 +70,9 @@ class RLStage(ReferenceStage):
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
     max_rows: Whole = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
-    # what samples: the engine in this process, or in others that are sent the weights after each step
-    sampler: Literal["engine", "process"] = "engine"
-    sampler_processes: Count = 1  # of sampler=process
+    # what samples: the engine in this process, or in others that are sent the weights after each step; or vLLM in others
+    sampler: Literal["engine", "process", "vllm"] = "engine"
+    sampler_processes: Count = 1  # of sampler=process and vllm
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
@@ -114,6 +115,12 @@ class RLStage(ReferenceStage):
         if self.sampling.truncated:
             text = "the tokens they cut off make every importance ratio wrong; use them with eval and sample"
             yield f"top_k and top_p are refused in training: {text}"
+        if self.sampler == "engine" and self.sampler_processes > 1:
+            yield "sampler_processes is for sampler=process and sampler=vllm; leave it out, or set sampler"
+        if self.sampler == "vllm" and self.sampling.min_new_tokens:
+            yield "sampler=vllm has no min_new_tokens: vLLM would change the distribution; leave it out"
+        if self.sampler != "engine" and self.lora is not None and self.lora.load_in_4bit:
+            yield f"sampler={self.sampler} cannot be sent weights in 4 bits; leave load_in_4bit out"
         if self.critic and self.critic_head != "linear":
             yield f"a critic from {self.critic!r} has its head already; leave critic_head out"
         if self.critic and "critic" not in roles:
@@ -168,6 +175,8 @@ class RLStage(ReferenceStage):
         super().check_ready(device)
         alone = f"max_staleness={self.max_staleness}: several processes that train do not sample ahead yet"
         require(not self.max_staleness or size() == 1, f"{alone}; use processes=1")
+        if self.sampler == "vllm":
+            vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on
         self.reward.ready(self.task)
 

@@ -1,0 +1,104 @@
+"""vLLM and our engine on the same requests, each in a process of its own: tokens a second, and how far their log-probs are from the
+trainer's. Prints a table, then one JSON line.
+
+POSTTRAIN_VLLM_PYTHON=.vllm/bin/python python benchmarks/vllm_sampler.py                     # tiny, on the CPU
+POSTTRAIN_VLLM_PYTHON=... python benchmarks/vllm_sampler.py --device cuda --model DIRECTORY  # a model on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from posttrain.cluster.remote import RemoteSampler, remote_sampler
+from posttrain.models.attention import LAYOUT, Packed
+from posttrain.models.load import load
+from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.ops.logprobs import token_logprobs
+from posttrain.types import Completion, Request, Sampling
+
+
+def make_policy(name: str, device: str) -> Policy:
+    if name.startswith("tiny:"):
+        tokenizer = character_tokenizer("0123456789+-*= ")
+        model = tiny_model(tokenizer, name.removeprefix("tiny:"), 0).to(device)
+        return wrap_model(model, tokenizer, ())
+    loaded = load(name, dtype="bfloat16" if device == "cuda" else "float32", device=device)
+    return wrap_model(loaded.model, loaded.tokenizer, (), loaded.source)  # no stop ids: every response has its full length
+
+
+def sample(sampler: RemoteSampler, requests: list[Request]) -> tuple[float, dict[int, Completion]]:
+    began = time.perf_counter()
+    sampler.submit(requests)
+    found: dict[int, Completion] = {}
+    while len(found) < len(requests):
+        found |= {request.session: completion for request, completion in sampler.poll(1.0)}
+    return time.perf_counter() - began, found
+
+
+def gap(policy: Policy, requests: list[Request], found: dict[int, Completion]) -> float:
+    """The mean distance from the trainer's log-probs, of the first 16 responses."""
+    gaps = []
+    for request in requests[:16]:
+        completion = found[request.session]
+        ids = torch.tensor([*request.ids, *completion.ids.tolist()], device=policy.device)
+        places = torch.arange(len(ids), device=policy.device)
+        with torch.no_grad():
+            hidden = policy.hidden(ids[None], places[None], **{LAYOUT: Packed((0, len(ids)), policy.device)})[0]
+            first = len(request.ids)
+            own, _ = token_logprobs(hidden[first - 1 : -1], ids[first:], policy.head)
+        gaps.append(np.abs(own.float().cpu().numpy() - completion.logprobs).mean())
+    return float(np.mean(gaps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="tiny:mini")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    given = parser.parse_args()
+    policy, rows = make_policy(given.model, given.device), given.prompts * given.group
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    shape = (given.prompts, given.prompt_tokens)
+    prompts = torch.randint(0, vocabulary, shape, generator=generator).tolist()
+    result: dict[str, object] = {"model": given.model, "device": given.device, "rows": rows, "new_tokens": given.new_tokens}
+    for kind in ("process", "vllm"):
+        with closing(remote_sampler(policy, rows, 0, kind, 1)) as sampler:
+            began = time.perf_counter()
+            sampler.publish(0)
+            started = time.perf_counter() - began
+            seconds, published = [], []
+            for repeat in range(4):  # the first one warms up
+                sampling = Sampling(given.new_tokens)
+                requests = [
+                    Request(tuple(prompts[n // given.group]), repeat * rows + n, sampling, session=n, group=n // given.group)
+                    for n in range(rows)
+                ]
+                took, found = sample(sampler, requests)
+                seconds.append(took)
+                began = time.perf_counter()
+                sampler.publish(repeat + 1)
+                published.append(time.perf_counter() - began)
+            count = sum(len(completion.ids) for completion in found.values())
+            result[kind] = {
+                "start_seconds": round(started, 1),
+                "tokens_a_second": round(count / min(seconds[1:])),
+                "publish_seconds": round(min(published), 4),
+                "logprob_gap": gap(policy, requests, found),
+            }
+            print(f"{kind:8} {result[kind]}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

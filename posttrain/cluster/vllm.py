@@ -1,0 +1,233 @@
+"""vLLM as the sampler of a worker process: the same requests, ids with log-probs out, weights replaced in place.
+
+The log-probs are those of the distribution that was sampled from (`processed_logprobs`: after the temperature), nothing is taken from
+a model's generation config, and every request has its own seed. What vLLM draws for a seed is not what our engine draws. Requests in
+flight when weights are published are computed again from their ids, as our engine does: nothing cached outlives its weights. This runs
+in the Python that has vLLM, which needs none of posttrain's other packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.errors import require
+from posttrain.types import Completion, Request, Statistics
+
+if TYPE_CHECKING:
+    from torch import Size, Tensor
+
+    from posttrain.cluster.worker import WorkerSettings
+
+OLDEST, NEWEST = (0, 24), (0, 32)  # versions that this was made for
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine: it ends with it
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+GPU_SHARE = 0.3  # of the memory of a GPU, which the trainer uses too
+# tensors that vLLM keeps as one, rows after rows
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request that is being decoded, and what was sampled for it."""
+
+    request: Request
+    prompt: tuple[int, ...]  # with all earlier turns
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMSampler:
+    """A `Sampler`. `weights` reads tensors back as the trainer named them."""
+
+    def __init__(self, settings: WorkerSettings):
+        os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+        import vllm
+
+        check_version(vllm.__version__)
+        self.settings, self.capacity, self.version = settings, settings.rows, 0
+        self.statistics = Statistics()
+        self.rows: dict[str, Row] = {}
+        self.kept: dict[int, tuple[int, ...]] = {}  # all ids of a session, for its next turn
+        self.count = 0
+        with tempfile.TemporaryDirectory() as folder:  # the model's configuration is all it reads
+            Path(folder, "config.json").write_text(json.dumps(settings.config))
+            if settings.device == "cpu":
+                keep_plain_weights()
+            self.llm: Any = vllm.LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=settings.dtype,
+                seed=0,
+                max_num_seqs=settings.rows,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+                enforce_eager=settings.device == "cpu",
+                gpu_memory_utilization=GPU_SHARE,
+                trust_remote_code=False,
+            )
+        self.engine: Any = self.llm.llm_engine
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            require(
+                request.sampling.min_new_tokens == 0,
+                "sampler=vllm has no min_new_tokens: it would change the distribution",
+            )
+            prompt = (*self.kept.pop(request.session, ()), *request.ids)
+            self.statistics = replace(
+                self.statistics, prefilled=self.statistics.prefilled + len(request.ids)
+            )
+            self._add(Row(request, prompt))
+
+    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+        if not self.rows:
+            return []
+        found = []
+        for output in self.engine.step():
+            row, (new,) = self.rows.get(output.request_id), output.outputs
+            if row is None:  # it was cancelled
+                continue
+            for token, table in zip(new.token_ids, new.logprobs or (), strict=True):
+                row.ids.append(int(token))
+                row.logprobs.append(float(table[token].logprob))
+                row.versions.append(self.version)
+            if output.finished:
+                del self.rows[output.request_id]
+                found.append((row.request, self._completion(row, new.finish_reason)))
+        return found
+
+    def cancel(self, sessions: Collection[int]) -> None:
+        gone = [key for key, row in self.rows.items() if row.request.session in sessions]
+        self.engine.abort_request(gone)
+        for key in gone:
+            del self.rows[key]
+        for session in sessions:
+            self.kept.pop(session, None)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        running = list(self.rows.values())
+        self.engine.abort_request(list(self.rows))
+        self.rows.clear()
+        self.load(weights or ())
+        self.engine.reset_prefix_cache()
+        self.version = version
+        again = 0
+        for row in running:
+            again += len(row.prompt) + len(row.ids)
+            self._add(row)
+        self.statistics = replace(self.statistics, recomputed=self.statistics.recomputed + again)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Put weights into the model that is being served, by its own loader, which knows how it keeps them."""
+        copies = ((name, weight.clone()) for name, weight in weights)
+        self.engine.apply_model(lambda model: len(model.load_weights(copies) or ()))
+
+    def weights(self, shapes: Mapping[str, Size]) -> dict[str, Tensor | None]:
+        """Tensors as they are now, by the names and shapes that were sent; None for one that is kept in another form."""
+        found: dict[str, Tensor | None] = {}
+
+        def read(model: Any) -> None:
+            own = dict(model.named_parameters()) | dict(model.named_buffers())
+            found.update({name: part_of(own, name, shapes) for name in shapes})
+
+        self.engine.apply_model(read)
+        return found
+
+    def release(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        self.cancel([row.request.session for row in self.rows.values()])
+
+    def _add(self, row: Row) -> None:
+        """Queue a row, from its beginning or from where it was."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling, done = row.request.sampling, len(row.ids)
+        self.count += 1
+        self.rows[str(self.count)] = row
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens - done,
+            seed=(row.request.seed + done) % 2**63,
+            stop_token_ids=list(self.settings.stop_ids),
+            ignore_eos=True,  # the end token of the configuration is not asked for
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": [*row.prompt, *row.ids]}
+        self.engine.add_request(str(self.count), prompt, params)
+
+    def _completion(self, row: Row, reason: str) -> Completion:
+        finite = bool(np.isfinite(row.logprobs).all())
+        require(finite, "vLLM gave a token no finite log-prob: its logits are broken")
+        require(reason in ("stop", "length"), f"vLLM ended a response with {reason!r}")
+        if row.request.keep:
+            self.kept[row.request.session] = (*row.prompt, *row.ids)
+        sampled = self.statistics.sampled + len(row.ids)
+        self.statistics = replace(self.statistics, sampled=sampled)
+        return Completion(
+            np.array(row.ids, np.int64),
+            np.array(row.logprobs, np.float32),
+            np.array(row.versions, np.int32),
+            reason,
+        )
+
+
+def check_version(text: str) -> None:
+    """Refuse a vLLM that nobody has tried: what it does with weights in place changes from version to version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    tried = f"vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    fits = OLDEST <= version <= NEWEST
+    require(
+        fits, f"sampler=vllm works with {tried}, and this Python has {text}; install one of those"
+    )
+
+
+def keep_plain_weights() -> None:
+    """On a CPU, have layers multiply with their own parameter. vLLM would pack a copy of it and empty the parameter, and a reload
+    does not renew the copy of tied embeddings: the model served is then a wrong one."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def part_of(own: Mapping[str, Tensor], name: str, shapes: Mapping[str, Size]) -> Tensor | None:
+    """The tensor of that name, or the rows of the fused or padded one that it became."""
+    start, tensor = 0, own.get(name)
+    for fused, parts in FUSED.items():
+        for number, part in enumerate(parts):
+            if f".{part}." in name and tensor is None:
+                tensor = own.get(name.replace(f".{part}.", f".{fused}."))
+                before = (name.replace(f".{part}.", f".{p}.") for p in parts[:number])
+                start = sum(shapes[other][0] for other in before if other in shapes)
+    shape = shapes[name]
+    if tensor is None or tensor.shape[1:] != shape[1:]:
+        return None
+    found = tensor[start : start + shape[0]] if shape else tensor
+    return found if found.shape == shape else None
