@@ -89,7 +89,7 @@ class Producer:
                 self._check()
                 continue
             if isinstance(made, BaseException):
-                raise made
+                raise self.error or made
             return groups, made
 
     @contextmanager
@@ -142,25 +142,25 @@ class Producer:
     # --- in the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self.loop.run_until_complete(self._pump())
-        except BaseException as error:  # raised again where somebody waits
-            self.error = error
-            self.results.put(((), error))
-        finally:
-            self.loop.close()
+        self.loop.run_until_complete(self._pump())
+        self.loop.close()
+        if self.error is not None:
+            self.results.put(((), self.error))
 
     async def _pump(self) -> None:
         """Poll the sampler for all episodes, as long as there are any that await a turn."""
-        while not self.ends:
-            await asyncio.sleep(0)  # coroutines go on as far as they can
-            if any(unit.submitted for unit in self.units.values()):
-                self._poll()
-                continue
-            began = time.perf_counter()
-            await self.submitted.wait()
-            self.submitted.clear()
-            self.idle += time.perf_counter() - began
+        try:
+            while not self.ends:
+                await asyncio.sleep(0)  # coroutines go on as far as they can
+                if any(unit.submitted for unit in self.units.values()):
+                    self._poll()
+                    continue
+                began = time.perf_counter()
+                await self.submitted.wait()
+                self.submitted.clear()
+                self.idle += time.perf_counter() - began
+        except BaseException as error:  # raised again where somebody waits
+            self.error = error
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
