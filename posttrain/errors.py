@@ -45,6 +45,10 @@ class PeerFailed(Exception):
     """Another process of the run has ended or does not answer. Exit code 75."""
 
 
+class OutOfMemory(Exception):
+    """Memory ran out in a pass that other processes are in the middle of. Exit code 76: who started them does so again."""
+
+
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED = {
     "agreement.least": "min_agreement",

@@ -14,8 +14,16 @@ from typing import NoReturn
 from posttrain import __version__ as VERSION
 from posttrain import catalogue
 from posttrain.cli.base import fail, print_lines
-from posttrain.errors import GuardStop, Interrupted, PeerFailed, UserError, Waiting, unknown
-from posttrain.system.processes import PEER_FAILED, STARTED, end_with_parent
+from posttrain.errors import (
+    GuardStop,
+    Interrupted,
+    OutOfMemory,
+    PeerFailed,
+    UserError,
+    Waiting,
+    unknown,
+)
+from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PeerFailed as error:
         # the process that started them says which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
+    except OutOfMemory as error:
+        return OUT_OF_MEMORY if STARTED in os.environ else fail(str(error), 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except BrokenPipeError:

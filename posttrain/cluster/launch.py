@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG
-from posttrain.system.processes import PEER_FAILED, STARTED
+from posttrain.system.processes import HALVED, OUT_OF_MEMORY, PEER_FAILED, STARTED
 from posttrain.train.processes import SERVER_SOCKET
 
 COMMAND = (sys.executable, "-m", "posttrain")
@@ -94,20 +94,46 @@ class Places(Protocol):
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
 
 
-def launch(words: Sequence[str], count: int, directory: Path, places: Places | None = None) -> int:
-    """Run `posttrain WORDS` in `count` processes; the exit code of the run."""
-    started, failed = run_group(words, count, places)
-    return 0 if failed is None else report(failed, started, directory)
+def launch(words: Sequence[str], count: int, directory: Path) -> int:
+    """Run `posttrain WORDS` in `count` processes; the exit code of the run. Where one runs out of memory while the others wait for it,
+    all are started again, once, from the last checkpoint and with half the token budget."""
+    more: dict[str, str] = {}
+    while True:
+        started, failed = run_group(words, count, None, more)
+        if failed is None or not out_of_memory(started, more):
+            return 0 if failed is None else report(failed, started, directory)
+        words = resumed(words, directory)
+
+
+def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
+    """Whether one ran out of memory for the first time. Then `more` says to the next ones that the token budget is halved."""
+    found = [one.rank for one in started if one.process.poll() == OUT_OF_MEMORY]
+    if not found or HALVED in more:
+        return False
+    more[HALVED] = "1"
+    text = f"memory: process {found[0]} of {len(started)} ran out of memory; token_budget is halved in all, and the run goes on"
+    write_text(
+        f"posttrain: {text} from its last checkpoint: the gradient is the same; the next time stops\n",
+        sys.stderr,
+    )
+    return True
+
+
+def resumed(words: Sequence[str], directory: Path, *more: str) -> list[str]:
+    """The command that goes on with what another one began."""
+    if not (directory / CONFIG).is_file():
+        return [*words, *more]
+    return ["resume", str(directory), *(w for w in words if w == "--allow-code"), *more]
 
 
 def run_group(
-    words: Sequence[str], count: int, places: Places | None = None
+    words: Sequence[str], count: int, places: Places | None, shared: Mapping[str, str]
 ) -> tuple[list[Started], Started | None]:
     """Run them to their end; the processes, and the one that failed first."""
     with server_socket(places.address if places else LOOPBACK) as server, forwarded() as started:
         try:
             for rank in range(count):
-                environment = variables(rank, count, server)
+                environment = variables(rank, count, server) | dict(shared)
                 if places is None or not rank:
                     here = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
                     more = places.variables() if places else ON_LOOPBACK | here

@@ -26,11 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cluster import placement
-from posttrain.cluster.launch import COMMAND, LOOPBACK, Started, report, run_group
+from posttrain.cluster.launch import (
+    COMMAND,
+    LOOPBACK,
+    Started,
+    out_of_memory,
+    report,
+    resumed,
+    run_group,
+)
 from posttrain.cluster.placement import LOCAL, Placement, Resources, shortage
 from posttrain.errors import UserError, require
 from posttrain.runs.console import write_text
-from posttrain.runs.layout import CONFIG
 from posttrain.system import machine
 from posttrain.system.processes import STARTED, write_all
 
@@ -185,32 +192,33 @@ class Cluster:
             _node(n["NodeManagerAddress"], n["Resources"]) for n in load_ray().nodes() if n["Alive"]
         ]
 
-    def places(self, resources: Resources, count: int) -> list[Any]:
-        """Hosts of `count` processes that have what they ask for, the first on this node."""
+    def places(self, resources: Resources, count: int) -> tuple[list[Any], Any]:
+        """Hosts of `count` processes that have what they ask for, the first on this node; and the group of their places."""
         ray = load_ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.connect()
         bundles = [_bundle(resources) for _ in range(count)]
-        bundles[0][f"node:{self.here()}"] = 0.001
-        group = placement_group(bundles, "SPREAD" if self.settings.spread else "PACK")
-        if not group.wait(ANSWER):
-            self._no_place(resources, count)
-        found = []
-        for number, bundle in enumerate(bundles):
-            place = PlacementGroupSchedulingStrategy(group, number)
-            found.append(
-                self._host(resources, place, {k: v for k, v in bundle.items() if ":" in k})
-            )
-        self._check(ray, found, resources)
-        return found
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        strategy = "SPREAD" if self.settings.spread else "PACK"
+        group = placement_group(
+            bundles, strategy, bundle_label_selector=[here, *({} for _ in bundles[1:])]
+        )
+        require(group.wait(ANSWER), self._no_place(resources, count))
+        places = [PlacementGroupSchedulingStrategy(group, number) for number in range(count)]
+        found = [self._host(resources, place) for place in places]
+        try:
+            self._check(ray, found, resources)
+        except TimeoutError as error:
+            raise UserError(str(error)) from None
+        return found, group
 
     def place(self, resources: Resources) -> Any:
         """The host of one more process; a TimeoutError where there is no room."""
         ray = load_ray()
         self.connect()
-        host = self._host(resources, "SPREAD" if self.settings.spread else "DEFAULT", {})
+        host = self._host(resources, "SPREAD" if self.settings.spread else "DEFAULT")
         try:
             self._check(ray, [host], resources)
         except TimeoutError:
@@ -218,10 +226,10 @@ class Cluster:
             raise
         return host
 
-    def _host(self, resources: Resources, strategy: Any, more: Mapping[str, float]) -> Any:
+    def _host(self, resources: Resources, strategy: Any) -> Any:
         ray = load_ray()
         made = ray.remote(concurrency_groups={"in": 1, "out": 1})(_methods(ray))
-        given = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": dict(more)}
+        given = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
         return made.options(scheduling_strategy=strategy, max_restarts=0, **given).remote()
 
     def _check(self, ray: Any, hosts: Sequence[Any], resources: Resources) -> None:
@@ -450,7 +458,7 @@ class Ranks:
 
     def __init__(self, cluster: Cluster, count: int):
         self.cluster = cluster
-        self.hosts = cluster.places(cluster.settings.rank, count)
+        self.hosts, self.group = cluster.places(cluster.settings.rank, count)
         self.address = cluster.here()
         self.shared = {ADDRESS: cluster.address}
         self.shared |= {name: os.environ[name] for name in PASSED if name in os.environ}
@@ -474,36 +482,35 @@ class Ranks:
         return StartedElsewhere(rank, NodeProcess(host, pid))
 
     def close(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
         for host in self.hosts:
             load_ray().kill(host)
+        remove_placement_group(self.group)
 
 
 def launch_ranks(words: Sequence[str], settings: Placement, directory: Path) -> int:
     """Run `posttrain WORDS` as several processes on the nodes of a cluster; its exit code. Where a node is lost and the group is to
-    shrink, the run goes on from its last checkpoint with the processes for which there is room."""
+    shrink, the run goes on from its last checkpoint with the processes that are left."""
+    more: dict[str, str] = {}
     with Cluster(settings) as cluster:
         count = settings.ranks
         while True:
             ranks = Ranks(cluster, count)
-            started, failed = run_group(words, count, ranks)
+            started, failed = run_group(words, count, ranks, more)
             ranks.close()
             if failed is None:
                 return 0
+            if out_of_memory(started, more):
+                words = resumed(words, directory)
+                continue
             failures = [one for one in started if one.process.poll() == FAILED]
-            if not failures or settings.on_failed_node == "stop" or count == 1:
+            if not failures or settings.on_failed_node == "stop":
                 return report(failures[0] if failures else failed, started, directory)
             count -= len(failures)
             text = f"{len(failures)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
             write_text(f"posttrain: {text}\n", sys.stderr)
-            if (directory / CONFIG).is_file():
-                words = ["resume", str(directory), *_kept(words), f"processes={count}"]
-            else:
-                words = [*words, f"processes={count}"]
-
-
-def _kept(words: Sequence[str]) -> list[str]:
-    """Of a command, what a resume of the run needs again."""
-    return [word for word in words if word == "--allow-code"]
+            words = resumed(words, directory, f"processes={count}")
 
 
 def _methods(ray: Any) -> type:

@@ -77,7 +77,10 @@ class RaySampler(RemoteSampler):
         resources = cluster.settings.sampler
         device = "cuda" if resources.gpus else "cpu"
         settings = worker_settings(policy, -(-rows // count), processes)
-        super().__init__(policy, replace(settings, device=device), count)
+        try:
+            super().__init__(policy, replace(settings, device=device), count)
+        except TimeoutError as error:
+            raise UserError(str(error)) from None
 
     def _start(self, number: int) -> WorkerProcess:
         ray: Any = load_ray()

@@ -16,6 +16,8 @@ from contextlib import suppress
 DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
 STARTED = "POSTTRAIN_STARTED"  # the process that started this one, where `processes=N` did
 PEER_FAILED = 75  # exit code of a process that lost another one of its run
+OUT_OF_MEMORY = 76  # exit code of a process that ran out of memory while others wait for it
+HALVED = "POSTTRAIN_HALVED"  # set where the processes were started again for that, with half the token budget
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.errors import GuardStop
+from posttrain.errors import GuardStop, OutOfMemory
 from posttrain.events import Events
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
+from posttrain.system.processes import HALVED
 from posttrain.system.world import current
 from posttrain.train import parallel
 from posttrain.train.forward import PASSES
@@ -74,6 +76,8 @@ class Trainer:
         # then every pass is one of all processes
         self.sharded = any(learner.network.sharded is not None for learner in self.learners)
         self.token_budget = settings.token_budget
+        if self.sharded and HALVED in os.environ and self.token_budget > 1:
+            self.token_budget //= 2
         self.events = events or Events()
         self.checkpointed = self._choose_checkpointing(reserved_bytes)
 
@@ -99,15 +103,18 @@ class Trainer:
     def _within_memory(self, work: Callable[[], Result]) -> Result:
         """What `work` gives; where memory runs out in it, with all gradients dropped and half the token budget, once in the trainer's
         life. The weights of the loss are those of the whole step, so that smaller pieces add up to the same gradient. All processes
-        do so, where it happens in one; with sharded weights the others are in the middle of a pass, and the run ends."""
+        do so, where it happens in one; with sharded weights the others are in the middle of a pass, and all are started again."""
         found, seen = list[Result](), ""
         try:
             found.append(work())
         except torch.OutOfMemoryError as error:
             halved = self.token_budget < self.settings.token_budget or self.token_budget < 2
-            if halved or self.sharded:
+            if halved:
                 raise
             seen = " ".join(str(error).split())[:120]
+            if self.sharded:
+                text = f"out of memory in training, in process {current().rank} of {current().size} ({seen})"
+                raise OutOfMemory(f"{text}; resume with a smaller token_budget") from error
         if not current().any(bool(seen)):
             return found[0]
         found.clear()

@@ -19,7 +19,7 @@ from posttrain import pipeline
 from posttrain.cli import main
 from posttrain.cluster import launch as launcher
 from posttrain.errors import UserError
-from posttrain.system.processes import PEER_FAILED
+from posttrain.system.processes import HALVED, OUT_OF_MEMORY, PEER_FAILED
 from posttrain.train import processes
 from tests.faults import harness
 
@@ -84,6 +84,53 @@ def test_one_that_ends_ends_the_others(
     said = capfd.readouterr().err
     assert said.startswith(line) if line else not said
     assert said.count("posttrain:") <= 1 and not alive(tmp_path)
+
+
+ONCE = f"sys.exit(0 if '{HALVED}' in os.environ else {OUT_OF_MEMORY})"
+ALWAYS = f"sys.exit({OUT_OF_MEMORY})"
+
+
+@pytest.mark.parametrize(("second", "code"), [(ONCE, 0), (ALWAYS, 1)])
+def test_out_of_memory_starts_all_again_once(second: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = f"sys.exit(0 if '{HALVED}' in os.environ else {PEER_FAILED})"
+    assert launcher.launch([str(tmp_path), first, second], 2, tmp_path / "run") == code
+    said = capfd.readouterr().err
+    assert said.startswith("posttrain: memory: process 1 of 2 ran out of memory; token_budget is halved in all")
+    assert said.count("\n") == 1 + code and HALVED not in os.environ
+
+
+FULL = """
+import os, torch, traceback
+from dataclasses import dataclass
+from posttrain.algorithms.grpo import GRPO
+
+@dataclass(frozen=True, kw_only=True)
+class Full(GRPO):
+    def terms(self, outputs, batch):
+        seen.extend(frame.name for frame in traceback.extract_stack() if frame.name == "_accumulate")
+        if os.environ.get("RANK") == "1" and len(seen) == 3 and "POSTTRAIN_HALVED" not in os.environ:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().terms(outputs, batch)
+
+seen = []
+"""
+
+
+@pytest.mark.cluster
+def test_a_run_with_sharded_weights_that_runs_out_of_memory_goes_on_with_half_the_budget(
+    real: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    recipe = tmp_path / "recipe.yaml"
+    named = RECIPE.format(task=harness.LETTERS).replace("name: grpo", f'name: "{tmp_path / "full.py"}:Full"')
+    recipe.write_text(named)
+    words = ["run", str(recipe), "--allow-code", "processes=2", "device=cpu", "parallel=fsdp", f"out={tmp_path / 'run'}"]
+    assert main(words) == 0, capfd.readouterr().err
+    assert "process 1 of 2 ran out of memory; token_budget is halved in all" in capfd.readouterr().err
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["attempt"] for line in lines} == {1, 2}, "the steps before it were kept"
 
 
 def test_the_line_names_what_to_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

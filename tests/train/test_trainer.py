@@ -15,10 +15,11 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
-from posttrain.errors import GuardStop, UserError
+from posttrain.errors import GuardStop, OutOfMemory, UserError
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
 from posttrain.runs.metrics import merge
+from posttrain.system.processes import HALVED
 from posttrain.train import trainer as trainer_module
 from posttrain.train.forward import forward
 from posttrain.train.memory import activation_bytes, set_checkpointing
@@ -229,6 +230,17 @@ def test_without_memory_a_second_time_it_stops() -> None:
     assert full.seen == [48, 48, 24], "once whole, once halved"
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
     assert len(events.of("memory")) == 1
+
+
+def test_with_sharded_weights_all_processes_are_started_again_with_half_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of a pass, so that nothing can be done again here; once only, as without them."""
+    full, optimization = Full(12), Optimization(token_budget=48)
+    trainer = Trainer(small_policy(), full, optimization)
+    trainer.sharded = True
+    with pytest.raises(OutOfMemory, match=r"out of memory in training, in process 0 of 1 \(CUDA out of memory"):
+        trainer.update(full.prepare(equal_examples(8), {}), 1e-2)
+    monkeypatch.setenv(HALVED, "1")
+    assert Trainer(small_policy(), full, optimization).token_budget == 48, "its weights are whole"
 
 
 def test_the_reference_is_asked_in_halves_too(monkeypatch: pytest.MonkeyPatch) -> None:
