@@ -90,6 +90,9 @@ def replay(
     name, step, rows = _step(run, place)
     settings, _ = settings_of(run, allow_code, ())
     stage, member = _stage(settings, name)
+    ahead = int(getattr(stage, "max_staleness", 0))
+    chance = f"{name} samples ahead (max_staleness={ahead}): which rollouts a step has is decided by the clock"
+    require(not ahead, f"{chance}, so that it cannot be computed again")
     _check_inputs(run, settings, stage)
     notes = _notes(run, settings)
     path = _nearest(run, name, step)

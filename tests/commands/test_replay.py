@@ -210,6 +210,18 @@ def test_a_live_run_and_one_of_another_version_are_refused(run: Path, tmp_path: 
         found(other, "rl/5")
 
 
+def test_a_stage_that_samples_ahead_is_refused(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    tree = yaml.safe_load((other / "config.yaml").read_text())
+    for stage in tree["stages"]:
+        if stage["name"] == "rl":
+            stage |= {"max_staleness": 1, "sampler": "process"}
+    (other / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=r"^rl samples ahead \(max_staleness=1\)"):
+        found(other, "rl/5")
+
+
 def test_another_version_of_torch_is_said(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "run"
     shutil.copytree(run, other)

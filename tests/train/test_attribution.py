@@ -73,3 +73,12 @@ def test_many_tokens_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(alone) > 2 >= len(spans)
     assert (spans[0].first, spans[-1].last) == (alone[0].first, alone[-1].last)
     assert sum(span.share for span in spans) == pytest.approx(part.share, abs=1e-9)
+
+
+def test_parts_are_summed_in_float32_where_weights_are_narrower() -> None:
+    algorithm = GRPO(beta=0.0)
+    trainer = trainer_for(algorithm, small_policy(dtype=torch.bfloat16), Optimization(token_budget=20))
+    prepared = algorithm.prepare(material(algorithm), {})
+    whole = whole_gradient(trainer, prepared)
+    assert {grad.dtype for grad in whole.values()} == {torch.float32}
+    assert sum(part.share for part in unit_parts(trainer, prepared, whole)) == pytest.approx(1, abs=0.02)
