@@ -1,4 +1,4 @@
-"""The API of the page that shows what moved the policy in a step: `posttrain replay`, in the background, kept beside the runs."""
+"""The API of the page that shows what moved the policy in a step: `posttrain replay` in the background, its results kept with runs."""
 
 from __future__ import annotations
 
