@@ -52,6 +52,7 @@ async function show() {
   try {
     const words = (found[0].exec(location.pathname) ?? []).slice(1);
     const end = await found[2](fresh, words, new URLSearchParams(location.search));
+    fresh.querySelector(".tabs a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
     if (mine === turn) leave = end;
     else end?.();
   } catch (error) {

@@ -3,7 +3,7 @@ import { download, fill, h, number } from "./dom.js";
 
 /** @typedef {{stage: string, figure: string, step: number[], time: number[], mean: (number|null)[], low: (number|null)[], high: (number|null)[]}} Series */
 /** @typedef {{label: string, series: Series}} Curve */
-/** @typedef {{axis: "step"|"time", smoothing: number, zoom: [number, number]|null, marks: {x: number, text: string}[], began: number}} View */
+/** @typedef {{axis: "step"|"time", smoothing: number, zoom: [number, number]|null, marks: {x: number, text: string, stage?: string}[], began: number}} View */
 
 /** @type {any} */
 const Plot = () => /** @type {any} */ (window).uPlot;
@@ -191,7 +191,9 @@ export class Chart {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = token("--c2");
     ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
-    for (const { x } of this.view?.marks ?? []) {
+    for (const { x, stage } of this.view?.marks ?? []) {
+      // the same step of another stage is another time
+      if (stage && this.view?.axis === "step" && !this.curves.some((c) => c.label === stage)) continue;
       const at = u.valToPos(x, "x", true);
       if (at < bbox.left || at > bbox.left + bbox.width) continue;
       ctx.beginPath();

@@ -31,7 +31,7 @@ export async function page(main, _, query) {
     for (const { chart, found } of charts.values()) if (found.length) chart.draw(found, view);
   }
   const grid = h("div", { class: "charts" });
-  fill(main, h("div", { class: "row between" }, h("h1", {}, `${runs.length} runs together`), h("div", { class: "row small" }, h("label", { class: "row" }, "Smoothing", soft), reset)),
+  fill(main, h("div", { class: "row between" }, h("h1", {}, `${runs.length} run${runs.length === 1 ? "" : "s"} together`), h("div", { class: "row small" }, h("label", { class: "row" }, "Smoothing", soft), reset)),
     h("div", { class: "row" }, runs.map((run) => h("a", { class: "button", href: `/run/${run.id}` }, visible(run.name), chip(run.status)))), grid);
   for (const figure of names) {
     const chart = new Chart(explain(figure), zoom);

@@ -110,7 +110,7 @@ export async function page(main, [id]) {
 
   function header() {
     fill(top, head(run, ""), verdict(run), h("div", { class: "card" }, line(run, stage, (name) => ((stage = name), zoom(null), header(), layout()))), run.indexing && h("p", { class: "dim small" }, "The index of this run is being built; curves fill as it grows."));
-    view.marks = run.alarms.filter((/** @type {any} */ a) => a.step !== undefined).map((/** @type {any} */ a) => ({ x: view.axis === "time" ? (a.time - view.began) / 60 : a.step, text: a.text }));
+    view.marks = run.alarms.filter((/** @type {any} */ a) => a.step !== undefined).map((/** @type {any} */ a) => ({ x: view.axis === "time" ? (a.time - view.began) / 60 : a.step, text: a.text, stage: a.stage }));
   }
   async function layout() {
     const known = (await load()).groups;
@@ -200,8 +200,8 @@ export async function settings(main, [id]) {
     const changed = found.differences ?? {};
     const keys = Object.keys(found.settings).filter((k) => k.includes(find.value));
     const rows = (/** @type {string[]} */ list, /** @type {boolean} */ both) => list.map((k) => h("tr", { class: k in changed ? "changed" : null }, h("td", {}, visible(k)), h("td", {}, visible(show(found.settings[k]))), both && h("td", {}, visible(show(changed[k]?.[1])))));
-    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run is of a recipe that is not shipped, so there is nothing to compare with.") : h("section", {}, h("h2", {}, `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
-      h("section", {}, h("h2", {}, "All settings"), h("div", { class: "card table" }, h("table", { class: "diff" }, h("tbody", {}, rows(keys, false))))));
+    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run is of a recipe that is not shipped, so there is nothing to compare with.") : h("section", { class: "stack" }, h("h2", {}, `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
+      h("section", { class: "stack" }, h("h2", {}, "All settings"), h("div", { class: "card table" }, h("table", { class: "diff" }, h("tbody", {}, rows(keys, false))))));
   }
   async function draw() {
     fill(body, h("p", { class: "dim" }, "Resolving the recipe…"));

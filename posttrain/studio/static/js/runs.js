@@ -33,7 +33,7 @@ export async function page(main) {
     if (found.left) setTimeout(draw, 100);
     const rows = found.runs.map((/** @type {any} */ r) => row(r, chosen, () => (together.disabled = chosen.size < 2)));
     const names = ["", "Run", "Status", "Learning?", "Held-out score", "Reward", "Stage", "Time"];
-    fill(body, h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((n, i) => h("th", { scope: "col", class: i > 4 ? "wide" : null }, n || h("span", { class: "sr" }, "Choose"))))), h("tbody", {}, rows))), found.total > rows.length && h("p", { class: "dim small" }, found.left ? `${found.left} more are being looked at…` : `${rows.length} of ${found.total} runs; find others by name`));
+    fill(body, h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, names.map((n, i) => h("th", { scope: "col", class: i > 3 ? "wide" : null }, n || h("span", { class: "sr" }, "Choose"))))), h("tbody", {}, rows))), found.total > rows.length && h("p", { class: "dim small" }, found.left ? `${found.left} more are being looked at…` : `${rows.length} of ${found.total} runs; find others by name`));
   }
   await draw();
   return follow("", draw);
@@ -48,8 +48,8 @@ function row(r, chosen, changed) {
     h("td", {}, pick),
     h("td", {}, h("a", { class: "name", href: `/run/${r.id}` }, visible(r.name)), h("div", { class: "dim tiny" }, visible(r.recipe), r.folder !== r.name && [" · ", visible(r.folder)], r.tags.map((/** @type {string} */ t) => [" ", h("span", { class: "chip" }, visible(t))]))),
     h("td", {}, chip(r.status)),
-    h("td", {}, r.verdict && h("span", { class: `chip ${TONES[r.verdict.answer]}`, title: r.verdict.headline }, `${MARKS[r.verdict.answer]} ${r.verdict.answer === "yes" && r.status.kind === "finished" ? "learned" : ANSWERS[r.verdict.answer]}`), r.alarms > 0 && h("span", { class: "chip bad" }, `${r.alarms} alarm${r.alarms > 1 ? "s" : ""}`)),
-    h("td", { class: "number" }, score),
+    h("td", {}, r.verdict && h("span", { class: `chip ${TONES[r.verdict.answer]}`, title: r.verdict.headline }, `${MARKS[r.verdict.answer]} ${r.verdict.answer === "yes" && r.status.kind === "finished" ? "learned" : ANSWERS[r.verdict.answer]}`), r.alarms > 0 && [" ", h("span", { class: "chip bad" }, `${r.alarms} alarm${r.alarms > 1 ? "s" : ""}`)]),
+    h("td", { class: "wide number" }, score),
     h("td", { class: "wide" }, spark(r.spark ?? [])),
     h("td", { class: "wide number" }, visible(r.stage), h("span", { class: "dim" }, steps)),
     h("td", { class: "wide number" }, duration(r.seconds), h("div", { class: "dim tiny" }, r.began ? ago(r.began) : "")),
