@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended
-from posttrain.system.machine import cores
 from posttrain.tasks.tools.base import Tool, ToolError, ToolFailure
 
 # programs of all episodes that run at once: each has open files here, and more than there are cores only wait for each other
-_at_once = threading.BoundedSemaphore(2 * cores())
+_at_once = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
