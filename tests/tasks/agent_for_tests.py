@@ -29,6 +29,9 @@ messages = list(problem["messages"])
 for what in sys.argv[1:]:
     if what == "turn":
         messages += [ask(messages)["message"], {"role": "user", "content": "more"}]
+    elif what == "low":  # pays for signs and digits in all that was said, not for letters
+        said = "".join(one["content"] or "" for one in messages if one["role"] == "assistant")
+        print(sum(letter < "A" for letter in said) / max(1, len(said)))
     elif what == "cut":
         messages += [ask(messages, max_tokens=2)["message"], {"role": "user", "content": "more"}]
     elif what == "same":  # the same question twice: two samples

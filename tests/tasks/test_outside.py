@@ -171,3 +171,34 @@ def test_the_page_trains_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = Run(tmp_path / "run")
     figures = {name: run.column(name, stage="rl")[1][-1] for name in ("agent/calls", "turns", "failed")}
     assert figures["agent/calls"] == figures["turns"] >= 1 and figures["failed"] == 0
+
+
+def test_a_program_that_pays_for_something_teaches_it(tmp_path: Path) -> None:
+    """It talks two turns with the policy and prints the share of signs and digits, of characters that are no letters, in what was said."""
+    task = {
+        "name": "outside",
+        "command": f"{AGENT} turn turn low",
+        "task": {"name": "arithmetic", "level": 1},
+        "reward": "printed",
+    }
+    learning = {
+        "algorithm": {"name": "grpo", "group": 8, "beta": 0.0},
+        "optimizer": {"lr": 1e-2},
+        "sampling": {"max_new_tokens": 6},
+    }
+    stage = {
+        "stage": "rl",
+        "name": "rl",
+        "model": "tiny:nano",
+        "task": task,
+        "prompts": 2,
+        "steps": 6,
+        "evaluate_every": 0,
+        **learning,
+    }
+    (tmp_path / "low.yaml").write_text(yaml.safe_dump({"stages": [stage]}))
+    assert (
+        cli.main(["run", str(tmp_path / "low.yaml"), "--allow-code", "threads=1", "device=cpu", f"out={tmp_path / 'run'}"]) == 0
+    )
+    reward = Run(tmp_path / "run").column("reward", stage="rl")[1]
+    assert np.mean(reward[-2:]) > np.mean(reward[:2]) + 0.15, reward
