@@ -11,4 +11,4 @@ def solver_critic(size: str = "nano") -> Recipe:
     """The question is which of two numbers is larger. SFT shows answers, corrections and verdicts of a player who guesses every other
     time. In RL a solver whose answer the critic rejects may answer once more; it is paid for its last answer, the critic for its
     verdict, each compared with its own kind."""
-    return episodes("solver_critic", size, SolverCritic(), tokens=5, steps=80, sft_steps=500)
+    return episodes("solver_critic", size, SolverCritic(), tokens=5, steps=150, sft_steps=500)

@@ -29,7 +29,7 @@ def stage(recipe: str, name: str, *words: str) -> Any:
 @pytest.mark.parametrize(
     ("recipe", "words", "parts"),
     [
-        ("guess", (), {"turns"}),
+        ("guess", (), set()),
         ("guess", ("pay=end", "algorithm=ppo"), set()),
         ("shop", (), set()),
         ("solver_critic", (), {"solver", "critic"}),
