@@ -368,7 +368,7 @@ class Host:
         self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
         os.close(theirs)
         os.close(ours)
-        self.put(to_line((settings, self.buckets.handles, size)))
+        self.put(to_line((settings, self.buckets.describe())))
         assert self.process is not None
         return self.process.pid
 

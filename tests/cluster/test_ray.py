@@ -109,7 +109,7 @@ def finished(*words: str, **environment: str) -> str:
     return said
 
 
-def until(condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 240.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
