@@ -60,6 +60,7 @@ from posttrain.stages.base import (
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, explained
+from posttrain.system.processes import STARTED
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
 from posttrain.train import processes
@@ -185,7 +186,9 @@ def placement(settings: Settings) -> Placement:
         if getattr(stage, "sampler", "engine") != "engine"
     ]
     require(
-        bool(samplers) or settings.processes > 1,
+        bool(samplers)
+        or settings.processes > 1
+        or STARTED in os.environ,  # one that is left of several
         f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage",
     )
     return Placement(

@@ -80,6 +80,14 @@ def test_every_rank_has_its_samplers(tmp_path: Path) -> None:
     assert check_address("[::1]:6379") == ("::1", 6379)
 
 
+def test_the_one_that_is_left_of_a_group_is_on_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config.parse("quickstart", ["cluster=10.0.0.5:6379", "processes=1"])
+    with pytest.raises(UserError, match="nothing of this run is on it"):
+        pipeline.placement(settings)
+    monkeypatch.setenv("POSTTRAIN_STARTED", "1")
+    assert pipeline.placement(settings).bundles == []
+
+
 def test_the_token_of_a_user_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for _ in range(2):
