@@ -174,7 +174,7 @@ def test_the_page_trains_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_program_that_pays_for_something_teaches_it(tmp_path: Path) -> None:
-    """It talks two turns with the policy and prints the share of signs and digits, of characters that are no letters, in what was said."""
+    """It talks two turns with the policy and prints the share of signs and digits in what was said."""
     task = {
         "name": "outside",
         "command": f"{AGENT} turn turn low",
