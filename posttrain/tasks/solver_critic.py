@@ -55,7 +55,7 @@ class SolverCritic(Task):
         return _score(response == problem.answer)
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """By chance an answer, a second answer after a wrong one, or a verdict, of a player who guesses every other time."""
+        """By chance an answer, guessed every other time, a right answer after a wrong one, or a verdict."""
         source, right = Random(stable_hash("conversation", problem.question)), problem.answer
         wrong = next(n for n in problem.question.removesuffix("=").split() if n != right)
         kind, guesses, said = (
@@ -63,11 +63,11 @@ class SolverCritic(Task):
             source.random() < 0.5,
             source.choice((right, wrong)),
         )
-        if kind < 2:
+        if kind == 0:
             return (*self.prompt(problem), Message("assistant", said if guesses else right))
-        if kind == 2:
-            verdict = source.choice((YES, NO)) if guesses else YES if said == right else NO
-            return Message("user", problem.question + said), Message("assistant", verdict)
+        if kind < 3:
+            verdict = Message("assistant", YES if said == right else NO)
+            return Message("user", problem.question + said), verdict
         again = Message("user", NO), Message("assistant", right)
         return (*self.prompt(problem), Message("assistant", wrong), *again)
 
