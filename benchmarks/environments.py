@@ -88,8 +88,10 @@ def one(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     stages = [path.parent.name for path in out.glob("stages/*/problems.jsonl")]
     every = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in every if line.get("stage") == "rl" and line.get("step")]
-    kept = [line for line in lines if line["step"] % 5 == 0 or line["step"] == 1]
-    curve = [{key: round(line[key], 4) for key in CURVES if key in line} for line in kept]
+    blocks = [lines[n : n + 5] for n in range(0, len(lines), 5)]
+    curve = [
+        {key: round(mean(line[key] for line in block), 4) for key in CURVES if all(key in x for x in block)} for block in blocks
+    ]
     row = {"arm": arm, "seed": seed, "seconds": seconds, "curve": curve, **{s: measured(out, s) for s in stages}}
     print(f"{arm} seed {seed}: {cell(row['before']['success'])} {cell(row['after']['success'])}, {seconds:.0f} s", flush=True)
     return row
@@ -158,7 +160,7 @@ def draw(recipe: str, found: dict[str, Any], folder: Path) -> None:
         for n, row in enumerate(row for row in rows if row["arm"] == arm):
             points = [(point["step"], height(point, key)) for point in row["curve"] if key in point]
             right.plot(*zip(*points, strict=True), color=f"C{number}", lw=1, alpha=0.8, label=label if n == 0 else None)
-    right.set_xlabel("step of RL")
+    right.set_xlabel("step of RL, means of five")
     right.set_ylabel("moves of one side in a game" if recipe == "tictactoe" else "% of sampled episodes")
     right.legend(frameon=False, fontsize=8)
     figure.tight_layout()
