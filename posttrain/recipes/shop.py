@@ -10,4 +10,4 @@ from posttrain.tasks.shop import Shop
 def shop(size: str = "nano") -> Recipe:
     """A customer has three wishes and says some of them. SFT shows questions and sales by chance; a right sale is worth 1, less 0.1 for
     each question whose answer was known."""
-    return episodes("shop", size, Shop(), tokens=28, lr=2e-3, steps=70, sft_steps=600)
+    return episodes("shop", size, Shop(), tokens=28, steps=120, sft_steps=600)
