@@ -14,9 +14,10 @@ from posttrain.data.calls import calls
 from posttrain.data.demonstrations import from_task
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
+from posttrain.evals.evaluate import Evaluation
 from posttrain.models.tiny import character_tokenizer
 from posttrain.recipes.agent import agent
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.evaluate import EvaluateStage, summarise
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.tool_use import ToolUse
@@ -64,7 +65,7 @@ def test_the_number_of_the_last_turn_is_paid_and_nothing_else(turns: list[str], 
     (rollout,) = group.rollouts
     assert (rollout.score.value, rollout.score.outcome) == (value, outcome)
     if len(turns) == 2:
-        assert rollout.counts == {"tool/calls": 1.0}
+        assert rollout.counts == summarise(Evaluation((group,), ()))["counts"] == {"tool/calls": 1.0}
         assert tokenizer.decode(sampler.requests[1].ids) == (
             "<|user|><tool_response>18\n</tool_response><|end|><|user|>Give the final answer in \\boxed{}.<|end|><|assistant|>"
         )
