@@ -59,6 +59,7 @@ class Library:
 
     roots: Sequence[Path]
     kept: Path | None = None  # a file for the rows of the table
+    looked: float = 0.0  # seconds that were spent on rows which were made anew
     _found: dict[str, Path] = field(default_factory=dict)
     _places: dict[Path, Place] = field(default_factory=dict)
     _scanned: float = -math.inf
@@ -120,11 +121,16 @@ class Library:
     def row(self, name: str) -> JSON:
         """One line of the table of runs; computed again only where files have changed, or while the run is live."""
         path = self.runs()[name]
+        held = self._rows.recent(name)
+        if held is not None:
+            return held
         mark = [*(_stamp(f"{path}/{file}") for file in (*FILES[:4], f"{layout.LOCK}.holder"))]
         held = self._rows.get(name, mark)
         if held is None or held["status"]["kind"] == "live":
+            began = time.monotonic()
             held = self._row(name, path)
             self._rows.put(name, mark, held)
+            self.looked += time.monotonic() - began
         return held
 
     def _row(self, name: str, path: Path) -> JSON:
@@ -188,6 +194,7 @@ class Rows:
     file: Path | None
     _held: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _new: dict[str, tuple[str, JSON]] = field(default_factory=dict)
+    _checked: dict[str, float] = field(default_factory=dict)
     _saved: float = -math.inf
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
@@ -196,9 +203,18 @@ class Rows:
             for name, mark, row in self._execute("SELECT id, mark, row FROM rows"):
                 self._held[name] = mark, json.loads(row)
 
+    def recent(self, name: str) -> JSON:
+        """A row that was found to be good a moment ago, of a run that is not live."""
+        fresh = time.monotonic() - self._checked.get(name, -math.inf) < RESCAN / 2
+        return self._held[name][1] if fresh else None
+
     def get(self, name: str, mark: JSON) -> JSON:
         held = self._held.get(name)
-        return held[1] if held is not None and held[0] == json.dumps(mark) else None
+        if held is None or held[0] != json.dumps(mark):
+            return None
+        if held[1]["status"]["kind"] != "live":
+            self._checked[name] = time.monotonic()
+        return held[1]
 
     def put(self, name: str, mark: JSON, row: JSON) -> None:
         with self._mutex:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
 BUCKETS, FIGURES = 2000, 60  # of one answer
-PAGE, ROW_SECONDS = 100, 0.7  # runs of one answer, and the time to look at them
+PAGE, ROW_SECONDS = 100, 0.7  # runs of one answer, and the time to look at new ones
 ROUTINE = ("out", "next_command", "trackers", "format")
 
 
@@ -59,12 +58,12 @@ def _runs(studio: Studio, request: Request) -> Response:
         if text in f"{studio.library.place(path)} {' '.join(tags.get(n, []))}".lower()
     ]
     rows: list[JSON] = []
-    limit_at, left = time.monotonic() + ROW_SECONDS, len(named)
+    looked, left = studio.library.looked, len(named)
     for name in named:
         row, left = studio.library.row(name), left - 1
         if not kind or row["status"]["kind"] == kind:
             rows.append(row | {"tags": tags.get(name, [])})
-        if len(rows) == skip + limit or time.monotonic() > limit_at:
+        if len(rows) == skip + limit or studio.library.looked - looked > ROW_SECONDS:
             break
     left = left if len(rows) < skip + limit else 0
     return reply(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from runs_for_tests import add_step, make_run
+from studio_for_tests import Studio
 
 from posttrain.runs.write import RunWriter
-from posttrain.studio import library
+from posttrain.studio import library, pages_runs
 from posttrain.studio.library import Library, run_id
 
 
@@ -75,3 +76,14 @@ def test_where_a_search_takes_long_answers_come_from_the_last_one(tmp_path: Path
     assert len(found.runs()) == 2
     make_run(tmp_path / "three", 2)
     assert found.index(run_id(tmp_path / "three")).run.name == "three"  # one that is asked for is looked for
+
+
+def test_a_filter_by_status_gets_to_the_end_however_many_runs_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_runs, "ROW_SECONDS", 0.0)  # one run that was not seen before, in each answer
+    for number in range(5):
+        make_run(tmp_path / f"run-{number}", 2)
+    studio = Studio(tmp_path)
+    assert [studio.get("/api/runs", status="waiting")["left"] for _ in range(5)] == [4, 3, 2, 1, 0]
+    assert len(studio.get("/api/runs")["runs"]) == 5
