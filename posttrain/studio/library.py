@@ -34,7 +34,7 @@ QUICK = 0.2  # seconds of a search that a request waits for
 SAVE_SECONDS = 2.0  # between two times that rows of the table are kept
 LABELS = "labels"  # a folder of files of comparisons
 VERSION = 1  # of the rows that are kept
-OPEN = 64  # indexes that are kept open
+OPEN = 16  # indexes that are kept open: each has three files in every thread that reads it
 LISTED = 50  # runs whose models are listed
 HEAD = b"ForSequenceClassification"  # in the configuration of a reward model
 SPARK = 40  # points of a row's curve
@@ -192,7 +192,9 @@ class Rows:
     that a server which is started again need not look into every run."""
 
     file: Path | None
-    _held: dict[str, tuple[str, JSON]] = field(default_factory=dict)
+    _held: dict[str, tuple[str, JSON]] = field(
+        default_factory=dict
+    )  # as text until it is asked for
     _new: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _checked: dict[str, float] = field(default_factory=dict)
     _saved: float = -math.inf
@@ -201,7 +203,7 @@ class Rows:
     def __post_init__(self) -> None:
         with suppress(sqlite3.Error, OSError, ValueError):
             for name, mark, row in self._execute("SELECT id, mark, row FROM rows"):
-                self._held[name] = mark, json.loads(row)
+                self._held[name] = mark, row
 
     def recent(self, name: str) -> JSON:
         """A row that was found to be good a moment ago, of a run that is not live."""
@@ -212,6 +214,8 @@ class Rows:
         held = self._held.get(name)
         if held is None or held[0] != json.dumps(mark):
             return None
+        if isinstance(held[1], str):
+            held = self._held[name] = held[0], json.loads(held[1])
         if held[1]["status"]["kind"] != "live":
             self._checked[name] = time.monotonic()
         return held[1]
