@@ -443,6 +443,7 @@ def make_sampler(
     if kind == "engine":
         return gathering(policy, lambda whole: Engine(whole, rows, processes))
     if cluster is not None:
+        require(kind == "process", f"sampler={kind} is not on a cluster yet; use sampler=process")
         from posttrain.cluster.ray_sampler import RaySampler
 
         return gathering(policy, lambda whole: RaySampler(whole, rows, processes, count, cluster))

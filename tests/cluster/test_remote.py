@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posttrain.cluster import remote as remote_module
 from posttrain.cluster.publish import Receipts, fill
-from posttrain.cluster.remote import RemoteSampler, WorkerProcess, probe_logprobs, worker_settings
+from posttrain.cluster.remote import VLLM_PYTHON, RemoteSampler, WorkerProcess, probe_logprobs, worker_settings
 from posttrain.cluster.worker import serve
 from posttrain.config import Settings
 from posttrain.data.text import Decoder
@@ -31,6 +31,7 @@ from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.pipeline import start
 from posttrain.recipes.base import Recipe
+from posttrain.stages.base import make_sampler
 from posttrain.stages.rl import RLStage
 from posttrain.system.processes import end, fork
 from posttrain.system.wire import Channel
@@ -266,3 +267,35 @@ def test_a_run_with_sampler_process_is_the_same_to_the_bit(tmp_path: Path) -> No
         settings = Settings(Recipe((stage,)), "test", threads=1, device="cpu", out=str(tmp_path / kind))
         found.append(fingerprint(start(settings)))
     assert found[0] == found[1]
+
+
+def test_vllm_on_a_cluster_is_refused_and_not_replaced_by_the_engine(policy: Policy) -> None:
+    somewhere: Any = object()
+    with pytest.raises(UserError, match="sampler=vllm is not on a cluster yet"):
+        make_sampler(policy, kind="vllm", cluster=somewhere)
+
+
+def test_vllm_that_is_not_there_is_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = RLStage(name="rl", model="tiny:nano", task=TASK, sampler="vllm")
+    monkeypatch.delenv(VLLM_PYTHON, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"needs vLLM, which is not installed: pip install 'posttrain\[vllm\]', or name a Python"
+    ):
+        stage.check_ready("cpu")
+    monkeypatch.setenv(VLLM_PYTHON, "/nowhere/python")
+    with pytest.raises(UserError, match="POSTTRAIN_VLLM_PYTHON=/nowhere/python is no program"):
+        stage.check_ready("cpu")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"sampler_processes": 2}, "sampler_processes is for sampler=process"),
+        ({"sampler": "vllm", "sampling": Sampling(4, min_new_tokens=2)}, "sampler=vllm has no min_new_tokens"),
+        ({"sampler": "process", "lora": Lora(load_in_4bit=True)}, "sampler=process cannot be sent weights in 4 bits"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        RLStage(name="rl", model="tiny:nano", task=TASK, **more)
