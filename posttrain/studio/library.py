@@ -31,6 +31,7 @@ from posttrain.types import JSON
 DEPTH = 4  # folders below a root in which runs are looked for
 RESCAN = 2.0  # seconds between two searches for runs
 QUICK = 0.2  # seconds of a search that a request waits for
+MANY = 1000  # runs, from which on a row that was right a moment ago is not checked again
 SAVE_SECONDS = 2.0  # between two times that rows of the table are kept
 LABELS = "labels"  # a folder of files of comparisons
 VERSION = 1  # of the rows that are kept
@@ -121,7 +122,7 @@ class Library:
     def row(self, name: str) -> JSON:
         """One line of the table of runs; computed again only where files have changed, or while the run is live."""
         path = self.runs()[name]
-        held = self._rows.recent(name)
+        held = self._rows.recent(name) if len(self._found) > MANY else None
         if held is not None:
             return held
         mark = [*(_stamp(f"{path}/{file}") for file in (*FILES[:4], f"{layout.LOCK}.holder"))]
