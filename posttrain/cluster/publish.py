@@ -31,7 +31,7 @@ BUCKETS = 2  # one is filled while the other is read
 ALIGNED = 16  # bytes: where a tensor may begin
 WORD, ROW, MULTIPLIER = 8, 1024, 0x9E3779B97F4A7C15  # of the hash
 PROBE = Sampling(max_new_tokens=1)
-PROBES = 8  # prompts of a probe, of 2, 4, ... tokens; their sessions are -1, -2, ...
+PROBES = 4  # prompts of a probe, of 2, 4, ... tokens; their sessions are -1, -2, ...
 # nats by which log-probs may differ on average: two ways to compute the same, in float32 and in half precision
 FULL, HALF = 1e-3, 0.1
 AGAIN = "resume the run to start the sampler anew"
