@@ -46,6 +46,7 @@ ADDRESS = (
     "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
 )
 FAILED = -1000  # as an exit code: the node or the actor of a process is gone
+PLACES = 3  # that are tried for one process, where nodes fail
 STORE = 1 << 28  # bytes of the object store of a cluster of this machine
 SIOCGIFADDR = 0x8915
 INSTALL = "Ray is not installed; install posttrain[ray]"
@@ -104,6 +105,10 @@ def load_ray() -> Any:
         raise UserError(INSTALL) from error
     logging.getLogger("ray").setLevel(logging.ERROR)
     return ray
+
+
+class NodeDied(UserError):
+    """The node of a new process has failed."""
 
 
 class Cluster:
@@ -216,15 +221,19 @@ class Cluster:
 
     def place(self, resources: Resources) -> Any:
         """The host of one more process; a TimeoutError where there is no room."""
-        ray = load_ray()
         self.connect()
-        host = self._host(resources, "SPREAD" if self.settings.spread else "DEFAULT")
-        try:
-            self._check(ray, [host], resources)
-        except TimeoutError:
-            ray.kill(host)
-            raise
-        return host
+        ray = load_ray()
+        for _ in range(PLACES):
+            host = self._host(resources, "SPREAD" if self.settings.spread else "DEFAULT")
+            try:
+                self._check(ray, [host], resources)
+                return host
+            except TimeoutError:
+                ray.kill(host)
+                raise
+            except NodeDied:  # the place was on a node that had failed, and Ray did not know yet
+                continue
+        raise TimeoutError(self._no_place(resources, 1))
 
     def _host(self, resources: Resources, strategy: Any) -> Any:
         ray = load_ray()
@@ -239,10 +248,10 @@ class Cluster:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(self._no_place(resources, len(hosts))) from None
         except ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())[-300:]
-            raise UserError(
-                f"cluster={self.settings.address}: a node cannot run posttrain: {text}"
-            ) from None
+            text = " ".join(str(error).split())
+            kind = NodeDied if "node has died" in text else UserError
+            where = f"cluster={self.settings.address}"
+            raise kind(f"{where}: a node cannot run posttrain: {text[-300:]}") from None
         for node, versions in found:
             placement.check_versions(placement.versions(), versions, node)
 

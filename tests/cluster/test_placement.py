@@ -131,6 +131,30 @@ def test_a_node_with_other_versions_is_refused(monkeypatch: pytest.MonkeyPatch) 
         cluster._check(fake_ray(get=get), [host], Resources())
 
 
+@pytest.mark.parametrize(("deaths", "fine"), [(2, True), (3, False)])
+def test_a_place_on_a_node_that_fails_is_taken_elsewhere(deaths: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def get(given: object, timeout: float) -> object:
+        asked.append(given)
+        if len(asked) <= deaths:
+            raise Full("The actor died because its node has died.")
+        return [("10.0.0.6", ray_cluster.placement.versions())]
+
+    ray = fake_ray(get=get, available_resources=dict)
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda: ray)
+    cluster = ray_cluster.Cluster(Placement("10.0.0.4:6379"))
+    cluster.connected = True
+    host = SimpleNamespace(about=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(cluster, "_host", lambda *given: host)
+    if fine:
+        assert cluster.place(Resources()) is host
+    else:
+        with pytest.raises(TimeoutError, match="no place for 1 process"):
+            cluster.place(Resources())
+    assert len(asked) == 3
+
+
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(UserError, match=r"Ray is not installed; install posttrain\[ray\]"):
