@@ -155,9 +155,8 @@ class Rollouts:
             *seconds.metrics(),
             Metric("level", self.curriculum_state.level, 1),
         )
-        if (
-            failed := self.sampler.statistics.failed_workers
-        ):  # their work was done here, more slowly
+        # their work was done here, more slowly
+        if failed := self.sampler.statistics.failed_workers:
             metrics += (Metric("failed_workers", failed, None),)
         return Collected(batch, tuple(groups), metrics)
 

@@ -313,9 +313,8 @@ class _Episodes:
         self.rendered: dict[tuple[int, int | None, tuple[Message, ...], str], Segment] = {}
         self.prompt_ids: dict[int, tuple[int, ...]] = {}
         self.sessions = count(self.session)
-        self.groups: dict[
-            tuple[int, tuple[int, ...]], int
-        ] = {}  # by the problem's place and the prompt
+        # by the problem's place and the prompt
+        self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
         self.asked: list[_Turn] = []  # not submitted yet
         self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
         self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet

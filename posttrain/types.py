@@ -264,9 +264,8 @@ class Rollout:
     score: Score
     role: str = ""  # who the policy was in it, where an episode has several
     answer: str | None = None  # what the task scores; None: the text of all turns
-    counts: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what happened in it: tool/calls, ...
+    # what happened in it: tool/calls, ...
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ids(self) -> np.ndarray:

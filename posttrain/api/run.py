@@ -330,9 +330,8 @@ class _Stepper:
         self._waits = isinstance(found, Row)
         self.over = not self._waits
         if self.over:
-            self._thread.join(
-                END
-            )  # one that is still ending when the interpreter does aborts the process
+            # one that is still ending when the interpreter does aborts the process
+            self._thread.join(END)
         if isinstance(found, BaseException):
             raise found
         return found

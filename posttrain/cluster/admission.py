@@ -49,9 +49,8 @@ class Admission:
         self.settings, self.version, self.drawn = settings, 0, 0
         self.running: dict[int, Begun] = {}  # by number
         self.finished: dict[int, Begun] = {}
-        self.waiting: list[
-            int
-        ] = []  # of a failed worker, or of an earlier attempt of the run: begun again before new ones
+        # of a failed worker, or of an earlier attempt of the run: begun again before new ones
+        self.waiting: list[int] = []
         self.attempts = 0
         self.asked = 0  # groups that the step being put together wants beyond `batch`
 
@@ -101,9 +100,8 @@ class Admission:
         ready.sort(key=lambda one: (one.version, one.number))
         chosen = ready[:count]
         left = [one.version for one in (*self.running.values(), *ready[count:])]
-        left += [self.version] * len(
-            self.waiting
-        )  # begun again with the present weights, at the earliest
+        # begun again with the present weights, at the earliest
+        left += [self.version] * len(self.waiting)
         for later in range(room + 1):  # due within so many steps after this one
             due = sum(version + room <= self.version + later for version in left)
             if due > later * batch:

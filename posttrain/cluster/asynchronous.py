@@ -57,9 +57,8 @@ class Producer:
         self.sampler, self.longest_wait = sampler, longest_wait
         self.results: SimpleQueue[tuple[Together, Made | BaseException]] = SimpleQueue()
         self.numbers = count()
-        self.units: dict[
-            int, _Episodes
-        ] = {}  # by number: their sessions begin at that times SESSIONS
+        # by number: their sessions begin at that times SESSIONS
+        self.units: dict[int, _Episodes] = {}
         self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
         self.active = time.monotonic()  # when a group was begun or a turn came last

@@ -19,10 +19,8 @@ from pathlib import Path
 
 from posttrain.errors import UserError, require, unknown
 
-TRAIN, TRAIN_EXPERTS = (
-    0.35,
-    0.12,
-)  # of the peak FLOP/s in training: dense models, mixtures of experts
+# of the peak FLOP/s in training: dense models, mixtures of experts
+TRAIN, TRAIN_EXPERTS = 0.35, 0.12
 READ = 0.6  # of the bandwidth while decoding
 OTHER = 1.2  # scoring, weight updates, waiting
 # seconds that a layer takes in decoding besides reading: alone, and where its weights are divided within and beyond a node
@@ -251,9 +249,8 @@ def memory_of(
     learning = models.learners * LEARNING * shape.weights / shards
     frozen = models.frozen * 2.0 * shape.weights / shards
     tokens = (work.prompt + work.longest) / layout.context  # a micro-batch of the longest sequence
-    layer = (
-        2.0 * 34 * shape.hidden * tokens
-    )  # one layer at work, of about 34 numbers of width H a token
+    # one layer at work, of about 34 numbers of width H a token
+    layer = 2.0 * 34 * shape.hidden * tokens
     training = {
         "weights that learn, gradients, moments": learning,
         "frozen models": frozen,
@@ -300,9 +297,8 @@ def train_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> float:
     models, share = work.models, TRAIN if shape.active == shape.weights else TRAIN_EXPERTS
     passes = 3 * RECOMPUTED * models.learners + models.frozen + (1 if models.samples else 0)
     length = work.prompt + work.response
-    attention = (
-        2.0 * shape.layers * shape.hidden * length
-    )  # of a token: half of the positions, scores and values
+    # of a token: half of the positions, scores and values
+    attention = 2.0 * shape.layers * shape.hidden * length
     flops = passes * work.tokens * (2.0 * shape.active + attention)
     slower = 1.0 if layout.context == 1 else 1.15  # keys and values go around
     return slower * flops / (layout.gpus * gpu.flops * 1e12 * share)

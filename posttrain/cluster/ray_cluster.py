@@ -42,9 +42,8 @@ from posttrain.system import machine
 from posttrain.system.processes import STARTED, write_all
 
 ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds: for a cluster, and a place
-ADDRESS = (
-    "POSTTRAIN_RAY"  # of the cluster that the process which started this one is connected with
-)
+# of the cluster that the process which started this one is connected with
+ADDRESS = "POSTTRAIN_RAY"
 FAILED = -1000  # as an exit code: the node or the actor of a process is gone
 PLACES = 3  # that are tried for one process, where nodes fail
 STORE = 1 << 28  # bytes of the object store of a cluster of this machine

@@ -28,14 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.cluster.publish import (
-    Buckets,
-    Receipt,
-    Receipts,
-    fill,
-    layout,
-    probe_prompts,
-)
+from posttrain.cluster.publish import Buckets, Receipt, Receipts, fill, layout, probe_prompts
 from posttrain.cluster.worker import WorkerSettings
 from posttrain.engine.engine import Session, check_requests
 from posttrain.errors import UserError, require

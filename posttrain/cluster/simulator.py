@@ -47,9 +47,8 @@ class Plan(Checked):
     spread: NotNegative = 0.5
     train: Positive = 1.0
     publish: NotNegative = 0.0
-    refills: Share = (
-        0.0  # the share of groups that teach nothing, in whose place a step asks for others
-    )
+    # the share of groups that teach nothing, in whose place a step asks for others
+    refills: Share = 0.0
     restarts: bool = False  # groups are begun again at new weights, in place of going on with them
     checkpoint_every: Annotated[int, Range(ge=1)] = 5
     worker_crashes: Share = 0.0

@@ -172,9 +172,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     config = AutoConfig.for_model(**settings.config)
     with torch.device(settings.device):
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, settings.dtype),
-            attn_implementation=attention_for(config),
+            config, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(config)
         )
     policy = wrap_model(model.eval(), None, tuple(settings.stop_ids), settings.source)
     if settings.lora is not None:

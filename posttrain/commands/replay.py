@@ -142,9 +142,8 @@ def _recompute(
             loop=partial(ReplayLoop, question=question),
             stage=stage.name,
         )
-        for number in range(
-            member
-        ):  # those of an ensemble that were trained before it are only read
+        # those of an ensemble that were trained before it are only read
+        for number in range(member):
             name = f"model-{number}" if number else "model"
             made = context.folder(stage.name)
             made.mkdir(parents=True, exist_ok=True)

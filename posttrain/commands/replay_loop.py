@@ -35,12 +35,8 @@ from posttrain.train.roles.base import Addition
 from posttrain.train.trainer import Update
 from posttrain.types import JSON, Batch, Group, Metric, Rollout
 
-TIMES = (
-    "seconds",
-    "tokens_per_second",
-    "memory",
-    "failed_workers",
-)  # of the machine, not of the run
+# of the machine, not of the run
+TIMES = ("seconds", "tokens_per_second", "memory", "failed_workers")
 EVERY = 1.0  # seconds between two lines of progress
 
 

@@ -131,9 +131,8 @@ class RunRewards:
     def _stage(self, stage: RLStage) -> LoadedReward:
         own, before = (self.context.folder(name) / "model" for name in (stage.name, stage.model))
         place = str(next((folder for folder in (own, before) if folder.is_dir()), stage.model))
-        policy = open_policy(
-            place, self.context.device
-        )  # its vocabulary is compared, and its device is used
+        # its vocabulary is compared, and its device is used
+        policy = open_policy(place, self.context.device)
         rating = stage.reward.make(self.context, policy, stage.name, BUDGET)
         return LoadedReward(policy.tokenizer, rating, TaskScore(stage.task, self.workers))
 

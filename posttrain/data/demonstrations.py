@@ -219,9 +219,8 @@ class DataReport:
 
     total: int
     kept: int
-    dropped: Mapping[
-        str, int
-    ]  # overlong, masked (no token carries loss), empty (nothing is predicted)
+    # overlong, masked (no token carries loss), empty (nothing is predicted)
+    dropped: Mapping[str, int]
     tokens: int  # of what is kept
     loss_tokens: int
     max_length: int

@@ -36,9 +36,8 @@ from posttrain.types import JSON
 
 TIE, BAD, SKIP = "tie", "bad", "skip"
 Order = Literal["random", "disagreement"]  # of what is asked next
-Choice = (
-    list[int] | str
-)  # places of the responses, best first; those that are not named are equal and last
+# places of the responses, best first; those that are not named are equal and last
+Choice = list[int] | str
 WAIT = 30.0  # seconds for another writer
 COMMENT, NAME = 4000, 60  # characters
 SCHEMA = """

@@ -27,9 +27,8 @@ from posttrain.errors import UserError, require
 TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory
 TEMPLATE_TEXT = 1 << 22  # characters that it may write
-BATCH_SECONDS = (
-    120.0  # for all, on a crowded machine, and where the system limits no processor time
-)
+# for all, on a crowded machine, and where the system limits no processor time
+BATCH_SECONDS = 120.0
 # what the process that renders has of the environment: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 YAML_NODES = 200_000

@@ -62,9 +62,8 @@ class Decoder:
         pieces = self._pieces(listed)
         joined = "".join(pieces)
         text = joined if self._joins else self._text(listed)
-        if (
-            joined == " " + text
-        ):  # tokenizers that write words with a leading space drop the first one
+        # tokenizers that write words with a leading space drop the first one
+        if joined == " " + text:
             first = next(n for n, piece in enumerate(pieces) if piece)
             pieces[first], joined = pieces[first][1:], text
         if joined == text:

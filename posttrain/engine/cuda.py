@@ -16,14 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine.fused import (
-    Fused,
-    advance,
-    attend_pages,
-    choose,
-    fused,
-    tile_rows,
-)
+from posttrain.engine.fused import Fused, advance, attend_pages, choose, fused, tile_rows
 from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require

@@ -40,10 +40,8 @@ CORES = machine.requested_threads() or machine.cores()
 MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
 MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a worker that is asked writes where it stands
-LOOK, SILENCE = (
-    1.0,
-    60.0,
-)  # seconds between looks at a worker that sends nothing; how long it may use no processor time
+# seconds between looks at a worker that sends nothing; how long it may use no processor time
+LOOK, SILENCE = 1.0, 60.0
 REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
@@ -190,9 +188,8 @@ class EngineWorker:
     def fork(cls, make: Callable[[], Scheduler], finished: Finished) -> EngineWorker:
         def live(requests: int, replies: int) -> None:
             _close_all_but(requests, replies)
-            with suppress(
-                OSError
-            ):  # it does not take this core from the parent, who has not asked the others yet
+            # it does not take this core from the parent, who has not asked the others yet
+            with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()
             _work(make(), requests, replies)

@@ -375,9 +375,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         found = reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         found(PROBE, add_special_tokens=False)  # an expression that would try for ever fails here
         return found
-    except (
-        BaseException
-    ) as error:  # whatever a malformed file makes transformers raise, Rust's panics too
+    # whatever a malformed file makes transformers raise, Rust's panics too
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         detail = f"the tokenizer cannot be read ({first_line(error)})"

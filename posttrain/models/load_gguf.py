@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 # Codes of the format: a metadata value's type -> how struct reads it.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-MAX_ENTRIES, MAX_DIMENSIONS, MAX_ITEMS = (
-    1 << 17,
-    8,
-    1 << 22,
-)  # in a header; a large vocabulary has 2^18 words
+# in a header; a large vocabulary has 2^18 words
+MAX_ENTRIES, MAX_DIMENSIONS, MAX_ITEMS = (1 << 17, 8, 1 << 22)
 STRING, ARRAY, CONTROL, USER_DEFINED = 8, 9, 3, 4
 # Relative distance: 0.04 between an 8-bit and a 5-bit copy of one matrix, about 0.3 with 2 bits; over 1 for two trained apart.
 SAME_MATRIX = 0.4

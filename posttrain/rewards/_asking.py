@@ -282,9 +282,8 @@ class Endpoint(EndpointSettings):
         if known is not None and form.read(known) is not None:
             self.usage.cached += 1
             return known
-        for left in reversed(
-            range(min(self.attempts, 2))
-        ):  # what is no reply at all may be one the next time
+        # what is no reply at all may be one the next time
+        for left in reversed(range(min(self.attempts, 2))):
             try:
                 text, ended = self._read(await self._post(client, messages, form))
                 break

@@ -44,9 +44,8 @@ _HALF = {"am": "am", "pm": "pm", "noon": "pm", "midnight": "am", "in the morning
 class Conventions:
     """What a data set declares about how its answers are compared."""
 
-    percent: Literal["exact", "bare"] = (
-        "exact"  # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
-    )
+    # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
+    percent: Literal["exact", "bare"] = "exact"
     bases: bool = False  # 1001_2 is 9
     # a decimal with at least this many places may be the gold answer rounded; 0: never
     rounding: Places = 0
@@ -402,9 +401,8 @@ def is_equation(relation: Node) -> bool:
 def names_value(given: Node, gold: Node) -> bool:
     """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
     name = given.nodes[0]
-    if is_named_tuple(
-        given
-    ):  # in the order in which names are written: (y, x) = (3, -4) is another pair than (3, -4)
+    # in the order in which names are written: (y, x) = (3, -4) is another pair than (3, -4)
+    if is_named_tuple(given):
         names = [(part.text.islower(), len(part.text), part.text) for part in name.nodes]
         return names == sorted(names)
     known = name.kind == "symbol" and name.text in symbols(gold)

@@ -262,10 +262,8 @@ def _same(first: Any, second: Any) -> bool:
         return bool(cells[0] == cells[1]) and all(
             getattr(first, k) == getattr(second, k) for k in kept
         )
-    except (
-        AttributeError,
-        ValueError,
-    ):  # no function of Python, an empty cell, an array that has no truth value
+    # no function of Python, an empty cell, an array that has no truth value
+    except (AttributeError, ValueError):
         return False
 
 

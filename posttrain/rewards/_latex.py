@@ -202,9 +202,8 @@ class Reader:
         return node(signs[0], value) if signs and signs[0] in ("pm", "mp") else value
 
     def product(self) -> Node:
-        mixes = (
-            self.next.kind == "number"
-        )  # 2 1/2 is a mixed number, 2 \\cdot 1/2 and (2)(1/2) are not
+        # 2 1/2 is a mixed number, 2 \\cdot 1/2 and (2)(1/2) are not
+        mixes = self.next.kind == "number"
         factors = [self.factor()]
         while True:
             if self.accept("*", "cdot", "times", "ast"):

@@ -121,16 +121,14 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
         return sign * (
             total + Fraction(f"0.{''.join(str(NUMBERS[d]) for d in digits)}0")
         ), " ".join(said[place + 1 + len(digits) :])
-    if (
-        not found and after[:2] == ["half", "a"] and after[2:3] and after[2] in SCALES
-    ):  # half a dozen
+    # half a dozen
+    if not found and after[:2] == ["half", "a"] and after[2:3] and after[2] in SCALES:
         return sign * SCALES[after[2]] / 2, " ".join(said[place + 3 :])
     part = re.match(r"(and )?(an? |one )?(\w+)", " ".join(after))
     if part and part[3] not in RATES and (below := SCALES_BELOW.get(part[3])):
         parts = part[1] if found else part[2] or part[3] == "half"  # two and a half; a third; half
-        plural = (
-            found and not part[1] and not part[2] and (total == 1 or said[place].endswith("s"))
-        )  # two thirds
+        # two thirds
+        plural = found and not part[1] and not part[2] and (total == 1 or said[place].endswith("s"))
         if not parts and not plural:
             return None  # third, twenty-fifth
         total, found = total / below if plural else total + 1 / below, True

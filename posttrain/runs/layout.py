@@ -97,9 +97,8 @@ class EpisodeRow(RolloutRow):
     role: str = ""
     conversation: Sequence[Sequence[str]] = ()  # ["sampled" or "given", text] of each segment
     paid: Sequence[float] = ()  # what each turn was paid, where turns were
-    counts: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what happened in it: tool/calls, ...
+    # what happened in it: tool/calls, ...
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

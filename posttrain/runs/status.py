@@ -26,9 +26,8 @@ from posttrain.runs.read import Run
 Kind = Literal["live", "finished", "waiting", "stopped", "interrupted", "crashed"]
 Answer = Literal["yes", "careful", "unclear", "early", "no"]
 STANDARD_ERRORS = 2.0  # of a difference between held-out scores, beyond which it is a change
-WINDOW_ERRORS = (
-    4.0  # of a difference between two windows of training figures, whose steps are not independent
-)
+# of a difference between two windows of training figures, whose steps are not independent
+WINDOW_ERRORS = 4.0
 MIN_STEPS = 10  # below which a curve says nothing
 NAMES = {
     "accuracy/test": "held-out accuracy",

@@ -27,9 +27,8 @@ from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBod
 from posttrain.types import Completion, Request, Segment
 
 IDLE_SECONDS = 0.5  # between two looks of a thread that has nothing to do
-KEPT = (
-    256  # conversations of a model whose ids, and sessions whose caches, are kept for another turn
-)
+# conversations of a model whose ids, and sessions whose caches, are kept for another turn
+KEPT = 256
 LONG = 1 << 20  # tokens, where a model does not say how long its context is
 ID_BYTES = 8
 

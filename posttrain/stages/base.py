@@ -189,9 +189,8 @@ class Stage(Checked, ABC):
     # whether several processes run it together; else the first alone
     together: ClassVar[bool] = False
     shares: ClassVar[str] = ""  # the key that says how much of a step there is for them to share
-    reads_first: ClassVar[bool] = (
-        False  # whether its plan, and its run before all else, reads its data as `check_data` does
-    )
+    # whether its plan, and its run before all else, reads its data as `check_data` does
+    reads_first: ClassVar[bool] = False
 
     name: str
 

@@ -25,14 +25,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import (
-    Data,
-    check_lengths,
-    check_sources,
-    files_of,
-    gather,
-    placed,
-)
+from posttrain.stages._material import Data, check_lengths, check_sources, files_of, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, rl_plan
 from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
@@ -61,9 +54,8 @@ class RLStage(ReferenceStage):
 
     task: Task
     steps: Count = 200
-    seconds: NotNegative = (
-        0.0  # end after the step that passes so many, with what is learned by then; 0: never
-    )
+    # end after the step that passes so many, with what is learned by then; 0: never
+    seconds: NotNegative = 0.0
     prompts: Several = 16
     algorithm: Algorithm = field(default_factory=GRPO)
     sampling: Sampling = field(default_factory=Sampling)

@@ -43,9 +43,8 @@ class SFTStage(DataStage):
 
     data: tuple[Data, ...] = ()
     max_length: int = 1024
-    evaluate_units: Count = (
-        500  # of the examples that are held out, drawn by the seed where there are more
-    )
+    # of the examples that are held out, drawn by the seed where there are more
+    evaluate_units: Count = 500
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: str = ""
 

@@ -59,9 +59,8 @@ class TrainStage(Stage):
     )
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
     checkpoint_every: Interval = 100
-    keep: Literal["last", "best"] = (
-        "last"  # export the last step, or that of the best held-out score
-    )
+    # export the last step, or that of the best held-out score
+    keep: Literal["last", "best"] = "last"
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     def mistakes(self) -> Iterator[str]:

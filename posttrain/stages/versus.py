@@ -21,14 +21,7 @@ from posttrain.monitor.rules import ADVICE, SYMPTOMS
 from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import SHARES, Verdict
 from posttrain.runs.metrics import group_metrics, merge
-from posttrain.stages._answers import (
-    UNLIMITED,
-    AnswerStage,
-    kl_known,
-    kl_to,
-    perplexity,
-    rated_by,
-)
+from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity, rated_by
 from posttrain.stages._material import Data, check_sources, files_of, placed
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context

@@ -32,10 +32,8 @@ from posttrain.types import JSON, Problem, Score
 
 JUDGING = ("answer", "arithmetic_steps", "code", "math")  # rewards that say right or wrong
 BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
-CERTAIN = (
-    "math",
-    "answer",
-)  # rewards that pay 1 for the gold answer in the form that they look for
+# rewards that pay 1 for the gold answer in the form that they look for
+CERTAIN = ("math", "answer")
 TRIED = 8  # demonstrations that are scored before a run
 
 

@@ -34,9 +34,8 @@ class Arithmetic(Leveled):
 
     name: ClassVar[str] = "arithmetic"
     bounds: ClassVar[tuple[int, int]] = (1, 18)
-    alphabet: ClassVar[str] = (
-        ALPHABET  # every character that a question or a demonstration can contain
-    )
+    # every character that a question or a demonstration can contain
+    alphabet: ClassVar[str] = ALPHABET
 
     operation: Literal["+", "-"] = "+"
     level: int = 4

@@ -28,9 +28,8 @@ class Countdown(Leveled):
 
     name: ClassVar[str] = "countdown"
     bounds: ClassVar[tuple[int, int]] = (2, 6)
-    alphabet: ClassVar[str] = (
-        ALPHABET  # every character that a question or a demonstration can contain
-    )
+    # every character that a question or a demonstration can contain
+    alphabet: ClassVar[str] = ALPHABET
 
     level: int = 3
     min_level: int = 2

@@ -42,9 +42,8 @@ class OpenEnv(Packaged):
     reset: Mapping[str, JSON] = field(default_factory=dict)
     seeded: bool = True
     credit: Literal["end", "turn"] = "end"
-    invalid: Whole = (
-        1  # actions that the server refuses, or that are no JSON, which an episode may have
-    )
+    # actions that the server refuses, or that are no JSON, which an episode may have
+    invalid: Whole = 1
     max_turns: Count = 16
     train: Count = 10_000
     test: Count = 500

@@ -32,9 +32,8 @@ from posttrain.types import JSON, Problem, Rollout, Score
 
 HARNESS = "posttrain_chat"
 MANY = 4  # requests for each turn that an agent may have: those beyond its limit are refused
-TURN_SECONDS = (
-    86_400.0  # for a turn, which waits for those of others; the episode has a limit of its own
-)
+# for a turn, which waits for those of others; the episode has a limit of its own
+TURN_SECONDS = 86_400.0
 OUTCOMES = {"max_turns": "turn limit"}
 
 

@@ -35,10 +35,8 @@ from posttrain.types import JSON
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer")
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-ARRAYS, ARRAY = (
-    "arrays.safetensors",
-    "@array",
-)  # of the state, in which a key with a name stands for each
+# of the state, in which a key with a name stands for each
+ARRAYS, ARRAY = ("arrays.safetensors", "@array")
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 SHARDED = 3  # the same with files of several processes, and their number in the manifest
 READABLE = (1, 2, 3)

@@ -17,15 +17,7 @@ import numpy as np
 from posttrain.data.chat import render_prompt, special_texts
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
-from posttrain.rewards._asking import (
-    Endpoint,
-    Form,
-    Messages,
-    Replies,
-    Reply,
-    Unanswered,
-    Usage,
-)
+from posttrain.rewards._asking import Endpoint, Form, Messages, Replies, Reply, Unanswered, Usage
 from posttrain.rewards.judge import CANARY_QUESTION, SCORE, Judge, check_mode, read_rubric
 from posttrain.train.checkpoint import identity
 from posttrain.train.pack import pack_examples

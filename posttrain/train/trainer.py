@@ -182,10 +182,8 @@ class Trainer:
             return Update((Metric("skipped", 1, None),), 0.0, False)
         found = self._within_memory(lambda: self.accumulate(live, added, meanwhile))
         metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
-        for (
-            name,
-            own,
-        ) in found:  # beyond the work that may be done again: here processes wait for each other
+        # beyond the work that may be done again: here processes wait for each other
+        for name, own in found:
             summed = of_one_update(parallel.sum_metrics(own))
             metrics += (
                 [replace(m, name=f"{name}/{m.name}") for m in summed if m.name != "loss"]

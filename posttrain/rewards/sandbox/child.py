@@ -23,13 +23,8 @@ DEPTH, SMALL = 100, 1 << 53
 DEATH_SIGNAL, DUMPABLE, KEEP_CAPS, CAP_READ_SEARCH, CAPABILITY_VERSION = 1, 4, 8, 1 << 2, 0x20080522
 NO_NEW_PRIVILEGES, SECCOMP, SECCOMP_FILTER = 38, 22, 2
 NOBODY, HERE, EMPTY_PATH, RECURSIVE = 65534, -100, 0x1000, 0x8000
-NEW_MOUNTS, NEW_USER, PRIVATE, PLAIN_FILES, DETACH = (
-    0x20000,
-    0x10000000,
-    0x44000,
-    0xE,
-    2,
-)  # nosuid, nodev, noexec
+# nosuid, nodev, noexec
+NEW_MOUNTS, NEW_USER, PRIVATE, PLAIN_FILES, DETACH = (0x20000, 0x10000000, 0x44000, 0xE, 2)
 OPEN_TREE, MOVE_MOUNT, SET_MOUNT, CREATE_RULES, ADD_RULE, APPLY_RULES = 428, 429, 442, 444, 445, 446
 READ_ONLY = bytes([1]) + bytes(31)  # struct mount_attr
 # Landlock's rights: to read files and folders; those that a file can have (write, read, truncate); all of the first five versions
@@ -269,10 +264,8 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, dict):
         texts = [[text_of(each, depth - 1) for each in pair] for pair in dict.items(value)]
         return '["d",[' + ",".join([f"[{key},{item}]" for key, item in texts]) + "]]"
-    for (
-        place,
-        attributes,
-    ) in NAMED.items():  # a value of such a type has been made, so the module is there
+    # a value of such a type has been made, so the module is there
+    for place, attributes in NAMED.items():
         name, _, module = place.partition(" ")
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(value, kind):

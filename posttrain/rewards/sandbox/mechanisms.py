@@ -262,9 +262,8 @@ class Landlock:
         root, paths = os.getuid() == 0, readable()
         links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
         links.append(("/dev/shm", "/tmp"))  # where locks of `multiprocessing` are made
-        alone = (
-            root or self.private
-        )  # else the user's others count as well: room for some, but not for all that there may be
+        # else the user's others count as well: room for some, but not for all that there may be
+        alone = root or self.private
         return command(
             limits,
             tasks=limits.threads if alone else tasks_of_user() + 4 * limits.threads,

@@ -88,11 +88,7 @@ class Session:
         del self.incoming[: len(word)]
 
     def begin(
-        self,
-        kind: str,
-        source: str,
-        functions: tuple[str, ...] = (),
-        budget: Budget | None = None,
+        self, kind: str, source: str, functions: tuple[str, ...] = (), budget: Budget | None = None
     ) -> None:
         """Hand over the program. The clock starts when it has arrived; an interpreter may have died while it waited."""
         self.send({"kind": kind, "source": source, "functions": functions})

@@ -12,15 +12,7 @@ from contextlib import suppress
 from inspect import isawaitable
 from typing import Any
 
-from posttrain.data.calls import (
-    Call,
-    Format,
-    calls,
-    explained,
-    format_of,
-    observation,
-    shows_tools,
-)
+from posttrain.data.calls import Call, Format, calls, explained, format_of, observation, shows_tools
 from posttrain.errors import require
 from posttrain.tasks.base import STOPS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
