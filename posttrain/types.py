@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
-from operator import index
+from operator import add, index
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -205,6 +205,9 @@ class Statistics:
     dropped_sessions: int = 0  # kept caches that were given up for want of memory
     # processes that died or hung: their requests were taken over, more slowly
     failed_workers: int = 0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(*map(add, astuple(self), astuple(other)))
 
 
 @runtime_checkable

@@ -28,8 +28,8 @@ TAKE = 5.0  # seconds that an actor waits for something to pass on
 class Place:
     """The actor of a process, in the place of the process itself."""
 
-    def __init__(self, host: Any, pid: int):
-        self.host, self.pid, self.code = host, pid, None
+    def __init__(self, host: Any):
+        self.host, self.code = host, None
 
     def poll(self) -> int | None:
         return self.code
@@ -43,7 +43,7 @@ class Place:
             ray.kill(self.host)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RayWorker(WorkerProcess):
     """A process on a node."""
 
@@ -52,7 +52,7 @@ class RayWorker(WorkerProcess):
 
     @property
     def name(self) -> str:
-        return f"the sampler's process {self.number} (pid {self.process.pid} on its node)"
+        return f"the sampler's process {self.number} (pid {self.pid} on its node)"
 
     def reason(self) -> str:
         ray: Any = load_ray()
@@ -63,9 +63,9 @@ class RayWorker(WorkerProcess):
         lines = text.strip().splitlines()
         return f"ended with exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
 
-    def silent(self) -> bool:
+    def hangs(self) -> bool:
         """Ray notices the end of an actor; what is alive and says nothing is given the longest time."""
-        return time.monotonic() - self.last_reply > HUNG
+        return self.quiet() > HUNG
 
 
 class RaySampler(RemoteSampler):
@@ -97,7 +97,8 @@ class RaySampler(RemoteSampler):
         out, ours = os.pipe()
         relay = threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True)
         relay.start()
-        return RayWorker(number, Place(host, pid), -1, out, io.BytesIO())
+        place, said = Place(host), io.BytesIO()
+        return RayWorker(pid=pid, into=-1, out=out, number=number, process=place, said=said)
 
     def _write(self, worker: WorkerProcess, message: JSON) -> None:
         assert isinstance(worker, RayWorker)

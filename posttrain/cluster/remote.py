@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -36,18 +36,18 @@ from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.lora import ADAPTER, adapter_of
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
-from posttrain.system.processes import STARTED, processor_time
+from posttrain.system.processes import STARTED
 from posttrain.system.wire import (
+    LOOK,
+    SILENCE,
     Finished,
+    PipedProcess,
     decode_completions,
     encode_requests,
-    to_line,
     whole_lines,
 )
 from posttrain.types import JSON, Completion, Request, Statistics
 
-LOOK = 1.0  # seconds between looks at a process that says nothing
-SILENCE = 60.0  # seconds that one with work may use no processor time
 HUNG = 1800.0  # seconds that one with work may say nothing at all
 ENDING = 5.0  # seconds that one has to end by itself
 CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
@@ -110,31 +110,23 @@ def vllm_python() -> str:
     return sys.executable
 
 
-@dataclass(eq=False)
-class WorkerProcess:
-    """One process, what it was sent, and what it said."""
+@dataclass(eq=False, kw_only=True)
+class WorkerProcess(PipedProcess):
+    """One process of the sampler."""
 
     number: int
     process: subprocess.Popen[bytes]
-    into: int  # pipes
-    out: int
     said: IO[bytes]  # its stderr
     # by session and turn, as they were sent to it; and in which message
     open: dict[tuple[int, int], tuple[int, Request]] = field(default_factory=dict)
-    received: bytearray = field(default_factory=bytearray)
-    statistics: Statistics = field(default_factory=Statistics)
-    sent: int = 0  # messages to it, and how many of them it had read when it last replied
-    seen: int = 0
     freed: int = 0  # buckets of this publish that it has read
     receipt: Receipt | None = None
     complete: bool = False  # it has had all weights, frozen ones too
-    gone: bool = False
     last_reply: float = field(default_factory=time.monotonic)  # when it last said something
-    worked: tuple[float, float] = (-1.0, 0.0)  # its processor time, and when that last changed
 
     @property
     def name(self) -> str:
-        return f"the sampler's process {self.number} (pid {self.process.pid})"
+        return f"the sampler's process {self.number} (pid {self.pid})"
 
     def exit_code(self) -> int | None:
         """Of one that is gone; None where it hangs."""
@@ -150,12 +142,12 @@ class WorkerProcess:
         ended = "does not answer" if code is None else f"ended with exit code {code}"
         return f"{ended}: {lines[-1][:300]}" if lines else ended
 
-    def silent(self) -> bool:
-        """Whether it hangs: a lock that nobody will release takes no processor time."""
-        used, now = processor_time(self.process.pid), time.monotonic()
-        if used != self.worked[0]:
-            self.worked = (used, now)
-        return now - max(self.worked[1], self.last_reply) > SILENCE or now - self.last_reply > HUNG
+    def hangs(self) -> bool:
+        return min(self.idle(), self.quiet()) > SILENCE or self.quiet() > HUNG
+
+    def quiet(self) -> float:
+        """Seconds since it last said something."""
+        return time.monotonic() - self.last_reply
 
 
 class RemoteSampler:
@@ -188,8 +180,7 @@ class RemoteSampler:
 
     @property
     def statistics(self) -> Statistics:
-        every = (self.past, *(worker.statistics for worker in self.workers))
-        return Statistics(*(sum(getattr(s, f.name) for s in every) for f in fields(Statistics)))
+        return sum((worker.statistics for worker in self.workers), self.past)
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(requests, self.sessions, self.policy)
@@ -282,7 +273,9 @@ class RemoteSampler:
             os.close(theirs)
             os.close(ours)
         os.set_blocking(into, False)
-        worker = WorkerProcess(number, process, into, out, said)
+        worker = WorkerProcess(
+            pid=process.pid, into=into, out=out, number=number, process=process, said=said
+        )
         self._write(worker, (asdict(self.settings), self.buckets.describe()))
         return worker
 
@@ -291,18 +284,8 @@ class RemoteSampler:
         self._write(worker, message)
 
     def _write(self, worker: WorkerProcess, message: JSON) -> None:
-        """Replies are read meanwhile: a process whose pipe is full would not read."""
-        view = memoryview(to_line(message))
-        worker.worked, worker.last_reply = (-1.0, time.monotonic()), time.monotonic()
-        while view and not worker.gone:
-            readable, writable, _ = select.select([worker.out], [worker.into], [], LOOK)
-            if readable:
-                self._take(worker)
-            try:
-                view = view[os.write(worker.into, view) :] if writable else view
-            except OSError:
-                worker.gone = True
-            worker.gone |= not (readable or writable) and worker.silent()
+        worker.last_reply = time.monotonic()
+        worker.write(message, lambda: self._take(worker))
 
     def _read(self, workers: Sequence[WorkerProcess], wait: float) -> None:
         """Take what these processes wrote; notice those that died or hang."""
@@ -312,7 +295,7 @@ class RemoteSampler:
             if worker.out in ready:
                 self._take(worker)
             elif worker.open or worker.seen < worker.sent:
-                worker.gone |= worker.silent()
+                worker.gone |= worker.hangs()
 
     def _take(self, worker: WorkerProcess) -> None:
         piece = os.read(worker.out, 1 << 20)
@@ -424,11 +407,8 @@ class RemoteSampler:
             for worker in gone:
                 left = [request for _, request in worker.open.values()]
                 _end(worker)
-                self.past = replace(
-                    _sum(self.past, worker.statistics),
-                    failed_workers=self.past.failed_workers + 1,
-                    recomputed=self.past.recomputed + sum(len(r.ids) for r in left),
-                )
+                lost = Statistics(failed_workers=1, recomputed=sum(len(r.ids) for r in left))
+                self.past += worker.statistics + lost
                 for session in self.sessions.values():
                     if session.worker is worker:
                         session.worker = None
@@ -471,10 +451,6 @@ def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
         hidden_TH = policy.hidden(ids_T[None], position_T[None], **layout)[0]
         last_P = torch.tensor(starts[1:], device=device) - 1
         return head_logits(hidden_TH[last_P], policy.head).log_softmax(-1)
-
-
-def _sum(one: Statistics, other: Statistics) -> Statistics:
-    return Statistics(*(getattr(one, f.name) + getattr(other, f.name) for f in fields(Statistics)))
 
 
 def _end(worker: WorkerProcess) -> None:

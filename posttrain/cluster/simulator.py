@@ -73,10 +73,6 @@ class Report:
     def rate(self) -> float:
         return len(self.trained) / self.seconds
 
-    @property
-    def mean_staleness(self) -> float:
-        return sum(self.staleness) / len(self.staleness)
-
 
 @dataclass(eq=False)
 class Simulation:

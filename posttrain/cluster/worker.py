@@ -85,10 +85,7 @@ class SamplerWorker:
         for request, completion in found:
             self.open.discard((request.session, request.turn))
             if request.session < 0:
-                prefilled, sampled = len(request.ids), len(completion.ids)
-                self.probed = Statistics(
-                    self.probed.prefilled + prefilled, self.probed.sampled + sampled
-                )
+                self.probed += Statistics(len(request.ids), len(completion.ids))
         return found
 
     def cancel(self, sessions: Collection[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -86,8 +86,7 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         own = Statistics() if self.scheduler is None else self.scheduler.statistics
-        every = (own, *self.pool.statistics)
-        return Statistics(*(sum(getattr(s, f.name) for s in every) for f in fields(Statistics)))
+        return own + self.pool.statistics
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(requests, self.sessions, self.policy)

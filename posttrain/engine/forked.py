@@ -28,10 +28,12 @@ import torch
 from posttrain.engine.scheduler import Scheduler, Work, without
 from posttrain.system import machine, processes
 from posttrain.system.wire import (
+    LOOK,
+    Channel,
     Finished,
+    PipedProcess,
     decode_completions,
     encode_completions,
-    to_line,
     whole_lines,
 )
 from posttrain.types import JSON, Request, Sampling, Statistics
@@ -40,8 +42,6 @@ CORES = machine.requested_threads() or machine.cores()
 MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
 MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
 STACKS = "-stacks.txt"  # of the watchdog's file, into which a worker that is asked writes where it stands
-# seconds between looks at a worker that sends nothing; how long it may use no processor time
-LOOK, SILENCE = 1.0, 60.0
 REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
@@ -86,8 +86,8 @@ class EngineWorkers:
         return bool(self.failed or self.finished) or any(w.works for w in self.workers)
 
     @property
-    def statistics(self) -> list[Statistics]:
-        return [self.past, *(worker.statistics for worker in self.workers)]
+    def statistics(self) -> Statistics:
+        return sum((worker.statistics for worker in self.workers), self.past)
 
     def submit(
         self, works: Sequence[Work], count: int, make: Callable[[], Scheduler]
@@ -153,36 +153,26 @@ class EngineWorkers:
         for worker in alive:
             if worker.out in ready:
                 worker.read()
-            elif worker.idle() > SILENCE:
-                worker.gone = True
+            else:
+                worker.gone |= worker.hangs()
         for worker in [worker for worker in self.workers if worker.gone]:
             self.failed += worker.unfinished()
             self._end(worker)
-            self.past = replace(self.past, failed_workers=self.past.failed_workers + 1)
+            self.past += Statistics(failed_workers=1)
 
     def _end(self, worker: EngineWorker) -> None:
-        self.past = _sum(self.past, worker.statistics)
+        self.past += worker.statistics
         self.workers.remove(worker)
         processes.end(worker.pid, worker.into, worker.out)
 
 
-@dataclass(eq=False)
-class EngineWorker:
-    """A process that runs a scheduler until its pipe closes. Messages are lines of JSON."""
+@dataclass(eq=False, kw_only=True)
+class EngineWorker(PipedProcess):
+    """A process that runs a scheduler until its pipe closes."""
 
-    pid: int
-    into: int
-    out: int
     finished: Finished  # where completions are put
-    gone: bool = False  # it died, or waits for something that will not come
-    sent: int = 0  # messages to it, and how many of them it had read when it last wrote
-    seen: int = 0
     # by session and turn: in which message it was sent
     works: dict[tuple[int, int], tuple[int, Work]] = field(default_factory=dict)
-    received: bytearray = field(default_factory=bytearray)  # the beginning of its next message
-    statistics: Statistics = field(default_factory=Statistics)
-    # its processor time when last looked at, and when it last had less
-    worked: tuple[float, float] = (-1.0, 0.0)
 
     @classmethod
     def fork(cls, make: Callable[[], Scheduler], finished: Finished) -> EngineWorker:
@@ -194,7 +184,8 @@ class EngineWorker:
             _keep_memory()
             _work(make(), requests, replies)
 
-        return cls(*processes.fork(live), finished)
+        pid, into, out = processes.fork(live)
+        return cls(pid=pid, into=into, out=out, finished=finished)
 
     def submit(self, works: Sequence[Work], encoded: JSON = None) -> None:
         self.send("submit", encoded or _encode_works(works))
@@ -206,18 +197,8 @@ class EngineWorker:
         self.send("cancel", sorted(sessions))
 
     def send(self, *message: JSON) -> None:
-        """Replies are read meanwhile: a worker whose pipe is full would not read."""
-        self.worked, view = (-1.0, time.monotonic()), memoryview(to_line(message))
         self.sent += 1
-        while view and not self.gone:
-            readable, writable, _ = select.select([self.out], [self.into], [], LOOK)
-            if readable:
-                self.read()
-            try:
-                view = view[os.write(self.into, view) :] if writable else view
-            except OSError:
-                self.gone = True
-            self.gone |= not (readable or writable) and self.idle() > SILENCE
+        self.write(message, self.read)
 
     def read(self) -> None:
         """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
@@ -245,17 +226,6 @@ class EngineWorker:
             )
             for work in left.values()
         ]
-
-    def idle(self) -> float:
-        """Seconds since it last used its core. Work may take any time; a lock that nobody will release takes no processor time."""
-        used, now = processes.processor_time(self.pid), time.monotonic()
-        if used != self.worked[0]:
-            self.worked = (used, now)
-        return now - self.worked[1]
-
-
-def _sum(one: Statistics, other: Statistics) -> Statistics:
-    return Statistics(*(a + b for a, b in zip(astuple(one), astuple(other), strict=True)))
 
 
 def _keep_memory() -> None:
@@ -289,36 +259,35 @@ def _close_all_but(*kept: int) -> None:
 
 def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
     """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
-    seen, paused, received = 0, False, bytearray()
+    channel, seen, paused = Channel(requests, replies), 0, False
     finished, sent = Finished(), 0.0  # not sent yet, and when it last sent
     while True:
-        while paused or not scheduler.busy or select.select([requests], [], [], 0)[0]:
-            piece = os.read(requests, 1 << 20)
-            if not piece:
+        while paused or not scheduler.busy or channel.ready():
+            try:
+                what, *about = channel.receive()
+            except EOFError:
                 return
-            for line in whole_lines(received, piece):
-                what, *about = json.loads(line)
-                seen += 1
-                paused = what == "release" or (paused and what == "cancel")
-                if what == "submit":
-                    scheduler.submit(_decode_works(about[0]))
-                elif what == "cancel":
-                    scheduler.cancel(about[0])
-                elif what == "publish":
-                    scheduler.publish(about[0])
-                elif what == "release":
-                    scheduler.release()
-                    processes.write_all(replies, _reply(seen, scheduler.statistics, finished))
-                    finished, sent = [], time.monotonic()
+            seen += 1
+            paused = what == "release" or (paused and what == "cancel")
+            if what == "submit":
+                scheduler.submit(_decode_works(about[0]))
+            elif what == "cancel":
+                scheduler.cancel(about[0])
+            elif what == "publish":
+                scheduler.publish(about[0])
+            elif what == "release":
+                scheduler.release()
+                channel.send(*_reply(seen, scheduler.statistics, finished))
+                finished, sent = [], time.monotonic()
         finished += scheduler.poll()
         late = time.monotonic() - sent > REPLY_SECONDS
         if finished and (late or not scheduler.busy):
-            processes.write_all(replies, _reply(seen, scheduler.statistics, finished))
+            channel.send(*_reply(seen, scheduler.statistics, finished))
             finished, sent = [], time.monotonic()
 
 
-def _reply(seen: int, statistics: Statistics, finished: Finished) -> bytes:
-    return to_line((seen, astuple(statistics), encode_completions(finished)))
+def _reply(seen: int, statistics: Statistics, finished: Finished) -> JSON:
+    return seen, astuple(statistics), encode_completions(finished)
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:

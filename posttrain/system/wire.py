@@ -5,19 +5,62 @@ from __future__ import annotations
 import json
 import os
 import select
+import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from posttrain.system import processes
-from posttrain.types import JSON, Completion, Request, Sampling
+from posttrain.types import JSON, Completion, Request, Sampling, Statistics
 
 Finished = list[tuple[Request, Completion]]
 ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
+LOOK = 1.0  # seconds between looks at a process that says nothing
+SILENCE = 60.0  # seconds that one with work may use no processor time
+
+
+@dataclass(eq=False, kw_only=True)
+class PipedProcess:
+    """A process at the other ends of two pipes, what it was sent, and what it said."""
+
+    pid: int
+    into: int
+    out: int
+    gone: bool = False  # it died, or waits for something that will not come
+    sent: int = 0  # messages to it, and how many of them it had read when it last replied
+    seen: int = 0
+    received: bytearray = field(default_factory=bytearray)  # the beginning of its next message
+    statistics: Statistics = field(default_factory=Statistics)
+    # its processor time when last looked at, and when it last had less
+    worked: tuple[float, float] = (-1.0, 0.0)
+
+    def write(self, message: JSON, read: Callable[[], None]) -> None:
+        """Replies are read meanwhile: a process whose pipe is full would not read."""
+        self.worked, view = (-1.0, time.monotonic()), memoryview(to_line(message))
+        while view and not self.gone:
+            readable, writable, _ = select.select([self.out], [self.into], [], LOOK)
+            if readable:
+                read()
+            try:
+                view = view[os.write(self.into, view) :] if writable else view
+            except OSError:
+                self.gone = True
+            self.gone |= not (readable or writable) and self.hangs()
+
+    def idle(self) -> float:
+        """Seconds since it last used its core."""
+        used, now = processes.processor_time(self.pid), time.monotonic()
+        if used != self.worked[0]:
+            self.worked = (used, now)
+        return now - self.worked[1]
+
+    def hangs(self) -> bool:
+        """Work may take any time; a lock that nobody will release takes no processor time."""
+        return self.idle() > SILENCE
 
 
 class Channel:

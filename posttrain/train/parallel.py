@@ -37,11 +37,6 @@ def shares(batch: Batch, count: int) -> list[Batch]:
     return [take(batch, a, b) for a, b in zip(cuts, [*cuts[1:], batch.sequences], strict=True)]
 
 
-def own_share(batch: Batch) -> Batch:
-    world = current()
-    return batch if world.size == 1 else shares(batch, world.size)[world.rank]
-
-
 def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch], list[Batch]]:
     """The micro-batches of this process, and those that add nothing. With `equal`, where every pass of a model is one of all
     processes, there are as many passes in each: who has fewer repeats the shortest unit of the step, with a loss of 0 times it."""

@@ -78,7 +78,7 @@ class ThreadSampler(RemoteSampler):
 
         threading.Thread(target=live, daemon=True).start()
         process: Any = FakeProcess()
-        worker = WorkerProcess(number, process, into, out, BytesIO())
+        worker = WorkerProcess(pid=process.pid, into=into, out=out, number=number, process=process, said=BytesIO())
         self._write(worker, (asdict(self.settings), self.buckets.describe()))
         return worker
 

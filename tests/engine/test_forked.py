@@ -20,6 +20,7 @@ from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine import forked
 from posttrain.engine.engine import Engine
 from posttrain.engine.scheduler import Work
+from posttrain.system import wire
 from posttrain.types import Completion, Request, Sampling, Statistics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the engine forks on Linux only")
@@ -117,7 +118,7 @@ def drained(pool: forked.EngineWorkers) -> tuple[list[int], list[Work]]:
 
 @pytest.mark.parametrize("fault", ["killed", "raised", "hung"])
 def test_what_a_worker_could_not_do_is_given_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "SILENCE", 0.3)
+    monkeypatch.setattr(wire, "SILENCE", 0.3)
     monkeypatch.setattr(forked, "LOOK", 0.1)
 
     def fail() -> None:
@@ -212,9 +213,9 @@ def test_arrays_arrive_to_the_bit_and_messages_may_come_in_pieces() -> None:
     made = Completion(np.array([3, 4, 5]), numbers, np.array([5, 5, 6], np.int32), "stop")
     request, finished = Request((3,), 0, Sampling(), 7, 1), list[tuple[Request, Completion]]()
     out, into = os.pipe()
-    worker = forked.EngineWorker(0, 0, out, finished, sent=2)
+    worker = forked.EngineWorker(pid=0, into=0, out=out, finished=finished, sent=2)
     worker.works[7, 1] = (2, Work(0, (request,), np.array([3])))
-    data = forked._reply(2, Statistics(sampled=3), [(request, made)])
+    data = wire.to_line(forked._reply(2, Statistics(sampled=3), [(request, made)]))
     for piece in (data[:5], data[5:]):
         assert not finished
         os.write(into, piece)
@@ -231,9 +232,9 @@ def test_arrays_arrive_to_the_bit_and_messages_may_come_in_pieces() -> None:
 def test_a_completion_of_before_a_cancel_is_not_that_of_the_next_session_of_the_number() -> None:
     out, into = os.pipe()
     finished: list[tuple[Request, Completion]] = []
-    worker = forked.EngineWorker(0, 0, out, finished, sent=3)
+    worker = forked.EngineWorker(pid=0, into=0, out=out, finished=finished, sent=3)
     worker.works[7, 0] = (3, Work(0, (Request((3,), 0, Sampling(), 7),), np.array([3])))
-    os.write(into, forked._reply(1, Statistics(), [(Request((3,), 0, Sampling(), 7), completion([9]))]))
+    os.write(into, wire.to_line(forked._reply(1, Statistics(), [(Request((3,), 0, Sampling(), 7), completion([9]))])))
     worker.read()
     assert not finished and (7, 0) in worker.works
     os.close(into)
@@ -241,7 +242,7 @@ def test_a_completion_of_before_a_cancel_is_not_that_of_the_next_session_of_the_
 
 
 def test_work_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "SILENCE", 2.0)
+    monkeypatch.setattr(wire, "SILENCE", 2.0)
     monkeypatch.setattr(forked, "LOOK", 0.05)
 
     def compute() -> None:
@@ -255,5 +256,5 @@ def test_work_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     found, failed = drained(pool)
     assert sorted(found) == [0, 1] and not failed and pool.past.failed_workers == 0
     assert time.process_time() - began < 0.5, "this process only waits"
-    assert sum(s.sampled for s in pool.statistics) == 2
+    assert pool.statistics.sampled == 2
     pool.close()
