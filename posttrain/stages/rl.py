@@ -137,6 +137,9 @@ class RLStage(ReferenceStage):
         if self.max_staleness and self.sampler == "engine":
             alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
             yield f"{alone}, and the engine of this process cannot; set sampler=process"
+        given = self.in_flight != "continue" or self.staleness_correction != "token"
+        if given and not self.max_staleness:
+            yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
         if self.max_staleness and self.release_cache:
             yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
 

@@ -368,11 +368,13 @@ def test_corrections_are_switched_on_where_samples_may_be_old() -> None:
     [
         ({}, "max_staleness=1 .* sampler=process"),
         ({"sampler": "process", "release_cache": True}, "release_cache"),
+        ({"max_staleness": 0, "in_flight": "restart"}, "in_flight .* max_staleness above 0"),
+        ({"max_staleness": 0, "staleness_correction": "none"}, "staleness_correction .* max_staleness above 0"),
     ],
 )
-def test_what_cannot_go_on_while_the_model_learns_is_refused(wrong: dict[str, Any], line: str) -> None:
+def test_keys_that_contradict_max_staleness_are_refused(wrong: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        stage_of(max_staleness=1, **wrong)
+        stage_of(**{"max_staleness": 1, **wrong})
 
 
 def test_several_processes_that_train_are_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
