@@ -103,6 +103,14 @@ def vllm_python() -> str:
     if named:
         there = Path(named).is_file() and os.access(named, os.X_OK)
         require(there, f"{VLLM_PYTHON}={named} is no program; give the path of a Python with vLLM")
+        look = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+        found = b""
+        with suppress(
+            OSError, subprocess.TimeoutExpired
+        ):  # a file that the system cannot run, or no Python
+            found = subprocess.run([named, "-c", look], capture_output=True, timeout=60).stdout
+        without = f"{VLLM_PYTHON}={named} is no Python that has vLLM"
+        require(found == b"True\n", f"{without}; install vLLM there, or name another")
         return named
     here = importlib.util.find_spec("vllm") is not None
     advice = f"pip install 'posttrain[vllm]', or name a Python that has it in {VLLM_PYTHON}"

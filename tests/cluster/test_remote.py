@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -301,3 +302,11 @@ def test_vllm_that_is_not_there_is_refused_before_the_first_stage(monkeypatch: p
 def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         RLStage(name="rl", model="tiny:nano", task=TASK, **more)
+
+
+def test_a_python_without_vllm_is_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = RLStage(name="rl", model="tiny:nano", task=Arithmetic(), sampler="vllm")
+    for named in ("/bin/true", sys.executable):
+        monkeypatch.setenv(VLLM_PYTHON, named)
+        with pytest.raises(UserError, match=f"{named} is no Python that has vLLM"):
+            stage.check_ready("cpu")
