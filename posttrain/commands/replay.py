@@ -80,7 +80,8 @@ def replay(
     began, run = time.monotonic(), Run(directory)
     numbered = bool(answer) and not prompt
     both = "--answer needs the --prompt that it answers, or is the number of a rollout of the step"
-    require(answer.isdigit() if numbered else bool(answer) == bool(prompt), both)
+    require(bool(answer) or not prompt, "--prompt needs the --answer whose log-prob is asked for")
+    require(answer.isdigit() or not numbered, both)
     counts = f"--update and --top count from 1, not {update} and {top}"
     require(update >= 1 and top >= 1, counts)
     owner = live_owner(run.directory / LOCK)
@@ -100,7 +101,8 @@ def replay(
     seconds = [r.figures.get("seconds/total", 0.0) for r in rows if start < r.step <= step]
     since = f"{name} from its start" if path is None else f"{name} from the checkpoint {path.name}"
     kept = f" (no checkpoint at or before step {step - 1} was kept)" if path is None else ""
-    took = f"its {len(seconds)} steps took the run {duration(sum(seconds))}"
+    some = "1 step" if len(seconds) == 1 else f"{len(seconds)} steps"
+    took = f"its {some} took the run {duration(sum(seconds))}"
     say(f"recomputes {since} to step {step}{kept}: {took}")
     question = Question(
         step=step,

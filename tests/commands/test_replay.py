@@ -71,7 +71,7 @@ def test_a_step_is_computed_again_to_the_bit_and_the_run_is_unchanged(run: Path)
     assert (made.start, made.found.steps, made.found.difference) == (4, 1, None)
     assert made.found.compared >= len([n for n in row.figures if not n.startswith(("seconds", "tokens_per", "accuracy"))])
     assert made.found.grad_norm == pytest.approx(row.figures["grad_norm"], rel=1e-6)
-    assert said[0] == "recomputes rl from the checkpoint step-4 to step 5: its 1 steps took the run 0s"
+    assert said[0] == "recomputes rl from the checkpoint step-4 to step 5: its 1 step took the run 0s"
     assert sum(item.share for item in made.found.items) == pytest.approx(1, abs=1e-5)
     shares = [abs(item.share) for item in made.found.items]
     assert shares == sorted(shares, reverse=True) and len(shares) == 6
@@ -171,7 +171,7 @@ def test_the_command_prints_a_table_json_and_a_file(run: Path, tmp_path: Path, c
         (["rl"], "'rl' is not STAGE/STEP, such as rl/5"),
         (["rl/0"], "{run} has steps 1 to 5 of rl, not 0"),
         (["rl/5", "--answer", "abc"], "--answer needs the --prompt that it answers, or is the number of a rollout of the step"),
-        (["rl/5", "--prompt", "abc"], "--answer needs the --prompt that it answers, or is the number of a rollout of the step"),
+        (["rl/5", "--prompt", "abc"], "--prompt needs the --answer whose log-prob is asked for"),
         (["rl/5", "--top", "0"], "--update and --top count from 1, not 1 and 0"),
         (["rl/5", "--without", "9"], "rl: --without 9: update 1 of step 5 trains on rollouts 0, 1, 2, 3, 4, 5"),
         (["rl/5", "--update", "2"], "rl: step 5 made 1 update: there is no update 2 to look at"),
