@@ -290,7 +290,8 @@ def savings(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
     offloaded = stage.reward.offloaded()
     if offloaded is not None:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
-    ways.append(("release_cache=true", replace(stage, release_cache=True)))
+    if not stage.max_staleness:  # whose sampler goes on while the model learns
+        ways.append(("release_cache=true", replace(stage, release_cache=True)))
     if stage.lora is None:
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
     now = memory(stage).total

@@ -88,6 +88,11 @@ def test_each_way_to_save_is_priced() -> None:
     assert plan.savings(plain, lambda other: plan.rl_memory(other, POLICY, 100, 0.0, 0.0)) == []
 
 
+def test_a_run_that_samples_ahead_is_planned_without_giving_its_cache_back() -> None:
+    ahead = stage(algorithm=GRPO(beta=0.0), lora=Lora(), sampler="process", max_staleness=1)
+    assert plan.savings(ahead, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, 0.0)) == []
+
+
 def test_a_cache_that_is_given_back_counts_where_it_is_larger_than_what_follows_it() -> None:
     one = stage(algorithm=GRPO(beta=0.0), release_cache=True)
     kept = activation_bytes(POLICY, 100) + 4.0 * COUNT
