@@ -4,6 +4,7 @@ its traceback."""
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,116 +50,11 @@ class OutOfMemory(Exception):
     """Memory ran out in a pass that other processes are in the middle of. Exit code 76: who started them does so again."""
 
 
+_NAMES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
-RENAMED = {
-    "agreement.least": "min_agreement",
-    "arithmetic_steps.least": "min_steps",
-    "arithmetic_steps.most": "max_steps",
-    "bilingual.slips": "error_rate",
-    "bilingual.tongues": "language_mix",
-    "compose.least": "threshold",
-    "mine.least": "min_problems",
-    "mine.most": "max_solved",
-    "ppo.value": "critic_optimizer.lr: the critic has an optimizer of its own, in which a coefficient of its loss has no effect",
-    "reward.ensemble": "reward: {name: models, models: [...], combine: mean} of the rl stage",
-    "reward.implicit": "reward: {name: implicit, model: ..., reference: ...} of the rl stage",
-    "reward.worked": "arithmetic_steps",
-    "reward_model.least_accuracy": "min_accuracy",
-    "rl.combine": "reward.combine",
-    "rl.combine_k": "reward.k",
-    "rl.judge_mode": "reward.mode, with reward.name=judge",
-    "rl.judge_rubric": "reward.rubric, with reward.name=judge",
-    "rl.rated": "reward.rated",
-    "rl.reward_beta": "reward.beta, with reward.name=implicit",
-    "rl.reward_device": "reward.device",
-    "rl.reward_kind": "reward.name: models for outcome, or process, implicit, judge",
-    "rl.reward_models": "reward: {name: models, models: [...]}; for an implicit reward or a judge, reward.model",
-    "rl.reward_reference": "reward.reference, with reward.name=implicit",
-    "rl.reward_steps": "reward.steps, with reward.name=process",
-    "sample.least": "min_score",
-    "sentiment.dearer": "beta_increment",
-    **{
-        f"{stage}.{key}": f"judge.{key}"
-        for stage in ("agreement", "versus")
-        for key in ("url", "rubric", "cache", "per_minute", "prompt_price", "completion_price")
-    },
-    **dict.fromkeys(
-        (f"{s}.guards" for s in ("pretrain", "sft", "preference", "reward_model", "rl")), "monitor"
-    ),
-    "rl.alarms": "monitor; its alarms.quiet is monitor.repeat_after, alarms.patience is monitor.trend_patience",
-}
-
+RENAMED: dict[str, str] = _NAMES["renamed"]
 # Names of TRL and transformers that people type here, and what they are called here; a text with a space explains it.
-BATCH = "batch here (examples an optimizer step) or, in an rl stage, prompts (problems a step, with `group` samples of each)"
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "lr_scheduler_type": "schedule",
-    "warmup_steps": "warmup",
-    "warmup_ratio": "warmup here, a number of steps",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "optimizer.epsilon",
-    "max_grad_norm": "clip_norm",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs here, in stages that learn from files; rl counts optimizer steps",
-    "batch_size": BATCH,
-    "train_batch_size": BATCH,
-    "per_device_train_batch_size": BATCH,
-    "gradient_accumulation_steps": "left out here: a step takes its whole batch, token_budget tokens in memory at once",
-    "num_generations": "group",
-    "max_completion_length": "max_new_tokens",
-    "response_length": "max_new_tokens",
-    "max_seq_length": "max_length",
-    "max_prompt_length": "left out here: a prompt is never cut",
-    "epsilon": "clip_low and clip_high here (clip of ppo), and Adam's is optimizer.epsilon",
-    "epsilon_high": "clip_high",
-    "cliprange": "clip here (clip_low and clip_high of grpo)",
-    "kl_coef": "beta",
-    "init_kl_coef": "beta",
-    "vf_coef": "left out here: the critic has an optimizer of its own, critic_optimizer",
-    "num_ppo_epochs": "epochs",
-    "ppo_epochs": "epochs",
-    "num_iterations": "epochs",
-    "num_mini_batches": "mini_batches",
-    "scale_rewards": "scale",
-    "mask_truncated_completions": "truncated=mask here",
-    "reward_funcs": "reward",
-    "reward_weights": "weights",
-    "rpo_alpha": "alpha",
-    "desirable_weight": "desirable",
-    "undesirable_weight": "undesirable",
-    "ref_model": "reference",
-    "model_name_or_path": "model",
-    "train_dataset": "data",
-    "eval_dataset": "held_out_data",
-    "dataset_name": "data",
-    "processing_class": "tokenizer",
-    "peft_config": "lora",
-    "lora_r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_target_modules": "lora.targets",
-    "eval_steps": "evaluate_every",
-    "save_steps": "checkpoint_every",
-    "save_total_limit": "checkpoint_keep",
-    "gradient_checkpointing": "checkpointing",
-    "output_dir": "out",
-    "report_to": "trackers",
-    "bf16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
-    "fp16": "left out here: weights are bfloat16 on a GPU and float32 on a CPU",
-    "loss_type": "algorithm here, such as dr_grpo, dapo, ipo or simpo",
-    "load_best_model_at_end": "keep=best here",
-    "logging_steps": "left out here: every step is logged",
-    "eval_strategy": "left out here: evaluate_every alone decides",
-    "save_strategy": "left out here: checkpoint_every alone decides",
-    "packing": "left out here: sequences are always packed, and none sees another",
-    "completion_only_loss": "left out here: only what the assistant says carries loss",
-    "assistant_only_loss": "left out here: only what the assistant says carries loss",
-    "dataset_text_field": "left out here: the columns are those of posttrain list formats",
-    "remove_unused_columns": "left out here: every column of a row is given to the reward",
-    "optim": "left out here: the optimizer is AdamW; optimizer.moments=int8 is its small form",
-    "push_to_hub": "left out here: export is a directory that transformers can push",
-    "use_vllm": "left out here: the engine samples in the same process",
-}
+ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
 
 
 def called_here(name: str) -> str:

@@ -1,18 +1,19 @@
 """The formats of rows: which columns each has, which stage reads it, and one example. The readers in demonstrations.py and
-preferences.py recognise a row by this table; `posttrain list formats` and docs/data-formats.md print it."""
+preferences.py recognise a row by this table (formats.yaml); `posttrain list formats` and docs/data-formats.md print it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from posttrain.errors import UserError
 from posttrain.types import JSON
 
 SFT = "sft, pretrain"
-PAIRS, LABELS, STEPS = "preference, reward_model", "preference", "reward_model"
-ASKED, ANSWERED = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
 # columns of other conventions, by the column of ours that holds the same
 ALIKE = {
     "prompt": "question query problem instruction input user human",
@@ -56,104 +57,12 @@ class Format:
         return " and ".join(field.replace("|", " or ") for field in self.fields)
 
 
-SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score")
-# in the order in which a row is compared with them
-FORMATS = (
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+FORMATS = tuple(
     Format(
-        "messages",
-        "conversations",
-        SFT,
-        ("messages",),
-        {"messages": [ASKED, ANSWERED]},
-        note="Loss on every assistant turn. A message may have more fields (tool_calls, name, reasoning_content, ...), and a row "
-        "`tools`: the chat template is given them, and what it does not show is refused.",
-    ),
-    Format(
-        "sharegpt",
-        "conversations (ShareGPT)",
-        SFT,
-        ("conversations",),
-        {"conversations": [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]},
-        ("system",),
-        note="`from` is human, gpt, system or tool (or user, assistant, observation, ...); loss on every turn of gpt.",
-    ),
-    Format(
-        "prompt_completion",
-        "prompts with a completion",
-        SFT,
-        ("prompt", "completion"),
-        {"prompt": "1+2=", "completion": "3"},
-        note="Text or messages; loss on the completion. Text becomes a user and an assistant turn where the tokenizer has a chat "
-        "template; where it has none, the two are joined as they are.",
-    ),
-    Format(
-        "alpaca",
-        "instructions (Alpaca)",
-        SFT,
-        ("instruction", "output"),
-        {"instruction": "Add the numbers.", "input": "1 and 2", "output": "3"},
-        ("input", "system"),
-        note="Loss on the output. With a chat template the user's turn is the instruction, an empty line and the input; without one, "
-        "the prompt is that of Stanford's Alpaca.",
-    ),
-    Format(
-        "text",
-        "plain text",
-        SFT,
-        ("text",),
-        {"text": "1+2=3"},
-        note="Loss on every token; taken as it is, so control tokens written in it count as such.",
-    ),
-    Format(
-        "pair",
-        "pairs",
-        PAIRS,
-        ("chosen", "rejected"),
-        {"prompt": "1+2=", "chosen": "3", "rejected": "4"},
-        ("prompt", "margin", *SCORES),
-        note="Text or messages. Without a prompt, chosen and rejected are conversations that begin alike, or texts such as "
-        '"\\n\\nHuman: ...\\n\\nAssistant: ..." (hh-rlhf). `margin`, or `score_chosen` with `score_rejected`, say by how much.',
-    ),
-    Format(
-        "openai",
-        "pairs (OpenAI)",
-        PAIRS,
-        ("input", "preferred_output", "non_preferred_output"),
-        {
-            "input": {"messages": [ASKED]},
-            "preferred_output": [ANSWERED],
-            "non_preferred_output": [{"role": "assistant", "content": "4"}],
-        },
-        ("prompt",),
-        ("preferred_output", "non_preferred_output"),
-    ),
-    Format(
-        "steps",
-        "labelled steps",
-        STEPS,
-        ("prompt", "completions", "labels"),
-        {"prompt": "1+2+3=", "completions": ["1+2=3", "3+3=7"], "labels": [True, False]},
-        revealing=("completions", "labels"),
-        note="For algorithm=process_reward_model. Labels are 0 to 1, one for each step; the steps are joined by line breaks.",
-    ),
-    Format(
-        "ranking",
-        "rankings",
-        PAIRS,
-        ("prompt", "responses|completions", "scores|ranking"),
-        {"prompt": "1+2=", "responses": ["3", "three", "4"], "scores": [1.0, 0.5, 0.0]},
-        revealing=("prompt", "scores"),
-        note="Higher scores are better. `ranking` in place of `scores` is the place of each response, 1 the best.",
-    ),
-    Format(
-        "unpaired",
-        "single responses with a label",
-        LABELS,
-        ("prompt", "completion", "label"),
-        {"prompt": "1+2=", "completion": "3", "label": True},
-        revealing=("completion", "label"),
-        note="For algorithm=kto: `label` says good (true) or bad (false).",
-    ),
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    )
+    for row in _ROWS
 )
 DEMONSTRATIONS = {f.name: f for f in FORMATS if f.stages == SFT}
 PREFERENCES = {f.name: f for f in FORMATS if f.stages != SFT}

@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
+import yaml
 
 from posttrain.errors import Checked, Count, Positive, Share, Whole, require, unknown
 from posttrain.monitor.probes import Conflict
@@ -345,33 +347,9 @@ RULES: Mapping[str, Rule] = {
     ),
 }
 
-# What to try, by rule; "memory" says it by what was out of memory.
-ADVICE: Mapping[str, str] = {
-    "nonfinite": "look at the batch in alarms/; lower the learning rate, or set monitor.skip to leave such steps out",
-    "failed": "fix the reward, or raise monitor.failed",
-    "kl": "lower the learning rate, raise beta, or start again from an earlier checkpoint",
-    "entropy": "lower the learning rate, raise the temperature or clip_high, or add an entropy bonus",
-    "length": "look at some rollouts; penalise length in the reward, mask truncated responses, use a reduction by token, or normalise "
-    "the judge for length",
-    "repetition": "look at the last rollouts; add the repetition reward as a penalty, raise beta, lower the learning rate, or resume "
-    "from an earlier checkpoint",
-    "spread": "use harder problems or another reward; if all is solved, the stage is done",
-    "mismatch": "the sampler's weights or its temperature are not the trainer's; check what updates them, or set correction=token",
-    "dropped": "update the sampler more often, or lower the learning rate",
-    "flat": "use problems that are sometimes solved (task.level, a curriculum), more samples a group, or a finer reward",
-    "coefficient": "it has no effect here; check what it needs",
-    "frozen": "resume from the last checkpoint with the same models, and report this",
-    "memory": "",
-    "slow": "look there for what it waited for; if steps of this length are normal, raise monitor.slow",
-    "proxy": "read some rollouts of both steps; stop at the better one, raise beta, or refit the reward model on fresh answers",
-    "frontier": "stop here and keep the earlier model; more KL buys nothing. Raise beta, or use an ensemble of reward models",
-    "held_out": "what it learns does not carry over: stop at the better step, use more problems, or raise beta",
-    "format": "give format less weight than the answer, or pay for it only where the answer is right",
-    "distinct": "raise the temperature or beta, add an entropy bonus, or mix in more prompts",
-    "keyword": "read rollouts with the word: if the judge pays for it, change its prompt, or take the word out before judging",
-    "disagreement": "the policy is where the reward models were not trained: refit them on its answers, or use reward.combine=worst",
-    "zero_variance": "use problems that are sometimes solved (a curriculum, dynamic sampling), or more samples a group",
-}
+# What to try, by rule.
+_ADVICE = Path(__file__).with_name("advice.yaml")
+ADVICE: Mapping[str, str] = yaml.safe_load(_ADVICE.read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
