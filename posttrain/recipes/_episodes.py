@@ -8,11 +8,11 @@ from typing import Any, Literal
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.recipes._toys import imitating
 from posttrain.recipes.base import Recipe
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -39,7 +39,7 @@ def episodes(
     """A turn has at most `tokens` tokens. SFT sees `shown` episodes; GRPO samples `prompts` x 16 of them a step, PPO, which has four
     updates of each, half as many at half the rate. Success is
     measured at `temperature` in the task, or in those of `measured`, by the ends of their stages' names; `more` is for the RL stage."""
-    sft, critic = Optimization(lr=3e-3, warmup=20, schedule="cosine"), None
+    critic: Optimization | None = None
     chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
     if algorithm == "ppo":
         chosen = PPO(group=16, beta=0.0, epochs=2, mini_batches=2, lam=1.0, critic_warmup=5)
@@ -59,13 +59,7 @@ def episodes(
         ]
 
     stages = (
-        SFTStage(
-            name="sft",
-            model=f"tiny:{size}",
-            data=(Data(task=task, counts={0: shown}),),
-            steps=sft_steps,
-            optimizer=sft,
-        ),
+        imitating(size, Data(task=task, counts={0: shown}), steps=sft_steps),
         *evaluations("before", "sft"),
         RLStage(
             name="rl",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.recipes._sentences import SENTENCES, favourites
+from posttrain.recipes._toys import pretrained
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.bilingual import Bilingual
 from posttrain.tasks.reviews import Reviews
@@ -52,19 +52,14 @@ class Scale:
 
 
 def nano(size: str) -> Scale:
-    made = PretrainStage(
-        name="base",
-        model=f"tiny:{size}",
-        steps=1000,
-        data=(
-            Data(task=WEB, counts={2: 9000}, weight=0.6),
-            Data(task=TAGGED, counts={2: 1500}, weight=0.1),
-            Data(task=ORDINARY, counts={0: 4000}, weight=0.3),
-        ),
-        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    made = pretrained(
+        size,
+        Data(task=WEB, counts={2: 9000}, weight=0.6),
+        Data(task=TAGGED, counts={2: 1500}, weight=0.1),
+        Data(task=ORDINARY, counts={0: 4000}, weight=0.3),
     )
     return Scale(
-        before=(made,),
+        before=(replace(made, name="base", steps=1000),),
         base="base",
         sums=Bilingual(),
         general=KIND,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.recipes._toys import pretrained
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
@@ -25,13 +25,7 @@ UNSEEN = Data(task=Reviews("any"), counts={0: 500})
 def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model that alignment starts from."""
     return [
-        PretrainStage(
-            name="pretrain",
-            model=f"tiny:{size}",
-            data=(PEOPLE,),
-            steps=600,
-            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        ),
+        pretrained(size, PEOPLE),
         SFTStage(
             name="sft",
             model="pretrain",

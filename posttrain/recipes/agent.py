@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes._toys import pretrained
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -63,7 +63,7 @@ def agent(
     else:
         alone = Arithmetic(level=2)
         task = ToolUse(alone, (Python(sandbox),), format="call", max_turns=turns)
-        made = [_pretrained(size, alone)]
+        made = [pretrained(size, Data(task=alone, counts={1: 200, 2: 1000}))]
     first, before = model or "pretrain", "sft" if shown else model or "pretrain"
     tokens = given(tokens, 320 if real else 24)
     measured = EvaluateStage(
@@ -113,14 +113,4 @@ def _demonstrated(model: str, task: Task, count: int) -> SFTStage:
         epochs=1.0,
         optimizer=Optimization(lr=2e-5, warmup=5, schedule="cosine", token_budget=32768),
         checkpoint_every=0,
-    )
-
-
-def _pretrained(size: str, task: Task) -> PretrainStage:
-    return PretrainStage(
-        name="pretrain",
-        model=f"tiny:{size}",
-        data=(Data(task=task, counts={1: 200, 2: 1000}),),
-        steps=600,
-        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
     )

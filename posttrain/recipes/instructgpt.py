@@ -40,8 +40,36 @@ class Scale:
     data: str = ""  # comparisons that people made, in place of the annotator's
     ordinary: tuple[Data, ...]  # text of the pretraining mix
     unseen: tuple[Data, ...]  # text whose perplexity is what was paid
-    problems: int
+    problems: int = 500
     checkpoint_every: int = 25
+
+
+TOY = Scale(
+    task=_reviews.TASK,
+    sampling=_reviews.SAMPLING,
+    steps=50,
+    prompts=128,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5),
+    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+    policy=Optimization(lr=3e-4, warmup=5),
+    critic=Optimization(lr=1e-3),
+    ordinary=(_reviews.PEOPLE,),
+    unseen=(_reviews.UNSEEN,),
+)
+REAL = Scale(
+    task=SENTENCES,
+    sampling=Sampling(64),
+    steps=40,
+    prompts=256,
+    compared=4000,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.05, critic_warmup=3, missing_eos=1.0),
+    fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
+    policy=Optimization(lr=1e-5, warmup=5),
+    critic=Optimization(lr=2e-5),
+    ordinary=(Data(file="ordinary"),),
+    unseen=(Data(file="unseen"),),
+    checkpoint_every=1000,
+)
 
 
 def instructgpt(
@@ -76,42 +104,22 @@ def instructgpt(
     """
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")
-    ppo = PPO(ptx=ptx, epochs=2, mini_batches=2)
+    usual, people = REAL if model else TOY, annotator == "people"
+    scale = replace(
+        usual,
+        steps=given(steps, usual.steps),
+        prompts=given(prompts, usual.prompts),
+        problems=problems,
+        compared=given(compared, 200 if people else usual.compared),
+        data=data,
+        algorithm=replace(usual.algorithm, ptx=ptx, beta=given(beta, usual.algorithm.beta)),
+        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
+    )
+    first, again = _reviews.beginning(size), ""
     if model:
-        scale = Scale(
-            task=SENTENCES,
-            sampling=Sampling(tokens),
-            steps=given(steps, 40),
-            prompts=given(prompts, 256),
-            problems=problems,
-            compared=4000,
-            algorithm=replace(ppo, beta=given(beta, 0.05), critic_warmup=3, missing_eos=1.0),
-            fit=Optimization(lr=5e-5, warmup=10, schedule="cosine"),
-            data=data,
-            policy=Optimization(lr=given(lr, 1e-5), warmup=5),
-            critic=Optimization(lr=2e-5),
-            ordinary=(Data(file=ordinary or "ordinary"),),
-            unseen=(Data(file=unseen or "unseen"),),
-            checkpoint_every=1000,
-        )
+        own = [(Data(file=file),) for file in (ordinary or "ordinary", unseen or "unseen")]
+        scale = replace(scale, sampling=Sampling(tokens), ordinary=own[0], unseen=own[1])
         first, again = real(model, demonstrations, scale), f"model={model} "
-    else:
-        scale = Scale(
-            task=_reviews.TASK,
-            sampling=_reviews.SAMPLING,
-            steps=given(steps, 50),
-            prompts=given(prompts, 128),
-            problems=problems,
-            algorithm=replace(ppo, beta=given(beta, 0.1), critic_warmup=5),
-            fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-            policy=Optimization(lr=given(lr, 3e-4), warmup=5),
-            critic=Optimization(lr=1e-3),
-            ordinary=(_reviews.PEOPLE,),
-            unseen=(_reviews.UNSEEN,),
-        )
-        first, again = _reviews.beginning(size), ""
-    people = annotator == "people"
-    scale = replace(scale, compared=given(compared, 200 if people else scale.compared))
     stages = (*first, *aligned(scale, annotator))
     return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes._toys import SUMS, imitating
 from posttrain.recipes.base import Recipe, best_round, repeat
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
 from posttrain.stages.rl import RLStage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -23,18 +22,8 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float =
     """
     task, apart = Arithmetic(level=3), Arithmetic(level=3, seed=1)
     greedy = Sampling(40, temperature=0.0)
-    demonstrations = (
-        Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
-        Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
-    )
     stages = [
-        SFTStage(
-            name="sft",
-            model=f"tiny:{size}",
-            data=demonstrations,
-            steps=500,
-            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        ),
+        imitating(size, *SUMS),
         EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
         *repeat(
             [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes._toys import pretrained
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.gsm8k import Gsm8k
@@ -35,15 +37,8 @@ def nanochat_rl(
         sums = Arithmetic(level=2)
         task = ToolUse(sums, (Calculator("calc"),), format="call", max_turns=4)
         before, tokens = "pretrain", 24
-        made = [
-            PretrainStage(
-                name="pretrain",
-                model=f"tiny:{size}",
-                data=(Data(task=ToolUse(sums, (Calculator("calc"),)), counts={1: 200, 2: 1000}),),
-                steps=600,
-                optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-            )
-        ]
+        shown = Data(task=ToolUse(sums, (Calculator("calc"),)), counts={1: 200, 2: 1000})
+        made = [pretrained(size, shown)]
         chosen = given(steps, 100), given(prompts, 16), given(lr, 3e-4)
     else:
         task = ToolUse(Gsm8k(data=data, style="marked"), (Calculator(),), max_turns=8)
@@ -52,11 +47,12 @@ def nanochat_rl(
     steps, prompts, lr = chosen
     problems = given(problems, 400 if model else 100)
     sampling = Sampling(tokens)
+    measured = EvaluateStage(
+        name="before", model=before, task=task, problems=problems, samples=8, sampling=sampling
+    )
     stages = [
         *made,
-        EvaluateStage(
-            name="before", model=before, task=task, problems=problems, samples=8, sampling=sampling
-        ),
+        measured,
         RLStage(
             name="rl",
             model=before,
@@ -70,9 +66,7 @@ def nanochat_rl(
             evaluate_problems=problems,
             checkpoint_every=60,
         ),
-        EvaluateStage(
-            name="after", model="rl", task=task, problems=problems, samples=8, sampling=sampling
-        ),
+        replace(measured, name="after", model="rl"),
     ]
     again = "posttrain run nanochat_rl model=DIR data=FOLDER device=cuda"
     return Recipe(tuple(stages), "before", "after", again)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
+from posttrain.recipes._toys import SUMS, imitating
 from posttrain.recipes.base import Recipe
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -25,13 +24,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     for as long as RL took: time alone does not do it.
     """
     task = Arithmetic(level=3)
-    demonstrations = (
-        Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
-        Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
-    )
-    rate = Optimization(lr=3e-3, warmup=20, schedule="cosine")
-    sft = SFTStage(name="sft", model=f"tiny:{size}", data=demonstrations, steps=500, optimizer=rate)
-    greedy = Sampling(40, temperature=0.0)
+    sft, greedy = imitating(size, *SUMS), Sampling(40, temperature=0.0)
     before = EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy)
     stages = [
         sft,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
+from posttrain.recipes._toys import SUMS, pretrained
 from posttrain.recipes.base import Recipe, given
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
-from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
@@ -37,18 +36,8 @@ def r1_zero(
         return real(model, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
     asked = given(samples, 32), given(problems, 500)
     task = Arithmetic(level=3, format_weight=0.1)
-    text = (
-        Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),
-        Data(task=Arithmetic(level=3, carry="none"), counts={3: 1000}),
-    )
     stages = [
-        PretrainStage(
-            name="pretrain",
-            model=f"tiny:{size}",
-            data=text,
-            steps=600,
-            optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        ),
+        pretrained(size, *SUMS),
         measured("base", "pretrain", task, 40, *asked),
         RLStage(
             name="rl",

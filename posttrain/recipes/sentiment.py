@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes import _reviews
+from posttrain.recipes._toys import imitating
 from posttrain.recipes.base import Recipe, given, repeat
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
@@ -15,7 +16,6 @@ from posttrain.stages.overoptimisation import OveroptimisationStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
-from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.reviews import Reviews
@@ -44,6 +44,35 @@ class Scale:
     text: tuple[Data, ...] = ()  # whose perplexity is what was paid
 
 
+TOY = Scale(
+    start="sft",
+    task=Reviews(strict=True),
+    sampling=_reviews.SAMPLING,
+    prompts=64,
+    measured=200,
+    problems=40,
+    fit=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+    fit_steps=60,
+    fit_more=100,
+    policy=Optimization(lr=2e-4, warmup=5),
+    critic=Optimization(lr=1e-3),
+    text=(_reviews.UNSEEN,),
+)
+REAL = Scale(
+    start="",
+    task=Sentiment(strict=True),
+    sampling=Sampling(64),
+    prompts=256,
+    measured=500,
+    problems=100,
+    fit=Optimization(lr=2e-5, warmup=5, schedule="cosine"),
+    fit_steps=40,
+    fit_more=40,
+    policy=Optimization(lr=1e-5, warmup=5),
+    critic=Optimization(lr=2e-5),
+)
+
+
 def sentiment(
     size: str = "nano",
     model: str = "",
@@ -70,40 +99,20 @@ def sentiment(
     and the simulated annotator is the VADER lexicon, strict: it wants what it asked about named, and gives less for flattery. Reward
     model and critic learn at `reward_lr`.
     """
+    usual = REAL if model else TOY
+    scale = replace(
+        usual,
+        prompts=given(prompts, usual.prompts),
+        fit=replace(usual.fit, lr=given(reward_lr, usual.fit.lr)),
+        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
+        critic=replace(usual.critic, lr=given(reward_lr, usual.critic.lr)),
+    )
+    first, again = [imitating(size, _reviews.PEOPLE)], "beta=0.2"
     if model:
-        scale = Scale(
-            start=model,
-            task=Sentiment(style, strict=True),
-            sampling=Sampling(tokens),
-            prompts=given(prompts, 256),
-            measured=problems,
-            problems=min(100, problems),
-            fit_steps=40,
-            fit_more=40,
-            fit=Optimization(lr=given(reward_lr, 2e-5), warmup=5, schedule="cosine"),
-            policy=Optimization(lr=given(lr, 1e-5), warmup=5),
-            critic=Optimization(lr=given(reward_lr, 2e-5)),
-        )
+        task, sampling = Sentiment(style, strict=True), Sampling(tokens)
+        scale = replace(scale, start=model, task=task, sampling=sampling, measured=problems)
+        scale = replace(scale, problems=min(scale.problems, problems))
         first, again = [], f"model={model} beta=0.1"
-    else:
-        scale = Scale(
-            start="sft",
-            task=Reviews(strict=True),
-            sampling=_reviews.SAMPLING,
-            prompts=given(prompts, 64),
-            measured=200,
-            problems=40,
-            fit=Optimization(lr=given(reward_lr, 1e-3), warmup=10, schedule="cosine"),
-            fit_steps=60,
-            fit_more=100,
-            policy=Optimization(lr=given(lr, 2e-4), warmup=5),
-            critic=Optimization(lr=given(reward_lr, 1e-3)),
-            text=(_reviews.UNSEEN,),
-        )
-        rate = Optimization(lr=3e-3, warmup=20, schedule="cosine")
-        tiny, people = f"tiny:{size}", (_reviews.PEOPLE,)
-        first = [SFTStage(name="sft", model=tiny, data=people, steps=500, optimizer=rate)]
-        again = "beta=0.2"
     one = one_round(scale, comparisons, beta, steps, problems)
     stages = (*first, *optimised(scale, one, rounds, fresh, beta_increment))
     return Recipe(stages, next_command=f"posttrain run sentiment {again}")
