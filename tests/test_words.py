@@ -32,7 +32,6 @@ INSTEAD = {
 
 # Identifiers in which such a word is the field's own, or belongs to another library's interface.
 ALLOWED = {
-    "push_to_hub": "TRL's setting",
     "lost": "of a lock: another process holds it",
     "most_common": "collections.Counter",
     "named_children": "torch.nn.Module",

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,12 +58,10 @@ class Format:
         return " and ".join(field.replace("|", " or ") for field in self.fields)
 
 
-_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+_LISTED = ("fields", "optional", "revealing")
+_ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 FORMATS = tuple(
-    Format(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    )
-    for row in _ROWS
+    Format(**row | {key: tuple(row[key]) for key in _LISTED if key in row}) for row in _ROWS
 )
 DEMONSTRATIONS = {f.name: f for f in FORMATS if f.stages == SFT}
 PREFERENCES = {f.name: f for f in FORMATS if f.stages != SFT}
