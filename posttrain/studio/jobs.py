@@ -32,16 +32,7 @@ MAX_PROCESSES = 8  # processes at once
 REFUSED = ("out", "checkpoint_hook", "again", "trackers")
 START_SECONDS, RECIPE_SECONDS, END_SECONDS = 60.0, 60.0, 10.0
 # small enough for three minutes on a CPU
-DEMO = [
-    "run",
-    "instructgpt",
-    "pretrain.steps=400",
-    "compared=1000",
-    "reward.steps=100",
-    "steps=25",
-    "prompts=64",
-    "problems=200",
-]
+DEMO = "run instructgpt pretrain.steps=400 compared=1000 reward.steps=100 steps=25 prompts=64 problems=200"
 
 
 @dataclass(slots=True)
@@ -133,7 +124,7 @@ class Jobs:
 def start_demo(root: Path) -> None:
     """Start training a small run where there is none yet."""
     if not (root / "demo").exists():
-        _run_apart([*DEMO, f"out={root / 'demo'}"], root / "demo.log")
+        _run_apart([*DEMO.split(), f"out={root / 'demo'}"], root / "demo.log")
 
 
 def start_serving(directory: Path) -> subprocess.Popen[str]:

@@ -7,7 +7,6 @@ import json
 import re
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from posttrain.runs.status import WAITING, status
 from posttrain.studio.library import LABELS, require_stage, run_id
 from posttrain.studio.pages_rollouts import prompts_of
 from posttrain.studio.pairs import Background, Sampled
-from posttrain.studio.replies import Handler, Missing, body, reply, route, text_of, word
+from posttrain.studio.replies import Missing, body, reply, routes_of, text_of, word
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
@@ -83,33 +82,28 @@ def _id(file: Path) -> str:
 
 
 def routes(studio: Studio) -> list[Any]:
-    desk = Desk(studio)
-
-    def on(handler: Any) -> Handler:
-        return partial(handler, desk)
-
-    return [
-        route("/api/label", on(_list)),
-        route("/api/label", on(_create), "POST"),
-        route("/api/label/scorers", on(_scorers)),
-        route("/api/label/{file}/next", on(_next)),
-        route("/api/label/{file}/report", on(_report)),
-        route("/api/label/{file}/vote", on(_vote), "POST"),
-        route("/api/label/{file}/undo", on(_undo), "POST"),
-        route("/api/label/{file}/labels.jsonl", on(_download)),
-    ]
+    return routes_of(
+        Desk(studio),
+        ("/api/label", _list),
+        ("/api/label", _create, "POST"),
+        ("/api/label/scorers", _scorers),
+        ("/api/label/{file}/next", _next),
+        ("/api/label/{file}/report", _report),
+        ("/api/label/{file}/vote", _vote, "POST"),
+        ("/api/label/{file}/undo", _undo, "POST"),
+        ("/api/label/{file}/labels.jsonl", _download),
+    )
 
 
 def _list(desk: Desk, request: Request) -> Response:
     rows = []
     for source in desk.sources().values():
+        row: dict[str, Any] = {"id": source.id, "name": source.name, "run": source.run}
         try:
-            report = desk.labels(source.id)[1].report()
-            rows.append({"id": source.id, "name": source.name, "run": source.run, "report": report})
+            row["report"] = desk.labels(source.id)[1].report()
         except (UserError, OSError) as error:
-            rows.append(
-                {"id": source.id, "name": source.name, "run": source.run, "error": str(error)}
-            )
+            row["error"] = str(error)
+        rows.append(row)
     return reply(rows)
 
 

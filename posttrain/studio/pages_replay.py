@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from posttrain.errors import require
 from posttrain.runs.index import FOLDER
 from posttrain.studio.library import require_stage
-from posttrain.studio.replies import body, reply, route, text_of, whole, whole_of, word
+from posttrain.studio.replies import body, reply, routes_of, text_of, whole, whole_of, word
 from posttrain.system.files import MAX_FILE, read_json
 from posttrain.types import JSON
 
@@ -27,11 +26,8 @@ ITEMS, LONGEST_TEXT = 100, 2000  # of one answer
 
 def routes(studio: Studio) -> list[Any]:
     place = "/api/runs/{run}/replay"
-    return [
-        route(place, partial(_show, studio)),
-        route(place, partial(_start, studio), "POST"),
-        route(f"{place}/stop", partial(_stop, studio), "POST"),
-    ]
+    table = (place, _show), (place, _start, "POST"), (f"{place}/stop", _stop, "POST")
+    return routes_of(studio, *table)
 
 
 def _words(studio: Studio, request: Request, asked: Mapping[str, JSON]) -> tuple[list[str], Path]:

@@ -6,7 +6,6 @@ import json
 import sqlite3
 import time
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
@@ -22,12 +21,11 @@ from posttrain.studio import report
 from posttrain.studio.library import require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, shown
 from posttrain.studio.replies import (
-    Handler,
     Missing,
     body,
     number,
     reply,
-    route,
+    routes_of,
     text_of,
     whole_of,
     word,
@@ -42,7 +40,7 @@ SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEX
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
 HIGH = 0.5  # a part of at least this much says yes
 QUEUE = 500  # rollouts from which the next one is taken
-DRIFTS = (
+DRIFTS = [
     "length",
     "repetition",
     "distinct",
@@ -51,23 +49,21 @@ DRIFTS = (
     "agreement",
     "disagreement",
     "reward_spread",
-)
+]
 
 
 def routes(studio: Studio) -> list[Any]:
-    def on(handler: Any) -> Handler:
-        return partial(handler, studio)
-
-    return [
-        route("/api/runs/{run}/review", on(_next)),
-        route("/api/runs/{run}/review", on(_judge), "POST"),
-        route("/api/runs/{run}/review/report", on(_report)),
-        route("/api/runs/{run}/flagged.jsonl", on(_flagged)),
-        route("/api/runs/{run}/hacking", on(_hacking)),
-        route("/api/runs/{run}/report.html", on(_export)),
-        route("/api/models", on(_models)),
-        route("/api/chat", on(_chat), "POST"),
-    ]
+    return routes_of(
+        studio,
+        ("/api/runs/{run}/review", _next),
+        ("/api/runs/{run}/review", _judge, "POST"),
+        ("/api/runs/{run}/review/report", _report),
+        ("/api/runs/{run}/flagged.jsonl", _flagged),
+        ("/api/runs/{run}/hacking", _hacking),
+        ("/api/runs/{run}/report.html", _export),
+        ("/api/models", _models),
+        ("/api/chat", _chat, "POST"),
+    )
 
 
 def _store(index: Index) -> sqlite3.Connection:
@@ -111,17 +107,8 @@ async def _judge(studio: Studio, request: Request) -> Response:
     require(isinstance(agrees, bool) and isinstance(flagged, bool), "agrees must be true or false")
     found = _find(index, stage, *place)
     note, who = text_of(sent, "note", 4000, ""), text_of(sent, "reviewer", 60, "")
-    values = [
-        stage,
-        *place,
-        agrees,
-        flagged,
-        note,
-        who,
-        found.reward,
-        json.dumps(found.parts),
-        time.time(),
-    ]
+    values = [stage, *place, agrees, flagged, note, who]
+    values += [found.reward, json.dumps(found.parts), time.time()]
     with closing(_store(index)) as store:
         columns = "stage, step, number, agrees, flagged, note, reviewer, reward, parts, time"
         store.execute(f"INSERT INTO reviews({columns}) VALUES({', '.join('?' * 10)})", values)
@@ -161,19 +148,9 @@ def _flagged(studio: Studio, request: Request) -> Response:
         if flagged:
             found = _find(index, stage, step, place)
             [row] = index.text([found])
-            case: dict[str, JSON] = {
-                "problem": row.problem,
-                "question": row.question,
-                "answer": row.answer,
-                "response": row.response,
-            }
-            case |= {
-                "reward": row.reward,
-                "parts": row.parts,
-                "agrees": bool(agrees),
-                "note": note,
-                "reviewer": who,
-            }
+            kept = ("problem", "question", "answer", "response", "reward", "parts")
+            case: dict[str, JSON] = {name: getattr(row, name) for name in kept}
+            case |= {"agrees": bool(agrees), "note": note, "reviewer": who}
             lines.append(json.dumps(case) + "\n")
     headers = {"content-disposition": 'attachment; filename="flagged.jsonl"'}
     return Response("".join(lines), media_type="application/x-ndjson", headers=headers)
@@ -187,21 +164,11 @@ def _hacking(studio: Studio, request: Request) -> Response:
         (s for s in reversed(index.stage_names()) if "reward" in index.figures(s)), ""
     )
     figures = index.figures(stage) if stage else {}
-    gold = next(
-        (name for name in ("reward/task", "reward/gold", "reward/answer") if name in figures), ""
-    )
-    names = [
-        "reward",
-        gold,
-        "kl",
-        "accuracy/test",
-        "reward/test",
-        *(name for name in DRIFTS if name in figures),
-    ]
-    buckets = int(number(request, "buckets", int, 300) or 300)
-    series = {
-        name: index.series(stage, name, min(buckets, 2000)) for name in names if name in figures
-    }
+    golds = ("reward/task", "reward/gold", "reward/answer")
+    gold = next((name for name in golds if name in figures), "")
+    names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS]
+    buckets = min(int(number(request, "buckets", int, 300) or 300), 2000)
+    series = {name: index.series(stage, name, buckets) for name in names if name in figures}
     raised = [{"time": e.time, **e.details} for e in alarms(index.events())]
     kept = [step for step, *_ in index.rollout_steps(stage)] if stage else []
     for alarm in raised:
@@ -237,32 +204,23 @@ async def _models(studio: Studio, request: Request) -> Response:
 async def _chat(studio: Studio, request: Request) -> Response:
     sent = await body(request)
     messages = sent.get("messages", [])
-    fine = (
-        isinstance(messages, list)
-        and 0 < len(messages) <= 200
-        and all(isinstance(m, dict) for m in messages)
-    )
+    listed = isinstance(messages, list) and 0 < len(messages) <= 200
+    fine = listed and all(isinstance(m, dict) for m in messages)
     require(fine, "messages must be a list of at most 200")
     turns = [
         {"role": text_of(m, "role", 20), "content": text_of(m, "content", 100_000)}
         for m in messages
     ]
     options: dict[str, JSON] = {}
-    for key, low, high in (
-        ("temperature", 0.0, 10.0),
-        ("max_tokens", 1, 32_768),
-        ("seed", 0, 2**53),
-    ):
+    bounds = {"temperature": (0.0, 10.0), "max_tokens": (1, 32_768), "seed": (0, 2**53)}
+    for key, (low, high) in bounds.items():
         value = sent.get(key)
         if value is not None:
-            require(
-                isinstance(value, int | float) and low <= value <= high,
-                f"{key} must be from {low} to {high}",
-            )
+            fine = isinstance(value, int | float) and low <= value <= high
+            require(fine, f"{key} must be from {low} to {high}")
             options[key] = value
-    return reply(
-        await run_in_threadpool(_answer, studio, text_of(sent, "model", 400), turns, options)
-    )
+    model = text_of(sent, "model", 400)
+    return reply(await run_in_threadpool(_answer, studio, model, turns, options))
 
 
 def _answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,11 @@ from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.layout import RolloutRow
 from posttrain.studio.library import require_stage, stages
 from posttrain.studio.replies import (
-    Handler,
     Missing,
     body,
     number,
     reply,
-    route,
+    routes_of,
     text_of,
     whole,
     word,
@@ -42,16 +41,14 @@ INDEX_SECONDS = 0.4  # of indexing within a request; the rest goes on in the nex
 
 
 def routes(studio: Studio) -> list[Any]:
-    def on(handler: Any) -> Handler:
-        return partial(handler, studio)
-
-    return [
-        route("/api/runs/{run}/rollouts", on(_rollouts)),
-        route("/api/runs/{run}/rollouts.jsonl", on(_export)),
-        route("/api/runs/{run}/rollouts/{stage}/{step:int}/{number:int}", on(_rollout)),
-        route("/api/runs/{run}/pipeline", on(_pipeline)),
-        route("/api/runs/{run}/ask", on(_ask), "POST"),
-    ]
+    return routes_of(
+        studio,
+        ("/api/runs/{run}/rollouts", _rollouts),
+        ("/api/runs/{run}/rollouts.jsonl", _export),
+        ("/api/runs/{run}/rollouts/{stage}/{step:int}/{number:int}", _rollout),
+        ("/api/runs/{run}/pipeline", _pipeline),
+        ("/api/runs/{run}/ask", _ask, "POST"),
+    )
 
 
 def filter_of(request: Request) -> Filter:
@@ -102,12 +99,8 @@ def _export(studio: Studio, request: Request) -> Response:
         skip = 0
         while found := index.find(wanted, "step", limit=500, skip=skip):
             for one, row in zip(found, index.text(found), strict=True):
-                yield (
-                    json.dumps(
-                        {"stage": one.stage, "step": one.step, "number": one.number, **asdict(row)}
-                    )
-                    + "\n"
-                )
+                place = {"stage": one.stage, "step": one.step, "number": one.number}
+                yield json.dumps({**place, **asdict(row)}) + "\n"
             skip += len(found)
 
     headers = {"content-disposition": 'attachment; filename="rollouts.jsonl"'}
@@ -160,13 +153,9 @@ def _tokens(index: Index, found: Found, count: int) -> JSON:
 
 
 def _round(value: Any) -> JSON:
-    return (
-        round(value, 5)
-        if isinstance(value, float) and np.isfinite(value)
-        else value
-        if not isinstance(value, float)
-        else None
-    )
+    if not isinstance(value, float):
+        return value
+    return round(value, 5) if np.isfinite(value) else None
 
 
 def _spell(directory: Path, ids: Sequence[int]) -> list[str]:
@@ -197,28 +186,13 @@ def _pipeline(studio: Studio, request: Request) -> Response:
     found, config = [], stages(index.run.config)
     for settings in config:
         name = str(settings["name"])
-        saved = index.run.stage_rows(name, "problems.jsonl")
-        steps = index.rollout_steps(name)
-        found.append(
-            {
-                "name": name,
-                "kind": settings.get("stage"),
-                "model": settings.get("model"),
-                "saved": len(saved),
-                "steps": steps,
-            }
-        )
-    text = word(request, "text").lower()
-    return reply(
-        {
-            "stages": found,
-            "left": left,
-            "prompts": [
-                {"question": q[:SHORT], "values": v} for q, v in prompts_of(index, text).items()
-            ],
-            "answers": _answers(index, config, word(request, "prompt")),
-        }
-    )
+        saved, steps = index.run.stage_rows(name, "problems.jsonl"), index.rollout_steps(name)
+        about = {"name": name, "kind": settings.get("stage"), "model": settings.get("model")}
+        found.append({**about, "saved": len(saved), "steps": steps})
+    asked = prompts_of(index, word(request, "text").lower())
+    prompts = [{"question": question[:SHORT], "values": v} for question, v in asked.items()]
+    answers = _answers(index, config, word(request, "prompt"))
+    return reply({"stages": found, "left": left, "prompts": prompts, "answers": answers})
 
 
 def _evaluations(
@@ -259,19 +233,11 @@ def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> li
     for settings, rows in _evaluations(index, config):
         for row in (row for row in rows if str(row["question"])[:SHORT] == prompt):
             versus = "won" in row and len(row["responses"]) == 2
-            models = (
-                [settings.get("against"), settings.get("model")]
-                if versus
-                else [settings.get("model")]
-            )
+            models = [settings.get("against")] * versus + [settings.get("model")]
             for model in models:
-                measured = {
-                    "stage": settings["name"],
-                    "model": model,
-                    "gold": row.get("answer"),
-                    "answers": [],
-                }
-                held = found.setdefault(f"{settings['name']} {model}", measured)["answers"]
+                name, gold = settings["name"], row.get("answer")
+                measured = {"stage": name, "model": model, "gold": gold, "answers": []}
+                held = found.setdefault(f"{name} {model}", measured)["answers"]
                 held += _listed(row, models.index(model) ^ 1 if versus else None)
     shown = [{**one, "answers": one["answers"][:8]} for one in found.values()]
     return shown or [*_first_and_last(index, config, prompt)]
@@ -294,22 +260,12 @@ def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str
         for step in sorted({one.step for one in drawn}):
             here = Filter(stage=stage, question=prompt, step_from=step, step_to=step)
             found = index.find(here, "number", limit=8)
-            rows = zip(found, index.text(found), strict=True)
-            answers = [
-                {
-                    "text": row.response[:LONGEST],
-                    "reward": one.reward,
-                    "tokens": one.length,
-                    "outcome": one.outcome,
-                }
-                for one, row in rows
-            ]
-            yield {
-                "stage": stage,
-                "model": f"{stage}, step {step}",
-                "note": "a rollout",
-                "answers": answers,
-            }
+            answers = []
+            for one, row in zip(found, index.text(found), strict=True):
+                paid = {"reward": one.reward, "tokens": one.length, "outcome": one.outcome}
+                answers.append({"text": row.response[:LONGEST], **paid})
+            model = f"{stage}, step {step}"
+            yield {"stage": stage, "model": model, "note": "a rollout", "answers": answers}
 
 
 async def _ask(studio: Studio, request: Request) -> Response:

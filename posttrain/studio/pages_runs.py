@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.studio.jobs import recipe_settings
 from posttrain.studio.library import run_id, stages, timeline
-from posttrain.studio.replies import Handler, body, number, reply, route, text_of, whole, word
+from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -29,21 +28,16 @@ ROUTINE = ("out", "next_command", "trackers", "format")
 
 
 def routes(studio: Studio) -> list[Any]:
-    def on(handler: Any) -> Handler:
-        return partial(handler, studio)
-
-    return [
-        route("/api/runs", on(_runs)),
-        route("/api/runs", on(_start), "POST"),
-        route("/api/recipes", on(_recipes)),
-        route("/api/runs/{run}", on(_run)),
-        route("/api/runs/{run}/series", on(_series)),
-        route("/api/runs/{run}/settings", on(_settings)),
-        *(
-            route(f"/api/runs/{{run}}/{verb}", partial(_act, studio, verb), "POST")
-            for verb in ("stop", "resume", "tags")
-        ),
-    ]
+    return routes_of(
+        studio,
+        ("/api/runs", _runs),
+        ("/api/runs", _start, "POST"),
+        ("/api/recipes", _recipes),
+        ("/api/runs/{run}", _run),
+        ("/api/runs/{run}/series", _series),
+        ("/api/runs/{run}/settings", _settings),
+        *((f"/api/runs/{{run}}/{verb}", _act, "POST") for verb in ("stop", "resume", "tags")),
+    )
 
 
 def _runs(studio: Studio, request: Request) -> Response:
@@ -99,11 +93,8 @@ def _run(studio: Studio, request: Request) -> Response:
 
 
 def _summary(found: Mapping[str, JSON] | None) -> JSON:
-    return (
-        {key: found.get(key) for key in ("before", "after", "seconds", "versions", "seed")}
-        if found
-        else None
-    )
+    kept = ("before", "after", "seconds", "versions", "seed")
+    return {key: found.get(key) for key in kept} if found else None
 
 
 def _stages(index: Index, kind: str) -> list[JSON]:
@@ -115,15 +106,7 @@ def _stages(index: Index, kind: str) -> list[JSON]:
         name = str(settings["name"])
         result = index.run.stage_rows(name, "result.json")
         done = bool(result)
-        state = (
-            "done"
-            if done
-            else "live"
-            if kind == "live" and name in begun
-            else "begun"
-            if name in begun
-            else "todo"
-        )
+        state = "todo" if name not in begun else "live" if kind == "live" else "begun"
         chosen = settings.get("algorithm")
         rows.append(
             {
@@ -132,7 +115,7 @@ def _stages(index: Index, kind: str) -> list[JSON]:
                 "model": settings.get("model", ""),
                 "algorithm": chosen.get("name", "") if isinstance(chosen, dict) else "",
                 "steps": settings.get("steps"),
-                "state": state,
+                "state": "done" if done else state,
                 "begun": begun.get(name),
                 "span": spans.get(name),
                 "result": _short(result[0]) if done else {},
@@ -145,10 +128,8 @@ def _short(result: Mapping[str, JSON]) -> JSON:
     """The figures of a stage's result: numbers, and numbers with an interval."""
 
     def plain(value: JSON) -> bool:
-        listed = isinstance(value, list) and len(value) == 3
-        return isinstance(value, int | float) or (
-            listed and all(isinstance(v, int | float) for v in value)
-        )
+        values = value if isinstance(value, list) and len(value) == 3 else [value]
+        return all(isinstance(v, int | float) for v in values)
 
     return {key: value for key, value in result.items() if plain(value)}
 
@@ -198,11 +179,11 @@ async def _start(studio: Studio, request: Request) -> Response:
     return reply({"run": run_id(directory)}, 201)
 
 
-async def _act(studio: Studio, verb: str, request: Request) -> Response:
+async def _act(studio: Studio, request: Request) -> Response:
     """Stop a run, resume it, or tag it."""
     from starlette.concurrency import run_in_threadpool
 
-    name = request.path_params["run"]
+    name, verb = request.path_params["run"], request.url.path.rpartition("/")[2]
     directory = studio.library.index(name).run.directory
     if verb == "stop":
         studio.jobs.stop(directory)

@@ -40,12 +40,8 @@ class Progress:
         return self.thread is not None and self.thread.is_alive()
 
     def tree(self) -> JSON:
-        return {
-            "total": self.total,
-            "done": self.done,
-            "error": self.error,
-            "running": self.running,
-        }
+        state = {"total": self.total, "done": self.done, "error": self.error}
+        return {**state, "running": self.running}
 
     def start(self, work: Callable[[], None], seconds: float) -> None:
         """Begin, and wait a little: often it is done by then."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +16,6 @@ from starlette.routing import Route
 from posttrain.errors import UserError, require
 from posttrain.types import JSON
 
-Handler = Callable[[Request], Any]
 Number = TypeVar("Number", int, float)
 LONGEST = 10_000  # characters of a value in an address
 
@@ -109,8 +109,12 @@ def whole_of(sent: Mapping[str, JSON], name: str) -> int:
     return int(value or 0)
 
 
-def route(path: str, handler: Handler, *methods: str) -> Route:
-    return Route(path, handler, methods=list(methods) or ["GET"])
+def routes_of(owner: Any, *table: tuple[str, Any] | tuple[str, Any, str]) -> list[Route]:
+    """Routes from rows of (path, handler, method, GET where there is none). Handlers are called with the owner first."""
+    return [
+        Route(path, partial(handler, owner), methods=method or ["GET"])
+        for path, handler, *method in table
+    ]
 
 
 async def refused(request: Request, error: Exception) -> Response:
