@@ -85,7 +85,7 @@ class Settings(Checked):
     worker_cpus: Positive = 1.0  # of a cluster, for each sampler
     # of a cluster, for each sampler; below 1, it shares a GPU. none: one where device=cuda
     worker_gpus: NotNegative | None = None
-    # the group of processes goes on with fewer from the last checkpoint, or the run ends and can be resumed
+    # stop: the run ends and can be resumed; shrink: the group of processes goes on with fewer, from the last checkpoint
     on_failed_node: Literal["stop", "shrink"] = "stop"
     # stages to run alone, on what is in the directory; never part of a run's configuration
     only: tuple[str, ...] = ()

@@ -163,6 +163,11 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
     name, _, said = place.partition("/")
     trained = run.stages()
     require(bool(trained), f"{run.directory} has no steps yet")
+    others = {path.parent.name for path in run.directory.glob("stages/*/result.json")}
+    require(
+        name in trained or name not in others,
+        f"{name} has no steps; those that have: {', '.join(trained)}",
+    )
     if name not in trained:
         raise unknown("stage with steps", name, trained)
     rows = [row for row in run.metrics(name) if row.step > 0]

@@ -182,6 +182,18 @@ def test_bad_input_is_one_line(run: Path, words: list[str], line: str, capsys: p
     assert capsys.readouterr().err.splitlines()[-1] == f"posttrain: {line.format(run=run)}"
 
 
+def test_a_stage_without_steps_is_named_as_such(run: Path) -> None:
+    folder = run / "stages" / "after"
+    folder.mkdir()
+    (folder / "result.json").write_text("{}")
+    try:
+        with pytest.raises(UserError, match="^after has no steps; those that have: sft, rl"):
+            replay(run, "after/1", allow_code=True)
+    finally:
+        (folder / "result.json").unlink()
+        folder.rmdir()
+
+
 def test_code_that_changed_is_refused(run: Path) -> None:
     file = run.parent / "letters.py"
     text = file.read_text()

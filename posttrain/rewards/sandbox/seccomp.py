@@ -139,14 +139,17 @@ def _opening(flags: int) -> list[bytes]:
     return [*steps, _step(RETURN, ALLOW), _step(RETURN, FAIL | errno.EPERM)]
 
 
-@lru_cache(maxsize=2)
 def program(private: bool = False) -> bytes:
     """The filter for this machine, as the kernel's struct sock_filter[]; `private`: the program has a file system of its own.
 
     >>> len(program()) % 8
     0
     """
-    machine = platform.machine()
+    return _program(platform.machine(), private)
+
+
+@lru_cache
+def _program(machine: str, private: bool) -> bytes:
     column = list(ARCHITECTURES).index(machine)
     known = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], true=1)]
     steps = [*known, _step(RETURN, KILL), _step(LOAD, NUMBER)]
