@@ -31,6 +31,7 @@ from posttrain.rewards.base import Options, check
 from posttrain.rewards.compose import as_score
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks._judged import Judged
+from posttrain.tasks._turns import Environment
 from posttrain.tasks.base import Task, no_running_loop, score_group
 from posttrain.types import JSON, Message, Problem, Score
 
@@ -243,7 +244,9 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
             golds[n] for n in after if chosen[n].answer != problem.answer or not problem.answer
         ]
         others = [other for other in others if other != golds[place]]
-        cases.append(Case(problem, golds[place], others[:2], tests[place]))
+        cases.append(
+            Case(problem, golds[place], others[:2], tests[place], isinstance(task, Environment))
+        )
     return cases
 
 
