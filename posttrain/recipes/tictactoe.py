@@ -17,7 +17,7 @@ def tictactoe(size: str = "nano") -> Recipe:
         TicTacToe(),
         tokens=2,
         steps=140,
-        sft_steps=1500,
+        sft_steps=800,
         measured=others,
         evaluate_every=0,
     )
