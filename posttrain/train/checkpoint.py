@@ -222,6 +222,8 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} is of format {manifest['format']}, this version of posttrain reads {known}"
         if f"step-{manifest['step']}" != path.name:
             return f"{path / MANIFEST} says step {manifest['step']}"
+        if ("ranks" in manifest) != (manifest["format"] == SHARDED):
+            return f"{path / MANIFEST} is damaged: its format does not go with its files"
         names = file_names(manifest.get("ranks", 1))
         for name in (*names, *({ARRAYS} & {*manifest["files"]})):
             file, facts = path / name, manifest["files"][name]
