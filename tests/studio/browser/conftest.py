@@ -109,8 +109,9 @@ def paths(root: Path) -> list[str]:
     return ["/", f"/compare?runs={one},{two}", "/label", "/play", *(f"/run/{one}{page}" for page in pages)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """Closed with the file that uses it: while it is open, an event loop runs in this thread, which other tests could not start."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-studio")
     if not CHROMIUM:
         pytest.skip("needs Debian's chromium: apt-get install chromium")
