@@ -15,12 +15,9 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.errors import GuardStop
@@ -41,7 +38,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 class Buckets:
     """Two pieces of memory of this host that processes which are started inherit by their handles; or of a GPU, where it is the
-    `device` of both ends. Processes that share no memory but a file system exchange `write_folder` and `read_folder`."""
+    `device` of both ends."""
 
     def __init__(self, size: int = BUCKET, device: torch.device | None = None):
         self.size, self.handles = size, list[int]()
@@ -100,21 +97,6 @@ def open_cuda(parts: JSON) -> Tensor:
     given = [b64decode(value) if kind == "b" else value for kind, value in parts]
     opened = storage._new_shared_cuda(*given)
     return torch.tensor([], dtype=torch.uint8, device=opened.device).set_(opened)
-
-
-def write_folder(folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
-    """Weights as a file that appears whole; its path, for `read_folder` in a process that sees the folder."""
-    path = folder / f"version-{version}.safetensors"
-    copies = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(copies, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
-    return path
-
-
-def read_folder(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # it is no dictionary
-            yield name, file.get_tensor(name)
 
 
 def layout(weights: Mapping[str, Tensor]) -> JSON:

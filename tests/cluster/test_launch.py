@@ -107,7 +107,7 @@ from posttrain.algorithms.grpo import GRPO
 @dataclass(frozen=True, kw_only=True)
 class Full(GRPO):
     def terms(self, outputs, batch):
-        seen.extend(frame.name for frame in traceback.extract_stack() if frame.name == "_accumulate")
+        seen.extend(frame.name for frame in traceback.extract_stack() if frame.name == "accumulate")
         if os.environ.get("RANK") == "1" and len(seen) == 3 and "POSTTRAIN_HALVED" not in os.environ:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return super().terms(outputs, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from posttrain.cluster.publish import (
     hashes,
     layout,
     opened,
-    read_folder,
     tensor_hash,
     unpack,
-    write_folder,
 )
 from posttrain.errors import GuardStop
 
@@ -57,13 +54,6 @@ def test_tensors_of_any_kind_arrive_through_buckets_of_any_size(size: int) -> No
         assert found[name].dtype == weight.dtype and torch.equal(found[name], weight), name
     assert hashes(found) == hashes(weights)
     buckets.close()
-
-
-def test_a_folder_carries_the_same(tmp_path: Path) -> None:
-    weights = tensors()
-    found = dict(read_folder(write_folder(tmp_path, 3, weights)))
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-    assert [path.name for path in tmp_path.iterdir()] == ["version-3.safetensors"]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
