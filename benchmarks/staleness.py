@@ -1,10 +1,11 @@
 """What stale samples cost and bring: accuracy of the quickstart by `max_staleness`, and the speed of both sides at once.
 
-    python benchmarks/staleness.py learn OUT [seeds=0,1,2] [arms=0-none,1-token,4-token,1-none,4-none] [processes=12] [key=value ...]
+    python benchmarks/staleness.py learn OUT [recipe=quickstart] [seeds=0,1,2] [arms=0-none,1-token,4-token,1-none,4-none]
+                                             [processes=12] [key=value ...]
     python benchmarks/staleness.py speed
 
-`learn`: an arm is a staleness and a correction; other keys are the recipe's. `speed`: a sampler and a trainer that sleep, in turn and
-at once, beside the estimate of the simulator. Prints a table, then one JSON line.
+`learn`: an arm is a staleness and a correction; the recipe has stages `before`, `rl` and `after`; other keys are its own.
+`speed`: a sampler and a trainer that sleep, in turn and at once, beside the estimate of the simulator. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ LONGEST = 275.0  # seconds of all runs together: what is not done by then is lef
 BEGAN = time.monotonic()
 
 
-def start(folder: Path, seed: int, arm: str, keys: Sequence[str]) -> None:
+def start(folder: Path, seed: int, arm: str, recipe: str, keys: Sequence[str]) -> None:
     """One run of the recipe in a process of its own, with another that samples where it does so ahead."""
     staleness, correction = arm.split("-")
     ahead = ["rl.sampler=process", f"rl.max_staleness={staleness}", f"rl.staleness_correction={correction}"]
-    command = [sys.executable, "-m", "posttrain", "run", "quickstart", f"seed={seed}", f"out={folder}", "device=cpu", "threads=1",
+    command = [sys.executable, "-m", "posttrain", "run", recipe, f"seed={seed}", f"out={folder}", "device=cpu", "threads=1",
                "rl.evaluate_every=0", *(ahead if int(staleness) else []), *keys]  # fmt: skip
     with open(f"{folder}.log", "w") as log, suppress(subprocess.TimeoutExpired):
         left = max(0.1, LONGEST - (time.monotonic() - BEGAN))
@@ -68,7 +69,9 @@ def result(folder: Path, seed: int, arm: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def learn(out: Path, seeds: Sequence[int], arms: Sequence[str], processes: int, keys: Sequence[str]) -> dict[str, Any]:
+def learn(
+    out: Path, recipe: str, seeds: Sequence[int], arms: Sequence[str], processes: int, keys: Sequence[str]
+) -> dict[str, Any]:
     """All runs, never more than `processes` at once."""
     slots, turn = threading.Semaphore(processes), threading.Lock()
     out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,7 @@ def learn(out: Path, seeds: Sequence[int], arms: Sequence[str], processes: int, 
             for _ in range(cost):
                 slots.acquire()
         try:
-            start(*run, keys)
+            start(*run, recipe, keys)
         finally:
             slots.release(cost)
 
@@ -178,10 +181,12 @@ def speed() -> dict[str, Any]:
 def main() -> int:
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what == "learn" and len(sys.argv) > 2:
-        given = {"seeds": "0,1,2", "arms": ARMS, "processes": "12"} | dict(one.split("=", 1) for one in sys.argv[3:])
+        given = {"recipe": "quickstart", "seeds": "0,1,2", "arms": ARMS, "processes": "12"}
+        given |= dict(one.split("=", 1) for one in sys.argv[3:])
         seeds, arms, processes = given.pop("seeds").split(","), given.pop("arms").split(","), int(given.pop("processes"))
+        recipe = given.pop("recipe")
         keys = [f"{name}={value}" for name, value in given.items()]
-        print(json.dumps(learn(Path(sys.argv[2]), [*map(int, seeds)], arms, processes, keys)))
+        print(json.dumps(learn(Path(sys.argv[2]), recipe, [*map(int, seeds)], arms, processes, keys)))
     elif what == "speed":
         print(json.dumps(speed()))
     else:
