@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import pretrained
@@ -40,6 +41,7 @@ def agent(
     turns: int = 4,
     problems: int | None = None,
     demonstrations: int = 2400,
+    calls: Literal["auto", "tag"] = "tag",
     seconds: float = 0.0,
     sandbox: str = "auto",
 ) -> Recipe:
@@ -47,8 +49,9 @@ def agent(
     copy is read) GSM8K on one GPU with 80 GB or more, about 5 minutes. SFT shows `demonstrations` calls, made of the notes for a
     calculator in GSM8K's own solutions; then RL on 64 problems x 8 episodes a step, each of at most `turns` turns of `tokens` tokens.
     Greedy answers to `problems` held-out problems: without the tool, with it, the same after SFT, and after RL. `seconds` ends RL
-    early; `sandbox` is that of the interpreter (docs/rewards-code.md). Without a model a toy on a CPU: a small one pretrained on
-    sums, which does not know how to call the tool.
+    early; `calls` is how a call is written: `tag` in plain text, `auto` as the chat template has it; `sandbox` is that of the
+    interpreter (docs/rewards-code.md). Without a model a toy on a CPU: a small one pretrained on sums, which does not know how to
+    call the tool.
 
     The reward is the right number in the last turn, and nothing else: neither calls nor programs that run are paid. Without and with
     the tool, the answer is what is in the last box, else the last number.
@@ -58,7 +61,7 @@ def agent(
     if real:
         alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
         tools, said = (Python(sandbox),), (INSTRUCTION, REMINDER)
-        task = ToolUse(asked, tools, "auto", *said, max_turns=turns, max_output=500)
+        task = ToolUse(asked, tools, calls, *said, max_turns=turns, max_output=500)
         shown = [_demonstrated(model, task, demonstrations)] if demonstrations else []
     else:
         alone = Arithmetic(level=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from posttrain.data.calls import Format, format_of, shows_tools
+from posttrain.data.calls import Format, explained, format_of, observation, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
@@ -56,21 +56,26 @@ class ToolUse(Nested):
         return (*before, replace(last, content=f"{last.content}{more}"))
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """Where the task knows a program and there is the tool python: a call of it, in the chat template's own form, what it prints,
-        and the answer. Of a task that knows programs for some problems, the others have none."""
+        """Where the task knows a program and there is the tool python: a call of it, what it prints, and the answer. Of a task that
+        knows programs for some problems, the others have none."""
         interpreter = any(isinstance(tool, Python) for tool in self.tools)
-        if type(self.task).program is Task.program or not interpreter or not self.by_template:
+        known = type(self.task).program is not Task.program and interpreter
+        if not known or self.format == "call":
             return super().conversation(problem)
         if (found := self.task.program(problem)) is None:
             return ()
         code, printed = found
-        function = {"name": "python", "arguments": {"code": code}}
-        call = Message(
-            "assistant", "", {"tool_calls": [{"type": "function", "function": function}]}
-        )
+        prompt, call = self.prompt(problem), Message("assistant", f"<python>\n{code}\n</python>")
+        form: Format = "hermes" if self.by_template else "tag"
+        if form == "tag":
+            prompt = tuple(explained(form, prompt, [*map(_signature, self.tools)]))
+        else:  # as the chat template writes it
+            function = {"name": "python", "arguments": {"code": code}}
+            more: JSON = {"tool_calls": [{"type": "function", "function": function}]}
+            call = Message("assistant", "", more)
         after = [Message("user", self.reminder)] if self.reminder else []
         said = Message("assistant", f"\\boxed{{{problem.answer}}}")
-        return (*self.prompt(problem), call, Message("tool", f"{printed}\n"), *after, said)
+        return (*prompt, call, observation(form, f"{printed}\n"), *after, said)
 
     @property
     def by_template(self) -> bool:
@@ -79,7 +84,7 @@ class ToolUse(Nested):
 
     def shown_tools(self, template: str) -> list[JSON] | None:
         form = format_of(template) if self.format == "auto" else self.format
-        every = [Signature.of(tool.begin()).schema for tool in self.tools]
+        every = [_signature(tool).schema for tool in self.tools]
         return every if shows_tools(form) else None
 
     def limits(self, problem: Problem) -> Limits:
@@ -92,3 +97,7 @@ class ToolUse(Nested):
 
     def ready(self) -> tuple[str, ...]:
         return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))
+
+
+def _signature(tool: Tool) -> Signature:
+    return Signature.of(tool.begin())

@@ -55,7 +55,7 @@ def test_both_sizes_compare_the_same_problems_without_and_with_the_tool() -> Non
     ],
 )
 def test_the_number_of_the_last_turn_is_paid_and_nothing_else(turns: list[str], value: float, outcome: str) -> None:
-    (stage,) = (s for s in agent("m", "d").stages if isinstance(s, RLStage))
+    (stage,) = (s for s in agent("m", "d", calls="auto").stages if isinstance(s, RLStage))
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.chat_template = QWEN
     end = tokenizer.eos_token_id
@@ -78,12 +78,16 @@ def test_demonstrations_call_the_tool_as_the_template_does_and_carry_loss_on_wha
     for split, questions in (("train", ["48 in April, half in May?", "How?"]), ("test", ["What?"])):
         rows = [{"question": q, "answer": WORKED if "48" in q else "So it is.\n#### 7"} for q in questions]
         (tmp_path / f"gsm8k-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (stage,) = (s for s in agent("m", str(tmp_path)).stages if isinstance(s, SFTStage))
-    (source,) = stage.data
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.chat_template = TOOL_TEMPLATE
-    assert source.task is not None
-    (example,) = from_task(source.task, tokenizer, {0: 2})  # the other problem has no notes to make a program of
+    examples = []
+    for how in ("auto", "tag"):
+        (stage,) = (s for s in agent("m", str(tmp_path), calls=how).stages if isinstance(s, SFTStage))
+        (source,) = stage.data
+        assert source.task is not None
+        (example,) = from_task(source.task, tokenizer, {0: 2})  # the other problem has no notes to make a program of
+        examples.append(example)
+    example, tagged = examples
     learned = tokenizer.decode(example.ids[example.mask])
     code = "# In May step1.\\nstep1 = 48/2\\n# In all step2.\\nstep2 = 48+step1\\nprint(step2)"
     call = f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
@@ -91,6 +95,11 @@ def test_demonstrations_call_the_tool_as_the_template_does_and_carry_loss_on_wha
     whole = tokenizer.decode(example.ids)
     assert '"name": "python", "description"' in whole and f"{call}<|end|><|user|>72.0\n<|end|>" in whole
     assert [c.arguments for c in calls("hermes", learned, ("python",))] == [{"code": code.replace("\\n", "\n")}]
+    learned, whole = tokenizer.decode(tagged.ids[tagged.mask]), tokenizer.decode(tagged.ids)
+    code = code.replace("\\n", "\n")
+    assert learned == f"<python>\n{code}\n</python><|end|>\\boxed{{72}}<|end|>"
+    assert "- python(code: string): Run Python." in whole and "<|user|><output>\n72.0\n\n</output><|end|>" in whole
+    assert [c.arguments for c in calls("tag", learned, ("python",))] == [code]
 
 
 def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
