@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ from posttrain.models.load import FEWER, check_positions
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
+SAME, MANY = 0.01, 16  # of the length of a row; rows
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
@@ -160,3 +161,24 @@ def with_our_attention(
         reason = f"outputs with our attention differ from the model's own {found_by}"
         raise UserError(f"{where}: {reason}; this architecture is not supported")
     return network
+
+
+def untrained_tags(policy: Policy, tags: Sequence[str]) -> list[str]:
+    """A line for the tags that are single tokens whose rows of the head are those of many other tokens, to within `SAME` of their
+    length: such a model was never trained on them. Greedy it may write them; sampled, any of the others stands in their place."""
+    vocabulary, weight_VH = policy.tokenizer.get_vocab(), policy.head.weight_VH.detach()
+    found = list[str]()
+    for tag in tags:
+        if tag in vocabulary:
+            row_H = weight_VH[vocabulary[tag]].float()
+            far_V = torch.cat(
+                [(part.float() - row_H).norm(dim=-1) for part in torch.split(weight_VH, 8192)]
+            )
+            others = int((far_V <= SAME * row_H.norm()).sum()) - 1
+            found += [f"{tag} ({others:,})"] if others >= MANY else []
+    if not found:
+        return []
+    return [
+        f"the model was never trained on {', '.join(found)}: in its head they have the rows of other tokens (in brackets, how "
+        "many). Sampled, another stands in their place, and calls cannot be read; set the task's format to tag"
+    ]

@@ -90,10 +90,9 @@ def agent(
             prompts=given(prompts, 64 if real else 8),
             sampling=Sampling(tokens),
             algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"),
-            watch_kl=True,
             optimizer=Optimization(
                 lr=given(lr, 5e-6 if real else 3e-4),
-                warmup=5,
+                warmup=2,
                 schedule="linear",
                 final=0.25,
                 token_budget=32768,

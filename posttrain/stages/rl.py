@@ -21,7 +21,7 @@ from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefi
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Policy, untrained_tags
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
@@ -209,6 +209,8 @@ class RLStage(ReferenceStage):
         text = placed(self.pretraining, context)
         guard_training(context, self.name, self.model, (source,), text, measures)
         policy = self.load(context)
+        tags = self.task.tags(str(policy.tokenizer.chat_template or ""))
+        context.announce(self.name, untrained_tags(policy, tags), "warning")
         roles = self.make_roles(context, policy)
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)

@@ -136,6 +136,10 @@ class Task(ABC):
         them is refused before the first stage."""
         return () if type(self).run is Task.run else ("user",)
 
+    def tags(self, template: str) -> tuple[str, ...]:
+        """What a policy with this chat template must write to the letter: a warning says where it was never trained on these tokens."""
+        return ()
+
     @property
     def resettable(self) -> bool:
         """Whether several episodes of a problem begin in the same state. Those of another kind cannot be compared with each other."""

@@ -116,6 +116,9 @@ class Mixed(Task):
         roles = (role for s in self.sources for role in s.task.observation_roles(template))
         return tuple(dict.fromkeys(roles))
 
+    def tags(self, template: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tag for s in self.sources for tag in s.task.tags(template)))
+
     @property
     def resettable(self) -> bool:
         return all(source.task.resettable for source in self.sources)

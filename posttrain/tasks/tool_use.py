@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from posttrain.data.calls import Format, explained, format_of, observation, shows_tools
+from posttrain.data.calls import CLOSE, OPEN, Format, explained, format_of, observation, shows_tools
 from posttrain.errors import Count, NotNegative, Whole, check_fields, require
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
@@ -94,6 +94,10 @@ class ToolUse(Nested):
         form = format_of(template) if self.format == "auto" else self.format
         result = "tool" if shows_tools(form) else "user"
         return (result, "user") if self.reminder and result != "user" else (result,)
+
+    def tags(self, template: str) -> tuple[str, ...]:
+        form = format_of(template) if self.format == "auto" else self.format
+        return (OPEN, CLOSE) if form == "hermes" else ()
 
     def ready(self) -> tuple[str, ...]:
         return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,9 @@ def test_the_page_writes_an_environment(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "program.py").write_text(program.replace("steps=200", "steps=2, evaluate_every=0, batch=4"))
     figures = runpy.run_path("program.py")["run"].metrics[-1]
     assert figures["turns"] >= 1 and figures["failed"] == 0
+
+
+def test_tags_of_the_chat_template_must_be_written_to_the_letter() -> None:
+    task = ToolUse(Sum(), (Calculator("calc"),))
+    assert task.tags("... <tool_call> ...") == ("<tool_call>", "</tool_call>") and task.tags("") == ()
+    assert replace(task, format="tag").tags("<tool_call>") == ()
