@@ -136,6 +136,8 @@ THOUSANDS = r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?"
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+"
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 TEXTS = ("before", "after", "next_command")  # of a recipe
+# of those, what is about a cluster
+CLUSTER = ("cluster_spread", "worker_cpus", "worker_gpus", "on_failed_node")
 PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
 
 
@@ -183,6 +185,11 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
             found[key] = _check(key, hints[key], value)
     check_names(recipe.stages)
     check_named(recipe.stages)
+    for key in CLUSTER if not found.get("cluster") else ():
+        usual = found.get(key, getattr(Settings, key)) == getattr(Settings, key)
+        require(
+            usual, f"{key} is for a cluster, and there is none; add cluster=ray, or leave it out"
+        )
     if found.get("cluster") and check_address(found["cluster"]) is not None:
         active().require_address(f"http://{found['cluster']}")
     active().require_trackers(found.get("trackers", ()))
@@ -513,8 +520,11 @@ def from_config(
     allow_code: bool = False,
 ) -> Settings:
     """The configuration that a run directory keeps, the file `where`, with the user's own `pairs`."""
-    with trusting(EVERYTHING if allow_code else Trust(where, dict(pairs or {}), strict=False)):
-        return _resolved(tree, where, pairs or {})
+    pairs = dict(pairs or {})
+    if not {**tree, **pairs}.get("cluster"):  # a run that goes on without its cluster
+        tree = {key: value for key, value in tree.items() if key not in CLUSTER}
+    with trusting(EVERYTHING if allow_code else Trust(where, pairs, strict=False)):
+        return _resolved(tree, where, pairs)
 
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:

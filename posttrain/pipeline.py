@@ -372,7 +372,6 @@ def _run_stages(
             stack.enter_context(closing(trackers))
             if settings.prometheus:
                 trackers.add("prometheus", Endpoint(settings.prometheus))
-        console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         interrupt = stack.enter_context(interrupts(place or writer.directory))
         rest = interrupt, trackers, threads
         cluster = None
@@ -380,6 +379,7 @@ def _run_stages(
             cluster = stack.enter_context(Cluster(placement(settings)))
             if cluster.settings.samplers:
                 cluster.connect()  # or refuse it, before the first stage
+        console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         context = Context(
             *shared,
             *rest,

@@ -242,6 +242,7 @@ def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, rewards
     is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
     counts where it is larger than the gradients and activations that come in its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
+    others["weights of the sampler"] = stage.sampler_bytes(policy)
     made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others)
     if not stage.release_cache:
         return made

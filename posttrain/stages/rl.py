@@ -33,7 +33,7 @@ from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
 from posttrain.tasks.base import Task
-from posttrain.train.memory import cache_bytes
+from posttrain.train.memory import cache_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.processes import size
 from posttrain.train.roles.base import Role
@@ -214,16 +214,15 @@ class RLStage(ReferenceStage):
         roles = self.make_roles(context, policy)
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
         rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
-        trainer = self.make_trainer(context, policy, roles, self.cache_bytes(policy))
-        rows = self.rows(policy.device.type)
-        sampler = context.sampler(policy, rows, self.sampler, self.sampler_processes)
+        reserved = self.cache_bytes(policy)
+        if policy.device.type == "cuda" and context.cluster is None:
+            reserved += self.sampler_bytes(policy)
+        trainer = self.make_trainer(context, policy, roles, reserved)
         problems = {level: source.problems("train", level) for level in source.levels}
         sizes = [*map(len, problems.values())]
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         given = (
-            self.task,
-            sampler,
             policy.tokenizer,
             curriculum_state,
             self.prompts,
@@ -235,13 +234,16 @@ class RLStage(ReferenceStage):
             context.workers,
             problems,
         )
-        rollouts = self.rollouts(*given)
+        rows = self.rows(policy.device.type)
 
         def evaluate() -> dict[str, float]:
             with rollouts.quiet():
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
-        with closing(rollouts):
+        with (
+            closing(context.sampler(policy, rows, self.sampler, self.sampler_processes)) as sampler,
+            closing(self.rollouts(self.task, sampler, *given)) as rollouts,
+        ):
             loop = self.train(
                 context,
                 trainer,
@@ -289,6 +291,16 @@ class RLStage(ReferenceStage):
             return 0.0
         rows = min(self.rows(policy.device.type), self.prompts * self.algorithm.group_size)
         return cache_bytes(policy, rows, self.longest(policy.tokenizer))
+
+    def sampler_bytes(self, policy: Policy) -> float:
+        """Weights of the processes that sample, each of which has its own."""
+        if self.sampler == "engine":
+            return 0.0
+        adapters = self.lora
+        more = (
+            0.0 if adapters is None else adapters.weight_bytes(policy.body, policy.dtype.itemsize)
+        )
+        return self.sampler_processes * (weight_bytes(policy) + more)
 
     def make_roles(self, context: Context, policy: Policy) -> list[Role]:
         roles = super().make_roles(context, policy)

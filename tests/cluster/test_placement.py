@@ -30,19 +30,32 @@ from posttrain.errors import UserError
             ["cluster=127.0.0.1:1", "processes=2"],
             "cluster=127.0.0.1:1 cannot be reached: Connection refused; look at 'ray status'",
         ),
+        (["cluster=127.0.0.1:1", "rl.sampler=process"], "cluster=127.0.0.1:1 cannot be reached: Connection refused"),
         (["cluster=ray", "processes=2", "on_failed_node=wait"], "on_failed_node"),
         (["cluster=ray", "processes=2", "worker_gpus=-1"], "worker_gpus"),
         (["cluster=ray", "rl.sampler=process", "worker_cpus=0"], "worker_cpus"),
+        (["worker_cpus=2"], "worker_cpus is for a cluster, and there is none; add cluster=ray, or leave it out"),
+        (["worker_cpus=1", "worker_gpus=0.5"], "worker_gpus is for a cluster"),
+        (["on_failed_node=shrink"], "on_failed_node is for a cluster"),
+        (["cluster_spread=true"], "cluster_spread is for a cluster"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
     words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "quickstart", "device=cpu", f"out={tmp_path / 'run'}", *words]) == 2
-    said = capsys.readouterr().err
+    said, printed = capsys.readouterr()[::-1]
     without = "Ray is not installed; install posttrain[ray]" if importlib.util.find_spec("ray") is None else line
-    assert (line in said or without in said) and said.count("\n") == 1
+    assert (line in said or without in said) and said.count("\n") == 1 and not printed
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_may_go_on_without_its_cluster() -> None:
+    tree = config.to_config(config.parse("quickstart", ["cluster=ray", "processes=2", "cluster_spread=true"]))
+    assert config.from_config(tree, "config.yaml").cluster_spread
+    assert not config.from_config(tree, "config.yaml", {"cluster": ""}).cluster_spread
+    with pytest.raises(UserError, match="cluster_spread is for a cluster"):
+        config.from_config(tree, "config.yaml", {"cluster": "", "cluster_spread": True})
 
 
 def test_a_file_may_not_name_a_cluster_that_nobody_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

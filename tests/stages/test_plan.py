@@ -45,6 +45,13 @@ def test_a_policy_alone() -> None:
     assert items(stage(algorithm=GRPO(beta=0.0), watch_kl=True))["reference"] == 4.0 * COUNT
 
 
+def test_each_process_that_samples_has_weights_of_its_own() -> None:
+    two = {"sampler": "process", "sampler_processes": 2}
+    assert "weights of the sampler" not in items(stage())
+    assert items(stage(**two))["weights of the sampler"] == 2 * 4.0 * COUNT
+    assert items(stage(**two, lora=Lora()))["weights of the sampler"] == 2 * 4.0 * (COUNT + ADAPTERS)
+
+
 def test_all_models_of_ppo() -> None:
     """The critic has weights, gradients, two moments and activations of its own."""
     found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a", "b"))), rewards=1e6)

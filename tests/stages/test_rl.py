@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
 from posttrain.stages._check import check_problems
 from posttrain.stages._material import Data
+from posttrain.stages.base import Context
 from posttrain.stages.reward_sources import (
     ImplicitReward,
     JudgeReward,
@@ -304,3 +306,25 @@ def test_a_template_that_forgets_earlier_turns_is_refused_before_the_first_stage
     check_problems(stage(), Reader(tokenizer, "x"))
     with pytest.raises(UserError, match="^rl.task: the chat template drops the reasoning of earlier turns"):
         check_problems(stage(task=Talk(level=1)), Reader(tokenizer, "x"))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_sampler_is_closed_with_the_stage(failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that samples would stay as long as the run, where an error keeps a reference to it for ever."""
+    closed, make = list[bool](), Context.sampler
+
+    def made(*given: Any) -> Any:
+        sampler = make(*given)
+        close = sampler.close
+        monkeypatch.setattr(sampler, "close", lambda: closed.append(True) or close())
+        return sampler
+
+    def broken(*_: Any) -> Any:
+        raise UserError("it cannot be scored")
+
+    monkeypatch.setattr(Context, "sampler", made)
+    if failing:
+        monkeypatch.setattr(Arithmetic, "score", broken)
+    with pytest.raises(UserError, match="it cannot be scored") if failing else nullcontext():
+        run(tmp_path / "run", stage(steps=1, evaluate_every=0))
+    assert closed == [True]
