@@ -64,10 +64,13 @@ def main() -> None:
         began = time.perf_counter()
         sampler.publish(0)
         started = time.perf_counter() - began
-        seconds = []
+        seconds, copies = [], []
+        source, target = torch.zeros(2, size, dtype=torch.uint8, device=policy.device)
+        target.copy_(source)
         for version in range(1, 1 + given.times):
             sampler.release()  # it has answered the probe of the version before
             seconds.append(timed(sampler.publish, version))
+            copies.append(timed(target.copy_, source))  # by this process, within its own memory
         parts = {
             "fill": timed(lambda: list(fill(weights.values(), sampler.buckets.memory))),
             "hash": timed(hashes, weights),
@@ -80,7 +83,9 @@ def main() -> None:
         "start_seconds": round(started, 3),
         "publish_seconds": round(statistics.median(seconds), 4),
         "publish_slowest": round(max(seconds), 4),
-        "gigabytes_a_second": round(size / 1e9 / statistics.median(seconds), 2),
+        "megabytes_a_second": round(size / 1e6 / statistics.median(seconds)),
+        "plain_copy_seconds": round(statistics.median(copies), 4),
+        "ratio_to_plain_copy": round(statistics.median(seconds) / statistics.median(copies), 2),
         "trainer_alone_seconds": {name: round(value, 4) for name, value in parts.items()},
     }
     for name, value in found.items():

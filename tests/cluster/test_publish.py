@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.cluster import publish
 from posttrain.cluster.publish import (
     Buckets,
     Receipt,
@@ -70,6 +71,14 @@ def test_the_hash_sees_one_bit_and_the_order_of_elements(kind: torch.dtype) -> N
         rotated = plain.roll(1)
         found = {int(tensor_hash(x)) for x in (changed, exchanged, rotated, plain[:-1])}
         assert own not in found and len(found) == 4 - (count == 2), "with two elements, to exchange them is to rotate them"
+
+
+def test_the_hash_of_a_large_tensor_is_that_of_its_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU adds pieces, a GPU all rows: the integers are the same."""
+    words = torch.randint(-(2**62), 2**62, (300 * 1024 + 7,), generator=torch.Generator().manual_seed(0))
+    by_pieces = int(tensor_hash(words))
+    monkeypatch.setattr(publish, "PIECE", 1 << 20)
+    assert by_pieces == int(tensor_hash(words))
 
 
 def test_a_receipt_of_other_weights_is_named() -> None:
