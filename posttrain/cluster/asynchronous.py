@@ -3,6 +3,9 @@
 The trainer's thread decides everything: which problems are drawn, which groups are begun and which are trained on (`Admission`). A
 second thread, the producer, runs episodes and is the only one that uses the sampler; they exchange groups through a queue. The sampler
 works in another process, so that it samples with weights that were published, never with some that are half updated.
+
+Several processes that train decide the same, each by itself: they begin the same groups, each runs the episodes of its own share, and
+what has finished comes to all of them in the same order.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import asdict, dataclass
+from itertools import chain, count
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
 from posttrain.episodes import Seconds, _Episodes
 from posttrain.errors import PeerFailed
+from posttrain.system.world import current
 from posttrain.tasks._exchange import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
 from posttrain.types import JSON, Group, Metric, Problem, Sampler
@@ -30,6 +34,7 @@ from posttrain.types import JSON, Group, Metric, Problem, Sampler
 SESSIONS = 1 << 24  # conversations that a group may have
 POLL_SECONDS = 0.005  # that a poll may wait for a completion: a publish waits for the poll
 CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
+SHARE_SECONDS = 0.02  # that a process waits for its own groups before it asks the others for theirs
 InFlight = Literal["continue", "restart"]
 Together = tuple[Begun, ...]  # groups whose episodes run together
 Made = Sequence[Sequence[Group]]  # of each of them: one for each role
@@ -79,17 +84,16 @@ class Producer:
     def cancel(self, groups: Together) -> None:
         self._soon(self._cancel, groups)
 
-    def next(self) -> tuple[Together, Made]:
-        """The next groups that are finished; raises what went wrong with them."""
-        while True:
-            try:
-                groups, made = self.results.get(timeout=CHECK_SECONDS)
-            except Empty:
-                self._check()
-                continue
-            if isinstance(made, BaseException):
-                raise self.error or made
-            return groups, made
+    def next(self, seconds: float) -> tuple[Together, Made]:
+        """The next groups that are finished, none where nothing is within so many seconds; raises what went wrong with them."""
+        try:
+            groups, made = self.results.get(timeout=seconds)
+        except Empty:
+            self._check()
+            return (), ()
+        if isinstance(made, BaseException):
+            raise self.error or made
+        return groups, made
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -127,7 +131,7 @@ class Producer:
             raise self.error
         if not self.thread.is_alive():
             raise PeerFailed("the thread that generates has ended")
-        silent = time.monotonic() - self.active
+        silent = time.monotonic() - self.active if self.tasks else 0.0
         if silent > self.longest_wait:
             where = f"the sampler has finished nothing for {silent:.0f} s, and groups wait for it"
             raise PeerFailed(
@@ -295,7 +299,8 @@ class Asynchronous(Rollouts):
             begun.append(group)
         together = [tuple(begun)] if begun and not self.ahead else [(one,) for one in begun]
         for groups in together:
-            self.producer.begin(groups, self.episodes(groups))
+            if groups[0].number % current().size == current().rank:
+                self.producer.begin(groups, self.episodes(groups))
 
     def episodes(self, groups: Together) -> Callable[[int], _Episodes]:
         """Makes the episodes of groups that are run together."""
@@ -322,11 +327,19 @@ class Asynchronous(Rollouts):
         return make
 
     def receive(self) -> None:
-        """Take note of groups that the producer has finished."""
-        groups, made = self.producer.next()
-        for group, found in zip(groups, made, strict=True):
-            if self.admission.finish(group):  # else it was begun again meanwhile
-                self.ready[group.number] = found
+        """Take note of groups that the producer has finished; of several processes, of what those of all have."""
+        world = current()
+        if world.size == 1:
+            for group, found in zip(*self.producer.next(CHECK_SECONDS), strict=True):
+                if self.admission.finish(group):  # else it was begun again meanwhile
+                    self.ready[group.number] = found
+            return
+        own = zip(*self.producer.next(SHARE_SECONDS), strict=True)
+        shared = world.gather([[asdict(group), rows_of(found)] for group, found in own])
+        for row, rows in chain(*shared):
+            group = Begun(**row)
+            if self.admission.finish(group):
+                self.ready[group.number] = self.groups_of(group.number, rows)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """A step was made and its weights are published: begin as many groups as it has taken."""
@@ -363,10 +376,7 @@ class Asynchronous(Rollouts):
             self.running.close()
 
     def state(self) -> JSON:
-        finished = [
-            [number, [[g.role, [rollout_row(r) for r in g.rollouts]] for g in groups]]
-            for number, groups in self.ready.items()
-        ]
+        finished = [[number, rows_of(groups)] for number, groups in self.ready.items()]
         return {
             "curriculum": super().state(),
             "admission": self.admission.state(),
@@ -382,7 +392,12 @@ class Asynchronous(Rollouts):
         self.drawn = {
             number: Drawn(self.problems[row[0]][row[1]], *row) for number, *row in state["drawn"]
         }
-        self.ready = {
-            number: [group_of_rows(self.drawn[number].problem, *group) for group in groups]
-            for number, groups in state["finished"]
-        }
+        self.ready = {number: self.groups_of(number, rows) for number, rows in state["finished"]}
+
+    def groups_of(self, number: int, rows: JSON) -> list[Group]:
+        """The groups that `rows_of` gave, of the problem with this number."""
+        return [group_of_rows(self.drawn[number].problem, *group) for group in rows]
+
+
+def rows_of(groups: Sequence[Group]) -> JSON:
+    return [[group.role, [rollout_row(r) for r in group.rollouts]] for group in groups]

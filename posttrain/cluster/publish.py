@@ -188,7 +188,7 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.is_cuda or len(rows) <= PIECE:
         return rows.sum(0), rows.sum(1)
     columns, found = torch.zeros_like(rows[:PIECE]), list[Tensor]()
-    for piece in rows.split(PIECE):
+    for piece in torch.split(rows, PIECE):
         columns[: len(piece)] += piece
         found.append(piece.sum(1))
     return columns.sum(0), torch.cat(found)

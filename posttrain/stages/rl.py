@@ -17,7 +17,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed, require
+from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters
@@ -35,7 +35,6 @@ from posttrain.stages.train import ReferenceStage, trained
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
-from posttrain.train.processes import size
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.critic import Critic
 from posttrain.train.roles.pretraining import Pretraining
@@ -168,8 +167,6 @@ class RLStage(ReferenceStage):
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)
-        alone = f"max_staleness={self.max_staleness}: several processes that train do not sample ahead yet"
-        require(not self.max_staleness or size() == 1, f"{alone}; use processes=1")
         if self.sampler == "vllm":
             vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on

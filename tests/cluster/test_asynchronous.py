@@ -11,14 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks_for_tests as ranks
 import torch
 from sampler_for_tests import ScriptedSampler
 
+from posttrain import pipeline
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dapo import DAPO
 from posttrain.algorithms.dppo import DPPO
@@ -43,6 +46,7 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.train.trainer import Trainer
 from posttrain.types import Completion, Request, Sampling
+from tests.faults import harness
 from tests.faults.letters import Letters
 
 TASK = Arithmetic(level=2)
@@ -377,9 +381,73 @@ def test_keys_that_contradict_max_staleness_are_refused(wrong: dict[str, Any], l
         stage_of(**{"max_staleness": 1, **wrong})
 
 
-def test_several_processes_that_train_are_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    stage_of().check_ready("cpu")
-    with pytest.raises(UserError, match="max_staleness=1: several processes .* processes=1"):
-        stage_of(max_staleness=1, sampler="process").check_ready("cpu")
+# --- several processes that train ---------------------------------------------------------------------------------------
+
+
+def sampled_by_two(world: Any) -> list[Any]:
+    """Numbers of the groups of each step, the ids of their rollouts, and how many requests this process has had."""
+    asked = list[Request]()
+
+    def done(request: Request, versions: list[int]) -> bool:
+        if len(versions) == 1:
+            asked.append(request)
+        return len(versions) == 1 + request.seed % 7
+
+    found, saved = list[Any](), []
+    with closing(source_of(Scripted(done), 1, batch=3, steps=6)) as source:
+        for numbers, collected in drive(source, 6, GRPO(group=2)):
+            found.append([numbers, [r.segments[1].ids.tolist() for g in collected.groups for r in g.rollouts]])
+            if len(found) == 3:
+                saved.append(json.loads(json.dumps(source.state(), default=lambda array: array.tolist())))
+        assert not source.admission.outstanding
+    return [found, saved, len(asked)]
+
+
+def test_two_processes_take_the_same_groups_of_which_each_has_sampled_its_own() -> None:
+    (first, saved, asked), (second, other, asked_too) = ranks.run(2, sampled_by_two)
+    assert first == second and saved == other and len(saved) == 1
+    assert sorted(n for numbers, _ in first for n in numbers) == list(range(18)), "each once"
+    assert asked == asked_too == 18, "half of 18 groups of 2"
+
+
+def ahead(directory: Path, path: Path, kill_at: int = 0) -> Callable[[], str]:
+    """A run that samples ahead in one process of several, or goes on; the first one writes which groups each step was made of."""
+
+    def work() -> str:
+        observe, rank = Asynchronous.observe, int(os.environ.get("RANK", 0))
+
+        def recorded(self: Asynchronous, groups: Any) -> None:
+            step = self.admission.version + 1
+            if rank == 0:
+                with path.open("a") as file:
+                    file.write(json.dumps([step, [one.number for one in self.taken]]) + "\n")
+            elif step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            observe(self, groups)
+
+        pipeline.draw = lambda *_: None
+        Asynchronous.observe = recorded  # type: ignore[method-assign]
+        Context.sampler = lambda self, policy, *_: Copied(policy)  # type: ignore[method-assign]
+        if (directory / "config.yaml").is_file():
+            return str(pipeline.resume(directory, allow_code=True))
+        whole = harness.settings("dapo", directory)
+        (rl,) = (one for one in whole.recipe.stages if isinstance(one, RLStage))
+        more = {"algorithm": GRPO(group=2), "max_staleness": 1, "sampler": "process"}
+        stage = replace(rl, steps=5, prompts=2, checkpoint_every=1, **more)
+        return str(pipeline.start(replace(whole, recipe=replace(whole.recipe, stages=(stage,)))))
+
+    return work
+
+
+@pytest.mark.parametrize("then", [2, pytest.param(1, marks=pytest.mark.cluster)])
+def test_two_processes_train_on_every_problem_once_over_a_kill(then: int, tmp_path: Path) -> None:
+    """Also where one process alone goes on."""
+    directory, path = tmp_path / "run", tmp_path / "trained.jsonl"
+    ended = ranks.start(2, ahead(directory, path, kill_at=3))
+    assert ended.codes[1] == -signal.SIGKILL and "PeerFailed" in ended.raised[0]
+    ranks.finished(ranks.start(then, ahead(directory, path)))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    trained = dict(rows)  # what counts is the last time that a step was made
+    assert [*trained] == [1, 2, 3, 4, 5] and len(rows) in (6, 7), "it went back to the last checkpoint"
+    assert sorted(n for numbers in trained.values() for n in numbers) == list(range(10)), "each once"
+    assert max(row.figures["staleness/max"] for row in Run(directory).metrics() if "staleness/max" in row.figures) == 1
