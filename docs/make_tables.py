@@ -137,7 +137,8 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
 
 - **KL in the reward** (every policy gradient with `kl_in=reward`, and ppo): pi*. There all advantages are 0, so no scale,
   reduction or clip can move it.
-- **KL in the loss, unbiased baseline** (rloo, reinforce with `kl=corrected` or `k2`), responses of one token: pi*.
+- **KL in the loss, unbiased baseline** (rloo, remax, reinforce, and ppo without whitening, with `kl=corrected` or `k2`),
+  responses of one token: pi*.
 - **KL in the loss, mean of the group as the baseline** (grpo with `scale=none`, dr_grpo): pi* of beta G / (G - 1), because a
   sample is part of its own baseline, which shrinks the gradient of the reward and not that of the KL.
 - **grpo with `kl=k3`** (the paper's): pi_a = beta ref_a / (beta + c - g_a) for the gain g_a of a response, the optimum under

@@ -134,7 +134,8 @@ class Rollouts:
         began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
-            fresh = self.fresh(step, attempt, wanted, algorithm.group_size, seconds)
+            samples = algorithm.samples(self.sampling)
+            fresh = self.fresh(step, attempt, wanted, samples, seconds)
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
             self.mention_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
@@ -145,7 +146,8 @@ class Rollouts:
             if wanted <= 0 or late:
                 break
         together = algorithm.unit != "sequence"
-        batch = pack_groups(selection.groups, self.sampling.temperature, self.device, together)
+        packed = (self.sampling.temperature, self.device, together, algorithm.learns_parts)
+        batch = pack_groups(selection.groups, *packed)
         numbers = places(groups, selection.groups)
         batch = batch.replace(
             rollout_N=torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -161,9 +163,14 @@ class Rollouts:
         return Collected(batch, tuple(groups), metrics)
 
     def fresh(
-        self, step: int, attempt: int, wanted: int, samples: int, seconds: Seconds
+        self,
+        step: int,
+        attempt: int,
+        wanted: int,
+        samples: Sequence[Sampling],
+        seconds: Seconds,
     ) -> Sequence[Group]:
-        """The groups of `wanted` problems, `samples` episodes of each, scored by the task."""
+        """The groups of `wanted` problems, an episode of each for each of `samples`, scored by the task."""
         problems = [
             self.problems[level][index] for level, index in self.curriculum_state.draw(wanted)
         ]
@@ -172,8 +179,8 @@ class Rollouts:
             self.sampler,
             self.decoder,
             problems,
+            len(samples),
             samples,
-            self.sampling,
             derive(self.seed, step, attempt),
             self.workers,
             seconds,

@@ -84,14 +84,15 @@ def rollout_groups(
     decoder: Decoder,
     problems: Sequence[Problem],
     samples: int,
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     seed: int,
     workers: WorkerPool | None = None,
     seconds: Seconds | None = None,
     ordered: bool = True,
 ) -> list[Group]:
-    """Run `samples` episodes of each problem and score them: a group for each problem, in their order, and for each role of its
-    episodes. Randomness belongs to (seed, the problem's place, sample, turn). The time it took is added to `seconds`.
+    """Run `samples` episodes of each problem, with one `sampling` or one each, and score them: a group for each problem, in their
+    order, and for each role of its episodes. Randomness belongs to (seed, the problem's place, sample, turn). The time it took is
+    added to `seconds`.
 
     With `ordered` (deterministic) the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
     reward took: later turns are submitted when every live episode awaits one.
@@ -112,8 +113,7 @@ def rollout_groups(
         sampler,
         decoder,
         given,
-        samples,
-        sampling,
+        (sampling,) * samples if isinstance(sampling, Sampling) else sampling,
         seed,
         workers,
         seconds or Seconds(),
@@ -229,7 +229,7 @@ class Episode:
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         """How the next turn is sampled; an end where the turns or the tokens are used up."""
-        sampling, limits = self.episodes.sampling, self.limits
+        sampling, limits = self.episodes.samples[self.sample], self.limits
         if limits.turns and self.turn >= limits.turns:
             raise EpisodeEnd("turn limit")
         wanted = [sampling.max_new_tokens, *([max_new_tokens] if max_new_tokens else [])]
@@ -296,8 +296,7 @@ class _Episodes:
     sampler: Sampler
     decoder: Decoder
     problems: Sequence[Problem]
-    samples: int
-    sampling: Sampling
+    samples: Sequence[Sampling]  # how each episode of a problem is sampled
     seed: int
     workers: WorkerPool | None
     seconds: Seconds
@@ -319,7 +318,7 @@ class _Episodes:
         self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
         self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet
         # episodes that neither await a turn nor have ended
-        self.running = len(self.problems) * self.samples
+        self.running = len(self.problems) * len(self.samples)
         self.ended: set[int] = set()  # sessions whose caches can go
         self.polls, self.polled = 0, 0.0  # how often the sampler was polled, and when last
         self.together = type(self.task).score_group is not Task.score_group
@@ -506,7 +505,7 @@ class _Episodes:
     async def draw(self, draw: int) -> list[Group]:
         """All episodes of a problem as groups, one of each role, in the order in which roles first come."""
         problem = self.problems[draw]
-        made = await asyncio.gather(*(self.episode(draw, n) for n in range(self.samples)))
+        made = await asyncio.gather(*(self.episode(draw, n) for n in range(len(self.samples))))
         roles: dict[str, list[Rollout]] = {}
         for rollout in (r for rollouts in made for r in rollouts):
             roles.setdefault(rollout.role, []).append(rollout)

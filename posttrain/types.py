@@ -399,6 +399,7 @@ class Batch(_Columns):
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled
     baseline_N   what a sequence's own figure is compared with
     vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
+    part/NAME_N  float32: a part of the score, where the algorithm learns from parts; NaN where there is no score
     paid_T       float32: what a turn was paid, at its last token; a part of reward_N, there only where turns were paid
     """
 
@@ -527,6 +528,11 @@ class Terms:
 
     terms: tuple[Term, ...]
     metrics: tuple[Metric, ...] = ()
+
+
+def part_column(name: str) -> str:
+    """The column of a batch that holds a part of the scores, which an algorithm asked for (`Algorithm.learns_parts`)."""
+    return f"part/{name}_N"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

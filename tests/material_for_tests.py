@@ -54,6 +54,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"kl": "corrected", "entropy": 0.01},
         {"supervision": "process", "correction": "token", "cap": 1.05},
         {"kl_in": "reward", "truncated": "mask", "drop": "mean", "bound": 0.12},
+        {"dual_clip": 1.1, "mask_low": 0.9, "mask_high": 1.1},
+        {"pass_k": 2, "solved": 0.25},
+        {"parts": ("answer", "format"), "part_weights": (1.0, 0.5)},
     ],
     "reinforce": [{"baseline": "none"}, {"beta": 0.1, "correction": "decoupled"}],
     "reinforce_plus_plus": [{"group": 4, "baseline": "group"}],
@@ -64,6 +67,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"correction": "none"},
     ],
     "dppo": [{"ratio_cap": 1.05, "divergence": "kl", "delta": 0.05}],
+    "sapo": [{"tau_positive": 3.0, "tau_negative": 5.0, "epochs": 2}],
+    "remax": [{"group": 3, "kl_in": "both", "beta": 0.5, "clip_low": 0.2, "clip_high": 0.2}],
     "cispo": [{"clip_high": 0.1, "clip_low": 0.1, "correction": "sequence", "cap": 1.1}],
     "ppo": [
         {"beta": 0.0, "clip_value": 0.0, "whiten_advantages": False, "reduction": "sequence_mean"},
@@ -71,6 +76,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"supervision": "both", "beta": 0.0},
         {"ptx": 0.5, "target_kl": 0.1, "mini_batches": 2},
         {"correction": "token", "cap": 1.05, "drop": "mean", "bound": 0.12},
+        {"kl_in": "loss", "kl": "corrected", "lam_alpha": 0.4, "dual_clip": 1.1},
     ],
 }
 
@@ -205,7 +211,12 @@ def bare(step: Batch) -> Batch:
     """A step made by hand, with others who say nothing of it: log-probs and values of 0, and steps that end with the response."""
     zero_T, step_T = torch.zeros(step.tokens), torch.full((step.tokens,), torch.nan)
     step_T[torch.tensor(step.starts[1:]) - 1] = step.reward_N
-    return step.replace(reference_T=zero_T, value_T=zero_T, proximal_T=zero_T, step_T=step_T)
+    return parted(step.replace(reference_T=zero_T, value_T=zero_T, proximal_T=zero_T, step_T=step_T))
+
+
+def parted(step: Batch) -> Batch:
+    """A step whose scores have two parts: the reward, and whether there is any."""
+    return step.replace(**{"part/answer_N": step.reward_N, "part/format_N": (step.reward_N > 0).float()})
 
 
 def _online(generator: np.random.Generator, algorithm: Algorithm) -> Batch:
@@ -222,7 +233,8 @@ def _online(generator: np.random.Generator, algorithm: Algorithm) -> Batch:
         groups.append(group(members, f"p{number}"))
     together = algorithm.unit != "sequence"  # then what is trained on is what the algorithm selects, kept together
     batch = pack_groups(algorithm.select(groups, algorithm.start()).groups if together else groups, 0.7, together=together)
-    return batch.replace(step_T=_steps(generator, batch), truncated_N=torch.arange(batch.sequences) % 5 == 1)
+    batch = batch.replace(step_T=_steps(generator, batch), truncated_N=torch.arange(batch.sequences) % 5 == 1)
+    return parted(batch) if algorithm.learns_parts else batch
 
 
 def _steps(generator: np.random.Generator, batch: Batch) -> Tensor:

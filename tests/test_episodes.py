@@ -93,6 +93,15 @@ def test_the_inherited_episode_is_one_turn_with_the_seed_of_its_draw_and_sample(
     assert found[1].rollouts[0].segments[0] is one.segments[0], "the prompt is decoded once for the group"
 
 
+def test_each_sample_of_a_problem_may_be_drawn_in_its_own_way() -> None:
+    """As ReMax asks: the first without chance, the others as the stage says."""
+    task, sampler = Scripted(), ScriptedSampler(lambda request: says("a"))
+    drawn = (replace(SAMPLING, temperature=0.0), SAMPLING)
+    found = rollout_groups(task, sampler, DECODER, task.problems("train"), 2, drawn, 5)
+    assert [request.sampling for request in sampler.requests] == [*drawn] * 3
+    assert [[r.sample for r in g.rollouts] for g in found] == [[0, 1]] * 3
+
+
 THINKING = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<|>/\\{}")
 THINKING.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
 

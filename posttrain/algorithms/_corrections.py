@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.ops.kl import kl_estimate
-from posttrain.ops.policy import mismatch_weights, near_sequences
+from posttrain.ops.policy import importance_ratio, mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
 DEFAULT_CAP = 2.0
@@ -38,7 +38,8 @@ class Corrections:
         correction = sequence     rho = pi / pi_prox,    c_it = min(prod_t pi_prox / mu, cap)
 
     and c_i = 0, with denominators as they were, where |sum_t log pi_prox / mu| (drop=sequence), or that by token (drop=mean), exceeds
-    `bound`.
+    `bound`; and c_it = 0, likewise, where pi_prox / mu of the token is not in [mask_low, mask_high] (mask_high = 0: no such mask).
+    correction = decoupled with mask_low = 0.5 and mask_high = 5 is IcePop (Ling team 2025, arXiv:2510.18855).
 
     `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
     noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
@@ -51,6 +52,8 @@ class Corrections:
     drop: str
     bound: float
     once: bool
+    mask_low: float
+    mask_high: float
 
     def mistakes(self) -> Iterator[str]:
         """Numbers without the choice that they belong to."""
@@ -58,11 +61,15 @@ class Corrections:
             yield "cap cuts the weights of correction=token and sequence; there are none"
         if not (self.bound > 0 if self.drop != "none" else self.bound == 0):
             yield "drop=mean or sequence and a bound above 0 go together"
+        low, high = self.mask_low, self.mask_high
+        if (low or high) and not 0 <= low < 1 < high:
+            yield f"mask_low must lie in [0, 1) and mask_high above 1 (both 0: no mask), not {low} and {high}"
 
     @property
     def weighs(self) -> bool:
         """Whether there is a c other than 1."""
-        return self.correction not in ("none", "proximal") or self.drop != "none"
+        left_out = self.drop != "none" or self.mask_high > 0
+        return self.correction not in ("none", "proximal") or left_out
 
     @property
     def roles(self) -> frozenset[str]:
@@ -88,7 +95,8 @@ class Corrections:
         return factor_T * policy_T, metrics
 
     def factors(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
-        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where its response is dropped."""
+        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where it is masked or its response
+        is dropped."""
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
         given = (batch.proximal_T, batch.behaviour_T, mask_T, sequence_T, batch.sequences)
         factor_T, metrics = torch.ones_like(batch.behaviour_T), []
@@ -99,4 +107,10 @@ class Corrections:
             near_N = near_sequences(self.drop, *given, self.bound)
             metrics.append(Metric("dropped", (~near_N).sum(), batch.sequences))
             factor_T = factor_T.where(near_N[sequence_T], 0.0)
+        if self.mask_high:
+            proximal_T, behaviour_T = (t.where(mask_T, 0.0) for t in given[:2])
+            ratio_T = importance_ratio(proximal_T, behaviour_T)
+            far_T = (ratio_T < self.mask_low) | (ratio_T > self.mask_high)
+            metrics.append(Metric("masked", (far_T & mask_T).sum(), mask_T.sum()))
+            factor_T = factor_T.where(~far_T, 0.0)
         return factor_T, metrics

@@ -43,16 +43,21 @@ class PolicyGradient(Algorithm):
                       rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`; or
                       c = 1 (`proximal`), where mu differs by rounding alone
     drop, bound       leave out (c = 0, denominators stay) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`
+    mask_low, _high   leave out (c = 0, denominators stay) tokens whose pi_prox / mu is not between them (IcePop; 0: none)
+    dual_clip         c > 1: where A < 0, l is at most -c A (arXiv:1912.09729; 0: none), so that no token much likelier than when it
+                      was sampled is pushed down without bound
     epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each, into which every pass deals the
                       groups anew at random; the clip is for these
     """
 
     min_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
     may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
+    clips_objective: ClassVar[bool] = True  # whether `surrogate` is the clipped one
 
     group: Annotated[int, Range(le=65_536)] = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
     beta: NotNegative = 0.0
     kl: str = "k3"
     kl_in: KLIn = "loss"
@@ -64,6 +69,10 @@ class PolicyGradient(Algorithm):
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"
     bound: float = 0.0
+    mask_low: float = (
+        0.0  # the lowest and the highest ratio of a token to the sampler that is trained on; 0: any
+    )
+    mask_high: float = 0.0
     epochs: Count = 1
     mini_batches: Count = 1
 
@@ -80,6 +89,9 @@ class PolicyGradient(Algorithm):
             yield f"clip_low must lie in (0, 1), not {low}{zero}"
         if not (high > 0 or (high == 0 and self.may_unclip)):
             yield f"clip_high must be positive, not {high}{zero}"
+        yield from dual_clip_mistakes(self.dual_clip)
+        if self.dual_clip and not self.clips_objective:
+            yield "dual_clip must be 0: it bounds the clipped objective, and this is another"
         if self.kl not in KINDS or self.kl == "k1":
             yield f"kl must be k2, k3 or corrected, not {self.kl!r}: as a loss, k1 has no gradient on average"
         if self.kl_in == "both" and self.beta == 0:
@@ -94,7 +106,10 @@ class PolicyGradient(Algorithm):
 
     @property
     def corrections(self) -> Corrections:
-        return Corrections(self.correction, self.cap, self.drop, self.bound, self.reuse.once)
+        masked = (self.mask_low, self.mask_high)
+        return Corrections(
+            self.correction, self.cap, self.drop, self.bound, self.reuse.once, *masked
+        )
 
     @property
     def roles(self) -> frozenset[str]:
@@ -144,7 +159,7 @@ class PolicyGradient(Algorithm):
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """([T], [T]): the loss of every token, and where the trust region stops its gradient."""
-        given = (ratio_T, advantage_T, *self.clip)
+        given = (ratio_T, advantage_T, *self.clip, self.dual_clip)
         return clipped_surrogate(*given), clip_binds(*given)
 
     # --- what they share -------------------------------------------------------------------------------------------------
@@ -222,6 +237,12 @@ class PolicyGradient(Algorithm):
         if supervision == "process" and self.kl_in_reward:
             unused = "kl_in=reward adds it to the outcome, which is not used"
             yield f"with supervision=process the KL belongs in the loss: {unused}"
+
+
+def dual_clip_mistakes(dual_clip: float) -> Iterator[str]:
+    """At 1 or below, nothing would be learned from negative advantages."""
+    if dual_clip and not dual_clip > 1:
+        yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {dual_clip}"
 
 
 def flat(group: Group) -> bool:

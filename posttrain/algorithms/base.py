@@ -92,6 +92,11 @@ class Algorithm(Checked):
         return False
 
     @property
+    def learns_parts(self) -> tuple[str, ...]:
+        """Parts of the score that are learned from one by one, in the columns that `types.part_column` names."""
+        return ()
+
+    @property
     def needs_scores(self) -> bool:
         """Of preferences: whether it learns from how much better a response is, so that those without scores are refused."""
         return False

@@ -24,6 +24,7 @@ class CISPO(PolicyGradient):
 
     paper = "MiniMax 2025 (MiniMax-M1), arXiv:2506.13585"
     may_unclip = True
+    clips_objective = False
 
     clip_low: float = 0.0
     clip_high: float = 4.0

@@ -33,6 +33,7 @@ class DPPO(PolicyGradient):
 
     paper = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
     may_unclip = True
+    clips_objective = False
 
     clip_low: float = 0.0
     clip_high: float = 0.0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction, Supervision
 from posttrain.algorithms.base import State
-from posttrain.errors import NotNegative
-from posttrain.types import Batch
+from posttrain.errors import NotNegative, Range, Several
+from posttrain.ops.advantages import part_advantages, pass_at_k_advantages
+from posttrain.types import Batch, part_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,10 @@ class GRPO(PolicyGradient):
     estimator (see ops/kl.py: the paper's k3 has the gradient of the forward KL; `corrected` has that of the reverse KL).
     `scale = "none"` and `reduction = "constant_mean"` remove the biases that Dr. GRPO points out; `reduction = "token_mean"` and a
     larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not say how std divides: `ddof = 1` is torch's.
+    `pass_k` > 1 has advantages of pass@k (ops/advantages.py), by which k answers are rewarded together where one of them is right
+    (a reward of at least `solved`), so that a prompt is explored further than its likeliest answer; k = 1 is the mean.
+    `parts` names parts of a composed reward, each of which is normalised within the group on its own and weighed by
+    `part_weights` (GDPO, ops/advantages.py); the sum that the reward itself makes of them is then not used.
     A response cut off by the length limit stays in the loss and in its group's baseline, judged by its reward like any other.
     Use it with verifiable rewards, where several samples of a prompt differ in score.
     """
@@ -37,17 +43,55 @@ class GRPO(PolicyGradient):
     scale: Literal["group", "batch", "none"] = "group"
     ddof: Literal[0, 1] = 1
     epsilon: NotNegative = 1e-4
+    pass_k: Several = 1  # answers that are rewarded together; 1: each by itself
+    solved: Annotated[float, Range()] = 1.0  # from this reward on, pass_k counts an answer as right
+    parts: tuple[
+        str, ...
+    ] = ()  # of the reward, each normalised on its own; none: the reward as it is
+    part_weights: tuple[float, ...] = ()  # of `parts`, in their order; none: 1 each
     supervision: Supervision = "outcome"
     reduction: Reduction = "sequence_mean"
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         yield from self.supervision_mistakes(self.supervision)
+        whole = not self.kl_in_reward and self.supervision == "outcome" and self.scale == "group"
+        for name, given in (("pass_k", self.pass_k > 1), ("parts", bool(self.parts))):
+            if given and not whole:
+                yield f"{name} goes with scale=group, supervision=outcome and the KL in the loss"
+        if self.pass_k > 1 and self.parts:
+            yield "pass_k counts right answers, and parts has several rewards: choose one"
+        if not 1 <= self.pass_k <= self.group:
+            yield f"pass_k must be at most the group of {self.group}, not {self.pass_k}"
+        if self.pass_k == 1 and self.solved != type(self).solved:
+            yield "solved says what pass_k counts as right; pass_k=1 takes the reward as it is"
+        if self.part_weights and len(self.part_weights) != len(self.parts):
+            yield f"part_weights has {len(self.part_weights)} numbers for {len(self.parts)} parts"
 
     @property
     def learns_steps(self) -> bool:
         return self.supervision != "outcome"
 
+    @property
+    def learns_parts(self) -> tuple[str, ...]:
+        return self.parts
+
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        scaling = {"scale": self.scale, "ddof": self.ddof, "epsilon": self.epsilon}
+        scaling: dict[str, Any] = {"scale": self.scale, "ddof": self.ddof, "epsilon": self.epsilon}
+        whole, vote_N = (step.valid_N, step.group_N), step.columns.get("vote_N")
+        if self.pass_k > 1:
+            advantage_N = pass_at_k_advantages(
+                step.reward_N,
+                *whole,
+                k=self.pass_k,
+                solved=self.solved,
+                epsilon=self.epsilon,
+                vote_N=vote_N,
+            )
+            return advantage_N[step.sequence_T]
+        if self.parts:
+            part_NK = torch.stack([step.columns[part_column(name)] for name in self.parts], 1)
+            weights = self.part_weights or (1.0,) * len(self.parts)
+            advantage_N = part_advantages(part_NK, weights, *whole, vote_N=vote_N, **scaling)
+            return advantage_N[step.sequence_T]
         return self.group_relative(step, mask_T, self.supervision, **scaling)

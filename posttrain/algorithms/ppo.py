@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, step_kl
+from posttrain.algorithms._policy_gradient import dual_clip_mistakes
 from posttrain.algorithms.base import Algorithm, Correction, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Several, Share, Whole
 from posttrain.ops.advantages import (
     generalised_advantages,
     last_tokens,
+    length_adaptive,
     turn_generalised_advantages,
     whiten,
 )
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
-from posttrain.ops.weights import reduction, sequence_sums
+from posttrain.ops.weights import reduction, sequence_lengths, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
 
 STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
@@ -36,6 +38,12 @@ class PPO(Algorithm):
         L   = sum_t w_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip, 1 + clip) A_t) - entropy H_t
                           + 1/2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
               - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
+
+    `kl_in = "loss"` has beta KL_t in L, by the estimator `kl` (see ops/kl.py), in place of the price in r_t: the critic then learns the
+    task's return alone. `dual_clip` bounds the surrogate where A < 0 (see _policy_gradient.py). `lam_alpha` > 0 makes lambda depend on
+    the length l of a response, and leaves `lam` to the critic's R (VAPO, arXiv:2504.05118: alpha = 0.05 and lam = 1):
+
+        lambda_i = max(0, 1 - 1 / (lam_alpha l_i)),    A from GAE(r, V; gamma, lambda_i),    R from GAE(r, V; gamma, lam)
 
     with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
     optimizer steps, into which every pass deals the groups anew at random; the rest is left as soon as a step's KL from mu exceeds
@@ -56,7 +64,8 @@ class PPO(Algorithm):
     gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
     the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
     at `cap` by `token` or by `sequence`, or c = 1 (`proximal`, see _corrections.py); `drop` leaves out (c = 0, denominators stay, the
-    critic learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`.
+    critic learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`, and `mask_low`, `mask_high` tokens whose
+    pi_prox / mu is not between them.
 
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
     """
@@ -65,10 +74,15 @@ class PPO(Algorithm):
 
     group: Several = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
+    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
     clip_value: NotNegative = 0.2  # how far a value may move before its loss stops falling; 0: any
     lam: Share = 0.95
+    # by how much lambda grows with a response's length; 0: lam is that of all
+    lam_alpha: NotNegative = 0.0
     gamma: Annotated[float, Range(gt=0, le=1)] = 1.0
-    beta: NotNegative = 0.2  # coefficient of KL in the reward; with kl_target, where it starts
+    beta: NotNegative = 0.2  # coefficient of the KL; with kl_target, where it starts
+    kl_in: Literal["reward", "loss"] = "reward"  # where the KL to the reference is a price
+    kl: Literal["k2", "k3", "corrected"] = "k3"  # the estimator of kl_in=loss
     kl_target: NotNegative = 0.0  # nats a response; 0: beta is fixed
     kl_horizon: Count = 10_000  # responses
     epochs: Count = 4
@@ -89,8 +103,19 @@ class PPO(Algorithm):
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"
     bound: float = 0.0
+    mask_low: float = (
+        0.0  # the lowest and the highest ratio of a token to the sampler that is trained on; 0: any
+    )
+    mask_high: float = 0.0
 
     def mistakes(self) -> Iterator[str]:
+        yield from dual_clip_mistakes(self.dual_clip)
+        if self.kl_in == "loss" and (self.kl_target > 0 or self.beta == 0):
+            yield "kl_in=loss has a fixed beta above 0: kl_target moves the one of the reward"
+        if self.kl_in == "reward" and self.kl != type(self).kl:
+            yield "kl is the estimator of kl_in=loss; in the reward the KL is log mu - log ref"
+        if self.lam_alpha > 0 and self.credit == "turn":
+            yield "lam_alpha is by the length in tokens, and credit=turn makes a turn one action"
         if self.kl_target > 0 and self.beta == 0:
             yield "kl_target needs beta > 0 to start from: the controller multiplies it"
         if self.target_kl > 0 and self.reuse.once:
@@ -104,7 +129,10 @@ class PPO(Algorithm):
 
     @property
     def corrections(self) -> Corrections:
-        return Corrections(self.correction, self.cap, self.drop, self.bound, self.reuse.once)
+        masked = (self.mask_low, self.mask_high)
+        return Corrections(
+            self.correction, self.cap, self.drop, self.bound, self.reuse.once, *masked
+        )
 
     @property
     def roles(self) -> frozenset[str]:
@@ -150,9 +178,11 @@ class PPO(Algorithm):
         if self.whiten_rewards:
             reward_T = whiten(reward_T, mask_T, shift=False)
         over = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
-        advantage_T, return_T = over(
-            reward_T, step.value_T, mask_T, step.sequence_T, step.sequences, self.gamma, self.lam
-        )
+        given = (reward_T, step.value_T, mask_T, step.sequence_T, step.sequences, self.gamma)
+        advantage_T, return_T = over(*given, self.lam)
+        if self.lam_alpha > 0:
+            length_N = sequence_lengths(mask_T, step.sequence_T, step.sequences)
+            advantage_T, _ = over(*given, length_adaptive(length_N, self.lam_alpha))
         if self.whiten_advantages:
             advantage_T = whiten(advantage_T, mask_T)
         warming_up = state.get("steps", 0) < self.critic_warmup
@@ -168,7 +198,7 @@ class PPO(Algorithm):
         """The reward of every token: -beta k1 with the log-probs that were sampled with, a step's value where the step ends, and the
         score at the last one, as `supervision` says."""
         reward_T = torch.zeros_like(step.behaviour_T)
-        if beta > 0:
+        if beta > 0 and self.kl_in == "reward":
             reward_T = -beta * step_kl(step, mask_T)
         if self.learns_steps:
             step_T = self.step_values(step, self.supervision).nan_to_num(nan=0.0)
@@ -201,9 +231,15 @@ class PPO(Algorithm):
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         ratio_T = importance_ratio(logprob_T, self.corrections.old(logprob_T, batch))
-        given, count = (ratio_T, advantage_T, self.clip, self.clip), mask_T.sum()
+        given = (ratio_T, advantage_T, self.clip, self.clip, self.dual_clip)
+        count = mask_T.sum()
         policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
+        if self.kl_in == "loss":
+            kl_T = kl_estimate(
+                self.kl, logprob_T, batch.reference_T.where(mask_T, 0.0), behaviour_T
+            )
+            terms.append(Term("kl", kl_T, self.beta * batch.weight_T))
         if self.entropy > 0:
             entropy_T = outputs.entropy_T.where(mask_T, 0.0)
             terms.append(Term("entropy", -entropy_T, self.entropy * batch.weight_T))

@@ -29,7 +29,7 @@ from posttrain.errors import PeerFailed
 from posttrain.system.world import current
 from posttrain.tasks._exchange import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
-from posttrain.types import JSON, Group, Metric, Problem, Sampler
+from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
 
 SESSIONS = 1 << 24  # conversations that a group may have
 POLL_SECONDS = 0.005  # that a poll may wait for a completion: a publish waits for the poll
@@ -222,7 +222,7 @@ class Asynchronous(Rollouts):
         self.ready: dict[int, Sequence[Group]] = {}  # by number: what is finished
         self.taken: tuple[Begun, ...] = ()  # by the step that is being made
         self.planned = 0  # problems drawn, those that a step asked for besides apart
-        self.samples = 0
+        self.samples: Sequence[Sampling] = ()
         self.waited, self.longest_wait = 0.0, longest_wait
         self.running: Producer | None = None
         # of a sampler that reads the trainer's weights by itself, for a process that replaces a lost one: held while they change
@@ -260,7 +260,12 @@ class Asynchronous(Rollouts):
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
     def fresh(
-        self, step: int, attempt: int, wanted: int, samples: int, seconds: Seconds
+        self,
+        step: int,
+        attempt: int,
+        wanted: int,
+        samples: Sequence[Sampling],
+        seconds: Seconds,
     ) -> Sequence[Group]:
         """Take the oldest of the groups that are finished; wait until there are enough."""
         began, self.samples = time.perf_counter(), samples
@@ -314,7 +319,6 @@ class Asynchronous(Rollouts):
                 self.decoder,
                 [one.problem for one in drawn],
                 samples,
-                self.sampling,
                 seed,
                 self.workers,
                 Seconds(),

@@ -3,6 +3,7 @@ and token by token from a critic's values, where only tokens that carry loss exi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,72 @@ def group_advantages(
         raise ValueError(f"unknown scale {scale!r}: group, batch or none")
     spread_P = group_spread(reward_N, valid_N, group_N)
     return torch.where(valid_N & (spread_P > 0)[group_N], advantage_N, 0.0).to(narrow)
+
+
+def pass_at_k_advantages(
+    reward_N: Tensor,
+    valid_N: Tensor,
+    group_N: Tensor,
+    *,
+    k: int,
+    solved: float,
+    epsilon: float = 1e-4,
+    vote_N: Tensor | None = None,
+) -> Tensor:
+    """Advantages of pass@k (Chen et al. 2025, arXiv:2508.10751, the analytic form): each k of the n responses of a group, of which n-
+    have a reward below `solved`, are one sample, whose reward is 1 where one of them is right; a response has the mean of its samples:
+
+        R = 1 - C(n-, k) / C(n, k),    sigma = sqrt(R (1 - R))
+        A_right = (1 - R) / (sigma + epsilon),    A_wrong = (1 - R - C(n- - 1, k - 1) / C(n - 1, k - 1)) / (sigma + epsilon)
+
+    k = 1 is the group's mean and its population's std. 0 in groups of fewer than k, or whose samples are all right or all wrong.
+    """
+    narrow, wide = reward_N.dtype, torch.float64
+    groups = int(group_N.max()) + 1 if group_N.numel() else 0
+    vote_N = torch.where(valid_N, 1.0 if vote_N is None else vote_N, 0.0).to(wide)
+    right_N = valid_N & (reward_N >= solved)
+    zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
+    count_P = zeros.index_add(0, group_N, vote_N).round()
+    wrong_P = zeros.index_add(0, group_N, vote_N.where(~right_N, 0.0)).round()
+
+    def share(chosen_P: Tensor, of_P: Tensor, size: int) -> Tensor:
+        """C(chosen, size) / C(of, size)."""
+        factors = [(chosen_P - n).clamp(min=0) / (of_P - n).clamp(min=1) for n in range(size)]
+        return torch.stack([torch.ones_like(chosen_P), *factors]).prod(0)
+
+    fail_P = share(wrong_P, count_P, k)
+    sigma_P = ((1 - fail_P) * fail_P).sqrt()
+    others_P = share(wrong_P - 1, count_P - 1, k - 1)
+    advantage_N = fail_P[group_N] - others_P[group_N].where(~right_N, 0.0)
+    counts_N = valid_N & ((count_P >= k) & (fail_P > 0) & (fail_P < 1))[group_N]
+    return torch.where(counts_N, advantage_N / (sigma_P + epsilon)[group_N], 0.0).to(narrow)
+
+
+def part_advantages(
+    part_NK: Tensor,
+    weights: Sequence[float],
+    valid_N: Tensor,
+    group_N: Tensor,
+    *,
+    epsilon: float = 1e-4,
+    **scaling: Any,
+) -> Tensor:
+    """Each reward k of several is normalised within the group on its own, before they are added (GDPO, arXiv:2601.05242, equations 4
+    to 6); the sum is divided by its std over the step, so that its scale does not depend on their number:
+
+        A_ik = (r_ik - mean_i(r_ik)) / (std_i(r_ik) + epsilon),    S_i = sum_k w_k A_ik,    A_i = S_i / (std(S) + epsilon)
+
+    Normalised after it is added, a reward that differs little, or rarely, is lost in those that differ much.
+    """
+    columns = [
+        weight * group_advantages(r_N, valid_N, group_N, epsilon=epsilon, **scaling)
+        for weight, r_N in zip(weights, part_NK.T, strict=True)
+    ]
+    sum_N = torch.stack(columns).sum(0)
+    valid = sum_N[valid_N].double()
+    if not bool((valid != 0).any()):
+        return sum_N
+    return (sum_N / (valid.std(correction=0) + epsilon)).to(sum_N.dtype)
 
 
 def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:
@@ -163,9 +230,9 @@ def generalised_advantages(
     sequence_T: Tensor,
     sequences: int,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman 2015) and the returns that the critic learns:
+    """Generalised advantage estimation (Schulman 2015) and the returns that the critic learns; `lam` may be [N], one a sequence:
 
         delta_t = r_t + gamma V_t' - V_t,    A_t = delta_t + gamma lam A_t',    R_t = A_t + V_t
 
@@ -185,13 +252,20 @@ def generalised_advantages(
     delta_NL = reward_NL[:, :-1] + gamma * value_NL[:, 1:] - value_NL[:, :-1]
     advantage_NL = torch.zeros_like(delta_NL)
     following_N = torch.zeros(sequences, dtype=wide, device=device)
+    decay = gamma * lam
     for t in range(longest - 1, -1, -1):
-        following_N = delta_NL[:, t] + gamma * lam * following_N
+        following_N = delta_NL[:, t] + decay * following_N
         advantage_NL[:, t] = following_N
     advantage_M = advantage_NL[row, column]
     replace_M = advantage_M + value_NL[row, column]
     advantage_M, replace_M = advantage_M.to(value_T.dtype), replace_M.to(value_T.dtype)
     return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, replace_M)
+
+
+def length_adaptive(length_N: Tensor, alpha: float) -> Tensor:
+    """[N]: lambda_i = max(0, 1 - 1 / (alpha l_i)): the weights lambda^k of the errors k tokens later add up to alpha l_i, so that a
+    long response looks further ahead (VAPO, arXiv:2504.05118)."""
+    return (1 - 1 / (alpha * length_N.double().clamp(min=1))).clamp(min=0.0)
 
 
 def turn_generalised_advantages(
@@ -201,7 +275,7 @@ def turn_generalised_advantages(
     sequence_T: Tensor,
     sequences: int,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The same over turns: each is one action, which is paid the sum of its tokens' rewards, in the state before its first token:
 

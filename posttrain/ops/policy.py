@@ -16,17 +16,36 @@ def importance_ratio(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float
+    ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float, dual: float = 0.0
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's loss per token (Schulman 2017), clip-higher when high > low (DAPO)."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's loss per token (Schulman 2017), clip-higher when high > low (DAPO). A `dual`
+    clip c > 1 bounds it where A < 0, which the other does not: -max(min(r A, clip(r) A), c A) (Ye et al. 2020, arXiv:1912.09729)."""
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    loss_T = -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    if not dual:
+        return loss_T
+    return torch.minimum(loss_T, -dual * advantage_T).where(advantage_T < 0, loss_T)
 
 
-def clip_binds(ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where the clip stops the gradient: (r > 1 + high and A > 0) or (r < 1 - low and A < 0)."""
+def clip_binds(
+    ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float, dual: float = 0.0
+) -> Tensor:
+    """Where the clip stops the gradient: (r > 1 + high and A > 0) or (r < 1 - low and A < 0) or, dual, (r > c and A < 0)."""
     above_T, below_T = ratio_T > 1 + clip_high, ratio_T < 1 - clip_low
+    if dual:
+        below_T = below_T | (ratio_T > dual)
     return (above_T & (advantage_T > 0)) | (below_T & (advantage_T < 0))
+
+
+def soft_gate(
+    ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, Tensor]:
+    """f(r) = 4 / tau s with s = sigmoid(tau (r - 1)) and the tau of the advantage's sign, and its slope f'(r) = 4 s (1 - s), a
+    constant, which is 1 at r = 1 and falls on both sides of it (SAPO)."""
+    tau_T = torch.full_like(ratio_T, tau_negative).masked_fill(advantage_T > 0, tau_positive)
+    share_T = torch.sigmoid(tau_T * (ratio_T - 1))
+    still_T = share_T.detach()
+    return 4 / tau_T * share_T, 4 * still_T * (1 - still_T)
 
 
 def sequence_ratio(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from posttrain.data.stream import permutation
-from posttrain.types import Batch, Example, Group, Rollout, Segment
+from posttrain.errors import require
+from posttrain.types import Batch, Example, Group, Rollout, Segment, part_column
 
 # the tensors among the fields of a batch, which are cut alike; `sequence_T` is numbered anew
 NAMES = [f.name for f in fields(Batch) if f.name.endswith(("_T", "_N"))]
@@ -26,10 +27,11 @@ def pack_groups(
     temperature: float,
     device: torch.device | str = "cpu",
     together: bool = False,
+    parts: Sequence[str] = (),
 ) -> Batch:
     """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not.
 
-    `together` makes each group a unit, as for pairs and rankings.
+    `together` makes each group a unit, as for pairs and rankings. `parts` of the scores become columns.
     """
     rollouts = [r for group in groups for r in group.rollouts]
     number = [n for n, group in enumerate(groups) for _ in group.rollouts]
@@ -53,7 +55,9 @@ def pack_groups(
         number if together else range(len(rollouts)),
         device,
     )
+    parted = {part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts}
     return batch.replace(
+        **parted,
         temperature=temperature,
         valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
         truncated_N=torch.tensor(truncated, dtype=torch.bool, device=device),
@@ -64,6 +68,14 @@ def pack_groups(
         if any(s.reward for s in segments)
         else None,
     )
+
+
+def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
+    """A part of each score, NaN where there is no score; refused where a score has no such part."""
+    for score in (r.score for r in rollouts if r.score.valid):
+        known = ", ".join(score.parts) or "none"
+        require(name in score.parts, f"parts: {name!r} is no part of the reward; it has {known}")
+    return [r.score.parts[name] if r.score.valid else float("nan") for r in rollouts]
 
 
 def _paid(sized: Sequence[tuple[Segment, int]]) -> np.ndarray:

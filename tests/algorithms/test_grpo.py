@@ -27,7 +27,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import UserError
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_groups
-from posttrain.types import Batch, Outputs
+from posttrain.types import Batch, Outputs, Score
 
 REFUSALS = [
     ({"group": 1}, "grpo: group must be at least 2, not 1: a group of one is its own baseline, every advantage is 0"),
@@ -50,6 +50,12 @@ REFUSALS = [
         "grpo: reduction must be token_mean, sequence_mean, sequence_sum or constant_mean, not 'mean'",
     ),
     ({"reduction": "constant_mean"}, "grpo: constant (a length, in tokens) and reduction=constant_mean go together"),
+    ({"pass_k": 9}, "grpo: pass_k must be at most the group of 8, not 9"),
+    ({"pass_k": 2, "scale": "none"}, "grpo: pass_k goes with scale=group, supervision=outcome and the KL in the loss"),
+    ({"parts": ("a",), "kl_in": "reward"}, "grpo: parts goes with scale=group, supervision=outcome and the KL in the loss"),
+    ({"pass_k": 2, "parts": ("a",)}, "grpo: pass_k counts right answers, and parts has several rewards: choose one"),
+    ({"solved": 0.5}, "grpo: solved says what pass_k counts as right; pass_k=1 takes the reward as it is"),
+    ({"parts": ("a", "b"), "part_weights": (1.0,)}, "grpo: part_weights has 1 numbers for 2 parts"),
     ({"constant": 5.0}, "grpo: constant (a length, in tokens) and reduction=constant_mean go together"),
 ]
 
@@ -308,3 +314,35 @@ def test_a_task_that_pays_by_turn_is_learned_from_by_turn() -> None:
     prepared = GRPO(beta=0.0, scale="none").prepare(step, {})
     assert prepared.advantage_T.tolist() == [0, 0.5, 0, 0, 0, -0.5]
     assert GRPO(beta=0.0, scale="none").prepare(step.replace(paid_T=None), {}).advantage_T.tolist() == [0, 0.5, 0, 0.5, 0, -0.5]
+
+
+@pytest.mark.proves("value")
+def test_pass_at_k_advantages_are_those_of_whole_responses() -> None:
+    """One of four is right: 1 and -1/3 (ops/advantages.py has the formula), at every token."""
+    step = plain_batch([0.9, 0.0, 0.1, 0.0], [0] * 4, [1, 2, 1, 1])
+    found = GRPO(pass_k=2, solved=0.5, group=4, epsilon=0.0).prepare(step, {}).advantage_T
+    assert found.tolist() == pytest.approx([0, 1, 0, -1 / 3, -1 / 3, 0, -1 / 3, 0, -1 / 3])
+
+
+def scored(*parts: dict[str, float] | None) -> Batch:
+    """A group with scores of these parts, whose values say nothing; None could not be scored."""
+    made = [rollout([segment([3], False), segment([4], True)], None if one is None else 7.0) for one in parts]
+    members = [r if one is None else replace(r, score=Score(7.0, one)) for r, one in zip(made, parts, strict=True)]
+    return pack_groups([group(members)], 1.0, parts=("answer", "format"))
+
+
+@pytest.mark.proves("value")
+def test_parts_of_a_reward_are_normalised_one_by_one() -> None:
+    """Rewards 1, 0 and 0, 10: each is +-sqrt(1/2), so that they cancel; with weights of 1 and 3 the second leads, and is divided by its
+    own size. What could not be scored has no part."""
+    step = scored({"answer": 1.0, "format": 0.0}, {"answer": 0.0, "format": 10.0}, None)
+    algorithm = GRPO(parts=("answer", "format"), epsilon=0.0)
+    assert not algorithm.prepare(step, {}).advantage_T.any()
+    weighed = GRPO(parts=("answer", "format"), part_weights=(1.0, 3.0)).prepare(step, {})
+    assert weighed.advantage_T.tolist() == pytest.approx([0, -1, 0, 1, 0, 0], abs=1e-3)
+    assert algorithm.learns_parts == ("answer", "format")
+
+
+def test_a_part_that_the_reward_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match="^parts: 'format' is no part of the reward; it has answer$"):
+        scored({"answer": 1.0}, {"answer": 0.0})

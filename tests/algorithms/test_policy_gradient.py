@@ -31,6 +31,9 @@ REFUSALS = [
     ({"drop": "mean"}, "drop=mean or sequence and a bound above 0 go together"),
     ({"bound": 0.1}, "drop=mean or sequence and a bound above 0 go together"),
     ({"drop": "token", "bound": 0.1}, "drop must be none, mean or sequence, not 'token'"),
+    ({"dual_clip": 1.0}, "dual_clip must be above 1 (3 in the paper; 0: none), not 1.0"),
+    ({"mask_low": 0.5}, "mask_low must lie in [0, 1) and mask_high above 1 (both 0: no mask), not 0.5 and 0.0"),
+    ({"mask_high": 0.9}, "mask_low must lie in [0, 1) and mask_high above 1 (both 0: no mask), not 0.0 and 0.9"),
 ]
 
 
@@ -120,13 +123,15 @@ def test_truncated_responses_can_be_masked() -> None:
 
 
 def test_corrections_by_hand() -> None:
-    """One response of two tokens with pi_prox / mu = 2 and 4, and the policy where the step began; A is 1/2, weights are 1/4."""
+    """One response of two tokens with pi_prox / mu = 2 and 4, and the policy where the step began; A is 1/2, weights are 1/4. IcePop
+    leaves the second token out."""
     slopes = {}
     for name, settings in {
         "none": {},
         "decoupled": {"correction": "decoupled"},
         "token": {"correction": "token", "cap": 3.0},
         "sequence": {"correction": "sequence", "cap": 7.0},
+        "icepop": {"correction": "decoupled", "mask_low": 0.5, "mask_high": 3.0},
     }.items():
         algorithm = GRPO(beta=0.0, scale="none", clip_high=9.0, **settings)
         step = plain_batch([1.0, 0.0], [0, 0], [2, 1]).replace(
@@ -140,12 +145,14 @@ def test_corrections_by_hand() -> None:
         slopes[name] = [-8 * float(slope[1]), -8 * float(slope[2])]
         shown = {m.name: m.value for m in terms.metrics}
         if name != "none":
-            assert shown["correction"] == pytest.approx((sum(slopes[name]) + 1) / 3)
+            assert shown["correction"] == pytest.approx(7 / 3 if name == "icepop" else (sum(slopes[name]) + 1) / 3)
+        assert shown.get("masked") == (pytest.approx(1 / 3) if name == "icepop" else None)
     assert slopes == {
         "none": pytest.approx([2, 4]),  # the ratio to mu itself
         "decoupled": pytest.approx([2, 4]),  # the same at the start of the step, but clipped from there
         "token": pytest.approx([2, 3]),
         "sequence": pytest.approx([7, 7]),
+        "icepop": pytest.approx([2, 0]),
     }
 
 

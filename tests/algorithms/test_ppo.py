@@ -64,6 +64,11 @@ REFUSALS = [
     ({"correction": "tis"}, "ppo: correction must be none, proximal, token, sequence or decoupled, not 'tis'"),
     ({"cap": 3.0}, "ppo: cap cuts the weights of correction=token and sequence; there are none"),
     ({"drop": "mean"}, "ppo: drop=mean or sequence and a bound above 0 go together"),
+    ({"dual_clip": 0.5}, "ppo: dual_clip must be above 1"),
+    ({"kl_in": "loss", "beta": 0.0}, "ppo: kl_in=loss has a fixed beta above 0: kl_target moves the one of the reward"),
+    ({"kl_in": "loss", "kl_target": 6.0}, "ppo: kl_in=loss has a fixed beta above 0"),
+    ({"kl": "k2"}, "ppo: kl is the estimator of kl_in=loss; in the reward the KL is log mu - log ref"),
+    ({"lam_alpha": 0.05, "credit": "turn"}, "ppo: lam_alpha is by the length in tokens"),
 ]
 
 
@@ -125,6 +130,30 @@ def test_the_reward_of_each_token_by_hand() -> None:
     assert algorithm.rewards(step, mask_T, 0.2).tolist() == pytest.approx([0, -0.1, 1.2, 0, 0, -1.9, 0, 0, 0])
     plain = PPO(beta=0.0).rewards(step, mask_T, 0.0)
     assert plain.tolist() == pytest.approx([0, 0, 1, 0, 0, -1, 0, 0, 0])
+
+
+@pytest.mark.proves("value")
+def test_kl_in_the_loss_by_hand() -> None:
+    """The reward is the score alone; beta / 2 times the squared log-ratio to the reference (k2) is a term, over 4 tokens."""
+    algorithm, step = PPO(beta=0.1, kl_in="loss", kl="k2"), hand_step()
+    mask_T = step.mask_T & step.valid_N[step.sequence_T]
+    assert algorithm.rewards(step, mask_T, 0.1).tolist() == pytest.approx([0, 0, 1, 0, 0, -1, 0, 0, 0])
+    prepared = algorithm.prepare(step, {})
+    outputs = Outputs(step.behaviour_T, torch.zeros(9), value_T=step.value_T)
+    terms = {t.name: float((t.weight * t.loss).sum()) for t in algorithm.terms(outputs, prepared).terms}
+    assert terms["kl"] == pytest.approx(0.1 / 4 * (0.5**2 + 1.0**2 + 0 + 2.0**2) / 2)
+    assert "kl" not in [t.name for t in PPO().terms(outputs, PPO().prepare(step, {})).terms]
+
+
+@pytest.mark.proves("value")
+def test_a_lambda_by_length_is_for_the_advantages_alone() -> None:
+    """Responses of two tokens and alpha = 1: lambda = 1/2. The critic's returns are those of lam."""
+    step, plain = hand_step(), {"beta": 0.0, "whiten_advantages": False}
+    found, half, whole = (
+        PPO(**plain, **s).prepare(step, {}) for s in ({"lam_alpha": 1.0, "lam": 1.0}, {"lam": 0.5}, {"lam": 1.0})
+    )
+    assert torch.equal(found.advantage_T, half.advantage_T) and torch.equal(found.return_T, whole.return_T)
+    assert not torch.equal(half.return_T, whole.return_T)
 
 
 STEPS_T = [math.nan, 0.3, math.nan, math.nan, math.nan, 0.8, math.nan, 5.0, math.nan]  # a step of each; the last was not scored

@@ -36,6 +36,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "constant": {"reduction": "constant_mean", "constant": 7.0},
     "cap": {"correction": "token"},
     "bound": {"drop": "mean", "bound": 0.1},
+    "dual_clip": {"dual_clip": 1.001, "correction": "none", "beta": 0.5},
+    "mask_low": {"mask_low": 0.9, "mask_high": 1.1},
+    "mask_high": {"mask_low": 0.9, "mask_high": 1.1},
 }
 
 
@@ -49,8 +52,10 @@ def numbers(kind: type[Algorithm]) -> list[str]:
     return [f.name for f in fields(kind) if number(hints[f.name])]
 
 
-def others(value: float | int | None) -> list[float | int]:
-    """Values to try: smaller and larger by a little and by a lot, of the same type."""
+def others(value: Any) -> list[Any]:
+    """Values to try: smaller and larger by a little and by a lot, of the same type; of several numbers, the first is another."""
+    if isinstance(value, tuple):
+        return [(v, *value[1:]) for v in others(value[0])] if value else [(0.5, 1.0)]
     value = 0.0 if value is None else value
     near = [value * 0.5, value * 0.1, value * 2, value * 0.01, value + 0.1, value + 1, value - 0.1]
     return list(dict.fromkeys(type(value)(v) for v in near if type(value)(v) != value))

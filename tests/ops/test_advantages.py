@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from posttrain.ops.advantages import (
+    generalised_advantages,
     group_advantages,
     group_spread,
+    length_adaptive,
     overlong_punishment,
+    part_advantages,
+    pass_at_k_advantages,
     process_advantages,
     sums_to_go,
     turn_advantages,
@@ -213,3 +218,68 @@ def test_gae_over_turns_by_hand() -> None:
         found = turn_generalised_advantages(reward_T, value_T, TURNS, EPISODE, 2, gamma, lam)
         assert found[0].tolist() == pytest.approx([0, first, first, 0, 0, second, 0, -1, -1])
         assert found[1].tolist() == pytest.approx([0, first + 1.5, first + 1.5, 0, 0, second + 0.5, 0, 1, 1])
+
+
+# --- pass@k, rewards one by one, lambda by length ---------------------------------------------------------------------------
+
+
+def pass_at_k(rewards: list[float], k: int, valid: list[bool] | None = None, groups: list[int] | None = None) -> list[float]:
+    valid_N, group_N = torch.tensor(valid or [True] * len(rewards)), torch.tensor(groups or [0] * len(rewards))
+    given = (torch.tensor(rewards, dtype=WIDE), valid_N, group_N)
+    return pass_at_k_advantages(*given, k=k, solved=1.0, epsilon=0.0).tolist()
+
+
+def test_pass_at_k_by_hand() -> None:
+    """One of four is right. Of the 6 pairs 3 are wrong: R = sigma = 1/2. The right one's pairs are all right: (1 - 1/2) / (1/2). A
+    wrong one is with the right one in 1 of 3: (1/3 - 1/2) / (1/2). What could not be scored has no part."""
+    assert pass_at_k([1, 0, 0, 0], 2) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert pass_at_k([1, 9, 0, 0.5, 0], 2, [True, False, True, True, True]) == pytest.approx([1, 0, -1 / 3, -1 / 3, -1 / 3])
+    assert pass_at_k([1, 0, 0, 0, 1, 1], 2, groups=[0, 0, 0, 0, 1, 1])[4:] == [0, 0]
+
+
+def test_pass_at_one_is_the_mean_and_the_populations_std() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert pass_at_k(rewards, 1) == pytest.approx(advantages(rewards, ddof=0, epsilon=0.0))
+
+
+def test_pass_at_k_is_zero_where_every_sample_of_k_is_alike() -> None:
+    """Three of four right: each pair has a right one, so that nothing is left to learn. None right, or fewer than k: neither."""
+    assert pass_at_k([1, 1, 1, 0], 2) == pass_at_k([0, 0, 0, 0], 2) == [0, 0, 0, 0]
+    assert pass_at_k([1, 0], 3) == [0, 0]
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_pass_at_k_is_the_mean_over_all_samples_of_k(k: int) -> None:
+    """By enumeration: each subset of k has the reward of its best; a response has the mean advantage of its subsets."""
+    rewards = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    subsets = list(itertools.combinations(range(6), k))
+    values = np.array([max(rewards[n] for n in s) for s in subsets])
+    normal = (values - values.mean()) / values.std()
+    expected = [np.mean([v for s, v in zip(subsets, normal, strict=True) if n in s]) for n in range(6)]
+    assert pass_at_k(rewards, k) == pytest.approx(expected)
+
+
+def test_rewards_normalised_one_by_one_by_hand() -> None:
+    """Two groups of two. In the first both rewards tell the answers apart, in the second one does. Normalised one by one the first has
+    twice the advantage, +-2 c against +-c with c = 1/2 / sqrt(1/2); their std is sqrt(5/2) c. Normalised after they were added, 2
+    against 0 and 2 against 1 are the same."""
+    part_NK = torch.tensor([[1, 1], [0, 0], [1, 1], [0, 1]], dtype=WIDE)
+    given = (torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]))
+    found = part_advantages(part_NK, (1.0, 1.0), *given, epsilon=0.0)
+    assert found.tolist() == pytest.approx([2 / 2.5**0.5, -2 / 2.5**0.5, 1 / 2.5**0.5, -1 / 2.5**0.5])
+    assert advantages([2, 0, 2, 1], [0, 0, 1, 1], epsilon=0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2)
+    weighed = part_advantages(part_NK, (1.0, 3.0), *given, epsilon=0.0)
+    assert weighed.tolist() == pytest.approx([4 / 8.5**0.5, -4 / 8.5**0.5, 1 / 8.5**0.5, -1 / 8.5**0.5])
+
+
+def test_lambda_by_length_by_hand() -> None:
+    assert length_adaptive(torch.tensor([0, 2, 8, 100]), 0.25).tolist() == pytest.approx([0, 0, 0.5, 0.96])
+
+
+def test_a_lambda_for_each_sequence_is_that_lambda_for_it_alone() -> None:
+    mask_T, sequence_T = torch.ones(7, dtype=torch.bool), torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    reward_T, value_T = torch.arange(7, dtype=WIDE), torch.arange(7, dtype=WIDE).flip(0)
+    found, _ = generalised_advantages(reward_T, value_T, mask_T, sequence_T, 2, 0.9, torch.tensor([0.5, 0.8], dtype=WIDE))
+    for number, lam in enumerate((0.5, 0.8)):
+        alone, _ = generalised_advantages(reward_T, value_T, mask_T, sequence_T, 2, 0.9, lam)
+        assert torch.equal(found[sequence_T == number], alone[sequence_T == number])

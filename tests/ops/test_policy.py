@@ -66,6 +66,24 @@ def test_ratios_are_finite(difference: float, advantage: float) -> None:
     assert bool(torch.isfinite(loss_T).all()) and bool(torch.isfinite(slope).all())
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "binds"),
+    [
+        (5.0, -2.0, 6.0, 0.0, True),  # c = 3: the ratio counts as 3
+        (2.0, -2.0, 4.0, 4.0, False),
+        (0.5, -2.0, 1.6, 0.0, True),  # the usual clip, as it is
+        (5.0, 2.0, -2.6, 0.0, True),  # where A > 0 there is nothing to bound
+    ],
+)
+def test_the_dual_clip_by_hand(ratio: float, advantage: float, loss: float, slope: float, binds: bool) -> None:
+    logprob_T = torch.tensor([math.log(ratio)], dtype=WIDE, requires_grad=True)
+    given = (importance_ratio(logprob_T, torch.zeros(1)), torch.tensor([advantage], dtype=WIDE), 0.2, 0.3, 3.0)
+    loss_T = clipped_surrogate(*given)
+    (found,) = torch.autograd.grad(loss_T.sum(), logprob_T)
+    assert (float(loss_T.detach()), float(found)) == (pytest.approx(loss), pytest.approx(slope))
+    assert clip_binds(*given).tolist() == [binds]
+
+
 def test_no_upper_clip() -> None:
     loss_T = clipped_surrogate(torch.tensor([7.0]), torch.tensor([1.0]), 0.2, math.inf)
     assert loss_T.tolist() == [-7.0]

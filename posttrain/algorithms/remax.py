@@ -1,0 +1,71 @@
+"""ReMax: REINFORCE whose baseline is the reward of the greedy answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
+from posttrain.algorithms.base import State
+from posttrain.errors import NotNegative
+from posttrain.ops.advantages import sums_to_go
+from posttrain.types import Batch, Group, Metric, Sampling, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMax(PolicyGradient):
+    """One sample a prompt, and what the policy would say without chance as the baseline, which depends on the prompt and not on
+    the sample, so that the gradient is unbiased:
+
+        grad L = -1 / N sum_i sum_t rho_it A_it grad log pi(y_it | x, y_i<t)
+        A_it   = r(x, y_i) - r(x, g) - beta sum_{s >= t} KL_is,    g_t = argmax_v pi(v | x, g_<t)
+
+    with KL_is = log mu - log pi_ref, a price of every token, of which one answers for its own and later ones. The first of a group is
+    g, sampled at temperature 0: it is scored, is no part of the loss, and its reward is the metric `baseline`; where it cannot be
+    scored, the group is left out. rho = pi / mu is 1 on the policy that sampled, and not clipped unless `clip_low` and `clip_high`
+    say so. Use it in place of PPO where a critic is too much memory, and as rloo where two answers a prompt are all there is time for.
+    """
+
+    paper = "Li et al. 2023, arXiv:2310.10505"
+    may_unclip = True
+
+    group: int = 2  # answers a prompt, the greedy one among them
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    beta: NotNegative = 0.05
+    kl_in: KLIn = "reward"
+    reduction: Reduction = "sequence_sum"
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        return (replace(sampling, temperature=0.0), *(sampling,) * (self.group - 1))
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        """The sampled answers, with r(x, y) - r(x, g) as their scores."""
+        found = [(group, greedy_value(group)) for group in groups]
+        kept = [(group, value) for group, value in found if value is not None]
+        metrics = (
+            Metric("baseline", sum(value for _, value in kept), len(kept)),
+            Metric("groups/no_baseline", len(groups) - len(kept), len(groups)),
+        )
+        return Selection(tuple(relative(group, value) for group, value in kept), metrics=metrics)
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
+        return step.reward_N[step.sequence_T] - cost_T.to(step.reward_N.dtype)
+
+
+def greedy_value(group: Group) -> float | None:
+    """The reward of the first answer, their mean where its episode has several sequences; None where it could not be scored."""
+    values = [r.score.value for r in group.rollouts if r.sample == 0 and r.score.value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def relative(group: Group, baseline: float) -> Group:
+    """The other answers, scored by how much better they are."""
+    others = [r for r in group.rollouts if r.sample > 0]
+    values = [None if r.score.value is None else r.score.value - baseline for r in others]
+    scores = [replace(r.score, value=v) for r, v in zip(others, values, strict=True)]
+    rollouts = tuple(replace(r, score=s) for r, s in zip(others, scores, strict=True))
+    return replace(group, rollouts=rollouts)

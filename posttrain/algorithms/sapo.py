@@ -1,0 +1,47 @@
+"""Soft adaptive policy optimisation: a smooth gate on the ratio in place of the clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient, Reduction
+from posttrain.errors import Positive
+from posttrain.ops.policy import soft_gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO(PolicyGradient):
+    """A clip stops a token's gradient at once; a gate lets it fade, the faster the larger tau is:
+
+        L    = -1 / N sum_i 1 / |y_i| sum_t f_it(rho_it) A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+        f(r) = 4 / tau sigmoid(tau (r - 1)),    tau = tau_positive where A_i > 0, else tau_negative
+
+    The gradient is -4 s (1 - s) rho A grad log pi with s = sigmoid(tau (rho - 1)): that of the policy at rho = 1, less on both sides.
+    What is pushed down spreads its mass over the whole vocabulary, so negative advantages fade sooner; the temperatures are the
+    paper's. `clip_fraction` counts tokens whose gradient the gate has more than halved. No KL by default.
+    Use it like GSPO, for mixture-of-experts models and reused rollouts, where a few tokens of a response have moved far.
+    """
+
+    paper = "Gao et al. 2025, arXiv:2511.20347"
+    may_unclip = True
+    clips_objective = False
+
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    reduction: Reduction = "sequence_mean"
+    tau_positive: Positive = 1.0  # how fast the gate closes where the advantage is positive
+    tau_negative: Positive = 1.05  # how fast the gate closes where the advantage is negative
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.clip_low or self.clip_high:
+            yield "clip_low and clip_high must be 0: the gate is the trust region"
+
+    def surrogate(
+        self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gated_T, slope_T = soft_gate(ratio_T, advantage_T, self.tau_positive, self.tau_negative)
+        return -gated_T * advantage_T, slope_T < 0.5
