@@ -217,6 +217,8 @@ class Loop:
             self.state = algorithm.finish(self.state, metrics)
         for _ in work:  # there was more of it than micro-batches
             pass
+        for role in trainer.roles:
+            role.after_step(step)
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))
         self.step = step
         if self.sampler is not None:

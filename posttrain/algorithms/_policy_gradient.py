@@ -69,9 +69,8 @@ class PolicyGradient(Algorithm):
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"
     bound: float = 0.0
-    mask_low: float = (
-        0.0  # the lowest and the highest ratio of a token to the sampler that is trained on; 0: any
-    )
+    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
+    # the highest ratio of a token to the sampler that is trained on; 0: any
     mask_high: float = 0.0
     epochs: Count = 1
     mini_batches: Count = 1

@@ -127,6 +127,8 @@ class RLStage(ReferenceStage):
         if self.measure_problems and not (reward.loads() and near):
             needs = "give a reward that loads models, and a beta above 0 or watch_kl"
             yield f"measure_problems compares reward models with the task's score at a KL; {needs}"
+        if self.measure_problems and self.moves:
+            yield "measure_problems has the KL from where the stage began, and this reference moves; leave one of them out"
         if self.algorithm.compares_episodes and not self.task.resettable:
             why = "cannot be reset to the same start, so its episodes cannot be compared with each other"
             yield f"this task {why}; use ppo, whose baseline is a critic, or reinforce, whose baseline is the batch"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.preferences import Unit
-from posttrain.errors import Count, Interval, Positive, Range, Several, require
+from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
 from posttrain.loop import Loop, LoopSchedule, Source
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
@@ -24,7 +24,7 @@ from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.proximal import Proximal
-from posttrain.train.roles.reference import Reference
+from posttrain.train.roles.reference import MovingReference, Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import JSON, Example
 
@@ -174,9 +174,14 @@ class TrainStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceStage(TrainStage):
-    """A stage that can keep a frozen reference: the model that it starts from, or the one that `reference` names."""
+    """A stage that can keep a reference: the model that it starts from, or the one that `reference` names, frozen unless
+    `reference_ema` or `reference_every` has it follow the policy."""
 
     reference: str = ""
+    # after every step the reference is so much of itself, and the policy for the rest; 0: it stays as it is
+    reference_ema: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    # steps after which the reference is the policy as it is then; 0: never
+    reference_every: Whole = 0
     # cpu: it comes to the policy's device only when it is asked
     reference_device: Literal["same", "cpu"] = "same"
 
@@ -185,11 +190,21 @@ class ReferenceStage(TrainStage):
         if self.shared and self.reference_device == "cpu":
             own = "with lora the reference is the policy's own frozen weights and has no memory to give back"
             yield f"{own}; leave reference_device out"
+        if self.reference_ema and self.reference_every:
+            yield "reference_ema and reference_every are two ways to move the reference: choose one"
+        if self.moves and "reference" not in self.algorithm.roles:
+            yield "the reference moves, but this algorithm has no use for one; set its beta above 0"
+        if self.moves and (self.lora is not None or self.reference):
+            yield "a reference that moves begins as the stage's model with all of its weights; leave lora and reference out"
 
     @property
     def shared(self) -> bool:
         """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
         return self.lora is not None and not self.reference
+
+    @property
+    def moves(self) -> bool:
+        return self.reference_ema > 0 or self.reference_every > 0
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
         own = {"reference": (self.reference,)} if self.reference else {}
@@ -202,7 +217,11 @@ class ReferenceStage(TrainStage):
         if name != "reference":
             return super().make_role(name, context, policy)
         watched = name not in self.algorithm.roles
-        return Reference(self.reference_model(context, policy), watched)
+        model = self.reference_model(context, policy)
+        if self.moves:
+            how = (self.reference_ema, self.reference_every)
+            return MovingReference(model, policy, *how, watched)
+        return Reference(model, watched)
 
     def reference_model(self, context: Context, policy: Policy) -> Policy:
         if self.shared:

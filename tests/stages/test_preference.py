@@ -154,9 +154,11 @@ def test_it_is_repeated_exactly(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_ends_at_the_same_weights(tmp_path: Path) -> None:
-    """The order of the data, the mismatched examples and the reference are those of the first attempt."""
-    tree = settings([write(tmp_path, LABELS)], algorithm={"name": "kto"}, steps=6, checkpoint_every=4, evaluate_every=0)
+@pytest.mark.parametrize("changes", [{}, {"reference_ema": 0.5}, {"reference_every": 3}], ids=["frozen", "ema", "every"])
+def test_a_resumed_run_ends_at_the_same_weights(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The order of the data, the mismatched examples and the reference are those of the first attempt, also where it moves."""
+    short = {"steps": 6, "checkpoint_every": 4, "evaluate_every": 0}
+    tree = settings([write(tmp_path, LABELS)], algorithm={"name": "kto"}, **short, **changes)
     run = go(tmp_path, tree)
     weights, figures = (run / "export" / "model.safetensors").read_bytes(), result(run)["figures"]
     shutil.rmtree(run / "stages" / "prefs")  # as if it had been stopped after its last checkpoint, at step 4
@@ -175,6 +177,13 @@ REFUSED = [
     ({"steps": 0}, "steps must be at least 1"),
     ({"data": []}, "give at least one JSONL file"),
     ({"held_out": 1.0}, "held_out must be a share of the prompts"),
+    ({"reference_ema": 0.9, "reference_every": 3}, "reference_ema and reference_every are two ways to move the reference"),
+    ({"reference_ema": 1.0}, "reference_ema must be in \\[0, 1\\), not 1.0"),
+    ({"algorithm": {"name": "simpo"}, "reference_every": 3}, "the reference moves, but this algorithm has no use for one"),
+    (
+        {"reference_ema": 0.9, "reference": "tiny:nano"},
+        "a reference that moves begins as the stage's model with all of its weights",
+    ),
     ({"reference_device": "gpu"}, "reference_device: input should be 'same' or 'cpu'"),
     ({"held_in": 1}, "did you mean 'held_out'"),
 ]

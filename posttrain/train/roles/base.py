@@ -52,6 +52,9 @@ class Role:
         """What is added to the next update."""
         return None
 
+    def after_step(self, step: int) -> None:
+        """What it does once all the updates of a step are made; steps are counted from 1."""
+
     def metrics(self, filled: Batch) -> tuple[Metric, ...]:
         """Metrics of a filled step."""
         return ()

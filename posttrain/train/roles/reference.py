@@ -1,17 +1,21 @@
-"""The frozen model that a policy is to stay near."""
+"""The model that a policy is to stay near: frozen, or following it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
+from posttrain.errors import require
 from posttrain.models.policy import Network, Policy
+from posttrain.models.scorer import on_device
 from posttrain.ops.kl import kl_estimate
 from posttrain.train.forward import forward
 from posttrain.train.memory import weight_bytes
 from posttrain.train.roles.base import Role
-from posttrain.types import Batch, Metric
+from posttrain.types import JSON, Batch, Metric
 
 
 class Reference(Role):
@@ -40,6 +44,59 @@ class Reference(Role):
 
     def token_arrays(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"kl": kl_of(batch)} if "reference_T" in batch.columns else {}
+
+
+class MovingReference(Reference):
+    """A reference that follows the policy (TR-DPO, arXiv:2404.09656): after every step, or every so many,
+
+        ema > 0      theta_ref <- ema theta_ref + (1 - ema) theta
+        every = k    theta_ref <- theta, after step k, 2 k, ...
+
+    so that the KL bounds how fast the policy moves and not how far it gets. Weights of 16 bits would round a small step away: their
+    mean is kept in float32. It is in every checkpoint."""
+
+    def __init__(
+        self, policy: Policy, followed: Policy, ema: float, every: int, watched: bool = False
+    ):
+        super().__init__(policy, watched)
+        sharded = "a reference that moves cannot follow weights that are spread over processes"
+        require(followed.sharded is None, f"{sharded}; use parallel=ddp")
+        self.frozen, self.followed, self.ema, self.every = None, followed, ema, every
+        self.means = {
+            name: weight.detach().float()
+            for name, weight in policy.model.named_parameters()
+            if ema and weight.dtype.itemsize < 4
+        }
+
+    def resident(self, device: torch.device) -> AbstractContextManager[None]:
+        return on_device(self.policy.model, device)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if self.every and step % self.every:
+            return
+        share = 1.0 if self.every else 1 - self.ema
+        theirs = dict(self.followed.model.named_parameters())
+        for name, weight in self.policy.model.named_parameters():
+            mean = self.means.get(name, weight)
+            mean.lerp_(theirs[name].to(mean), share)
+            weight.copy_(mean)
+
+    def state(self) -> JSON:
+        """Every weight as bits, because NumPy has no bfloat16."""
+        weights = dict(self.policy.model.named_parameters()) | self.means
+        return {
+            name: w.detach().cpu().flatten().view(torch.uint8).numpy()
+            for name, w in weights.items()
+        }
+
+    @torch.no_grad()
+    def restore(self, state: JSON) -> None:
+        require(state is not None, "the checkpoint has no reference that moves; start a new run")
+        for name, weight in self.policy.model.named_parameters():
+            mean = self.means.get(name, weight)
+            mean.copy_(torch.from_numpy(state[name]).view(mean.dtype).view_as(mean))
+            weight.copy_(mean)
 
 
 def kl_of(batch: Batch) -> Tensor:

@@ -12,9 +12,10 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.models.scorer import from_policy
 from posttrain.ops.kl import kl_estimate
 from posttrain.runs.layout import TokenArrays
+from posttrain.train.checkpoint import with_arrays, without_arrays
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.critic import Critic
-from posttrain.train.roles.reference import Reference
+from posttrain.train.roles.reference import MovingReference, Reference
 from posttrain.train.trainer import Trainer
 from posttrain.types import Example
 
@@ -82,3 +83,38 @@ def test_pretraining_text_is_drawn_for_every_update_and_its_place_is_saved() -> 
     role.draw()
     assert torch.equal(role.draw().batch.ids_T, first.batch.ids_T)
     assert float(first.batch.weight_T.sum()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("ema", "every", "expected"), [(0.75, 0, [1.25, 1.4375]), (0.0, 2, [1.0, 2.0])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_that_moves_follows_the_policy(ema: float, every: int, expected: list[float], dtype: torch.dtype) -> None:
+    """From weights of 1 to those of a policy at 2: a quarter of the way a step, or all of it after every second one."""
+    reference, policy = (small_policy(dtype=dtype) for _ in range(2))
+    for model, value in ((reference.model, 1.0), (policy.model, 2.0)):
+        for weight in model.parameters():
+            weight.data.fill_(value)
+    role = MovingReference(reference, policy, ema, every)
+    for step, value in enumerate(expected, 1):
+        role.after_step(step)
+        assert {float(weight.detach().unique()) for weight in reference.model.parameters()} == {value}
+    assert {float(weight.detach().unique()) for weight in policy.model.parameters()} == {2.0}
+
+
+def test_small_steps_of_a_reference_of_16_bits_are_not_rounded_away_and_are_in_its_state() -> None:
+    """The 40 steps of 0.5% from 1 to 2 are 0.18 together, each less than bfloat16 can hold; after a restore they go on alike."""
+    first, second, policy = (small_policy(dtype=torch.bfloat16) for _ in range(3))
+    for model, value in ((first.model, 1.0), (second.model, 7.0), (policy.model, 2.0)):
+        for weight in model.parameters():
+            weight.data.fill_(value)
+    role, other = (MovingReference(one, policy, 0.995, 0) for one in (first, second))
+    for step in range(1, 41):
+        role.after_step(step)
+    weight = next(first.model.parameters())
+    assert float(weight.detach().max()) == pytest.approx(2 - 0.995**40, abs=0.004)
+    assert role.frozen is None, "its weights are in the checkpoint, and are not compared with those of the start"
+    other.restore(with_arrays(*without_arrays(role.state())))
+    for one in (role, other):
+        one.after_step(41)
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(torch.equal(mean, other.means[name]) for name, mean in role.means.items())
