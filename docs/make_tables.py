@@ -421,6 +421,25 @@ steps and at the end. A preference or reward_model stage reads rows up to the mo
 """
 
 
+GROUPS_TEXT = """
+## Saved groups: offline_rl
+
+A stage `offline_rl` trains an algorithm of groups (grpo, rloo, sapo, ...) on responses that were sampled and scored before, and
+samples nothing. A line is a prompt (text or messages) with its responses and their rewards; a reward of null could not be scored.
+
+```json
+{"prompt": "12+34=", "responses": ["46", "45"], "rewards": [1, 0], "logprobs": [[-0.1, -0.3, -0.2], [-0.1, -2.0, -0.2]]}
+```
+
+`logprobs` are those of each token when it was sampled, with the token that ends the response; `response_ids` are the tokens
+themselves, where they are not what the tokenizer makes of the text. With log-probs the importance ratio is to them, and the algorithm's
+`clip_low`, `clip_high`, `correction`, `drop` and `mask_high` apply. Without them there is no off-policy correction: each
+response counts as a sample of the policy itself, and the run says so. A file of rollouts that a run kept,
+`RUN/rollouts/STAGE/step-N.jsonl`, is read with the tokens and log-probs beside it (`rollouts_every` says which steps are kept).
+`temperature` is the one that was sampled with.
+"""
+
+
 def formats_page() -> str:
     lines = [GENERATED, "# Data formats", FORMATS_TEXT]
     for title, formats in (
@@ -433,6 +452,7 @@ def formats_page() -> str:
             optional = f" Optional: {', '.join(f'`{name}`' for name in more)}." if more else ""
             about = f"`{one.name}`: {one.title}, for {one.stages}. {one.note}".strip()
             lines += [f"{about}{optional}", "", "```json", json.dumps(one.example, ensure_ascii=False), "```", ""]
+    lines += [GROUPS_TEXT.strip(), ""]
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -93,6 +93,50 @@ class Examples:
 
     def restore(self, state: JSON) -> None:
         self.mixture.restore(state)
+
+
+class SavedGroups:
+    """Steps of `batch` groups that were sampled and scored before, in an order that a seed decides. `logprobs` fills in for a sampler
+    whose log-probs are not known: those of the policy as the step begins."""
+
+    models: tuple[torch.nn.Module, ...] = ()
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        batch: int,
+        seed: int,
+        temperature: float,
+        device: torch.device,
+        logprobs: Callable[[Batch], torch.Tensor] | None,
+    ):
+        self.groups, self.batch, self.logprobs = groups, batch, logprobs
+        self.temperature, self.device = temperature, device
+        self.stream = Stream(len(groups), derive(seed) >> 1)
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        """The next groups; there are no others for an algorithm that asks for more."""
+        drawn = [self.groups[n] for n in self.stream.take(self.batch)]
+        selection = algorithm.select(drawn, state)
+        together = algorithm.unit != "sequence"
+        packed = (self.temperature, self.device, together, algorithm.learns_parts)
+        batch = pack_groups(selection.groups, *packed)
+        if self.logprobs is not None and batch.sequences:
+            batch = batch.replace(behaviour_T=self.logprobs(batch).where(batch.mask_T, 0.0))
+        rewards = [value for group in drawn for value in group.rewards]
+        reward = Metric("reward", sum(rewards), len(rewards))
+        # what another policy sampled is meant to differ from what the trainer computes
+        batch = batch.replace(stale_T=batch.mask_T)
+        return Collected(batch, metrics=(*selection.metrics, reward))
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        pass
+
+    def state(self) -> JSON:
+        return self.stream.state()
+
+    def restore(self, state: JSON) -> None:
+        self.stream.restore(state)
 
 
 class Rollouts:
