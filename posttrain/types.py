@@ -393,6 +393,7 @@ class Batch(_Columns):
     reference_T  log-prob under the frozen reference
     value_T      the critic's value before the step
     proximal_T   log-prob under the policy at the start of the step
+    teacher_T    log-prob under a teacher, which may have read another prompt
     advantage_T, return_T
     weight_T     the reduction: the loss is a plain sum of weight * loss
     weight_N     the same for losses per sequence or per unit

@@ -27,8 +27,9 @@ from posttrain.train.roles.critic import Critic, values
 from posttrain.train.roles.pretraining import Pretraining
 from posttrain.train.roles.proximal import Proximal
 from posttrain.train.roles.reference import Reference
+from posttrain.train.roles.teacher import Teacher
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Example, Group, Problem, Rollout, Score, Segment
+from posttrain.types import Batch, Example, Group, Prediction, Problem, Rollout, Score, Segment
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
 
@@ -66,6 +67,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"form": "token", "supervision": "process", "beta": 0.1, "clip_low": 0.1, "clip_high": 0.1, "mini_batches": 2},
         {"correction": "none"},
     ],
+    "distillation": [
+        {"divergence": "forward", "temperature": 1.3, "reduction": "sequence_mean"},
+        {"divergence": "jensen_shannon", "jsd_beta": 0.3, "beta": 0.1, "entropy": 0.01},
+        {"divergence": "sampled", "clip_low": 0.1, "clip_high": 0.1, "mini_batches": 2},
+        {"divergence": "sampled", "reward_weight": 0.5, "group": 4, "correction": "token", "cap": 1.05},
+        {"divergence": "sampled", "truncated": "mask", "drop": "mean", "bound": 0.12},
+        {"reward_weight": 2.0, "group": 4, "kl_in": "reward", "beta": 0.1},
+    ],
     "dppo": [{"ratio_cap": 1.05, "divergence": "kl", "delta": 0.05}],
     "sapo": [{"tau_positive": 3.0, "tau_negative": 5.0, "epochs": 2}],
     "remax": [{"group": 3, "kl_in": "both", "beta": 0.5, "clip_low": 0.2, "clip_high": 0.2}],
@@ -98,7 +107,10 @@ IMITATING = {"best_of_n", "raft"}  # online, but they learn the samples they kee
 ONLINE = [
     case
     for case in CASES
-    if (one := case.values[0]).learns_from == "rollouts" and one.unit == "sequence" and catalogue.name_of(one) not in IMITATING
+    if (one := case.values[0]).learns_from == "rollouts"
+    and one.unit == "sequence"
+    and catalogue.name_of(one) not in IMITATING
+    and getattr(one, "has_advantages", True)
 ]  # those with advantages
 POLICIES = [case for case in CASES if case.values[0].trains == "policy"]  # those with log-probs
 
@@ -139,6 +151,12 @@ def widen(model: nn.Module) -> None:
 def shared_policy(seed: int = 0, dtype: torch.dtype = WIDE) -> Policy:
     """A policy that tests may read and take gradients of, but not move."""
     return small_policy(seed, dtype)
+
+
+@lru_cache
+def shared_teacher() -> Policy:
+    """A teacher that is wider than the shared policy."""
+    return small_policy(2, hidden_size=32)
 
 
 @lru_cache
@@ -186,7 +204,7 @@ def material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
 def make_material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> Batch:
     """A step that the algorithm can prepare: ragged, with an observation in the middle of one rollout, a rollout that could not
     be scored and a group in which all rewards are equal; what the algorithm needs of others is filled in."""
-    strange = algorithm.roles - {"reference", "critic", "proximal", "pretraining"}
+    strange = algorithm.roles - {"reference", "critic", "proximal", "pretraining", "teacher"}
     assert not strange, f"teach material_for_tests.material to provide {sorted(strange)}"
     generator = np.random.default_rng(seed)
     batch = _online(generator, algorithm) if algorithm.learns_from == "rollouts" else _offline(generator, algorithm.unit)
@@ -197,6 +215,8 @@ def make_material(algorithm: Algorithm, seed: int = 0, noise: float = 0.15) -> B
             batch = batch.replace(behaviour_T=(logprob_T + shift_T).where(batch.mask_T, 0.0))
         if "reference" in algorithm.roles:
             batch = batch.replace(reference_T=forward(shared_policy(1), batch).logprob_T)
+        if algorithm.teacher_by_token:
+            batch = batch.replace(teacher_T=forward(shared_teacher(), batch).logprob_T)
         if "critic" in algorithm.roles:
             shift_T = torch.from_numpy(generator.normal(0, noise, batch.tokens))
             batch = batch.replace(value_T=(values(shared_scorer(), batch) + shift_T).where(batch.mask_T, 0.0))
@@ -211,7 +231,7 @@ def bare(step: Batch) -> Batch:
     """A step made by hand, with others who say nothing of it: log-probs and values of 0, and steps that end with the response."""
     zero_T, step_T = torch.zeros(step.tokens), torch.full((step.tokens,), torch.nan)
     step_T[torch.tensor(step.starts[1:]) - 1] = step.reward_N
-    return parted(step.replace(reference_T=zero_T, value_T=zero_T, proximal_T=zero_T, step_T=step_T))
+    return parted(step.replace(reference_T=zero_T, value_T=zero_T, proximal_T=zero_T, teacher_T=zero_T, step_T=step_T))
 
 
 def parted(step: Batch) -> Batch:
@@ -304,10 +324,17 @@ def roles_for(
         made.append(Critic(from_policy(policy, zero=False, seed=1), settings))
     if "proximal" in algorithm.roles:
         made.append(Proximal(policy))
+    if "teacher" in algorithm.roles:
+        made.append(Teacher(shared_teacher(), algorithm.teacher_by_token))
     if text:
         source = Examples([list(text)], [1.0], len(text), 0, torch.device("cpu"))
         made.append(Pretraining(source, algorithm.additions["pretraining"]))
     return made
+
+
+def predictions(algorithm: Algorithm, batch: Batch) -> dict[str, Prediction]:
+    """Hidden states and heads of the shared policy and of the teacher, where the algorithm has one."""
+    return shared_trainer(algorithm).outputs(batch).predictions if "teacher" in algorithm.roles else {}
 
 
 @cache

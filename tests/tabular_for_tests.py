@@ -17,8 +17,9 @@ from material_for_tests import WIDE, group, rollout, segment
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.ops.logprobs import Head
 from posttrain.train.pack import pack_examples, pack_groups
-from posttrain.types import Batch, Example, Metric, Outputs, Rollout
+from posttrain.types import Batch, Example, Metric, Outputs, Prediction, Rollout
 
 PROMPT = 9
 Policy = np.ndarray  # [responses]: a probability for each
@@ -64,6 +65,11 @@ class Table:
     @property
     def start(self) -> Tensor:
         return torch.tensor(self.reference, dtype=WIDE).log()
+
+    @property
+    def teacher(self) -> Tensor:
+        """The logits of a policy that is sure of what the reference hardly says."""
+        return 2 * self.start.flip(1)
 
     def optimum(self, beta: float, reward: Sequence[float] | None = None) -> Policy:
         """pi* = ref exp(r / beta) / Z, the policy that maximises E[r] - beta KL(pi || ref)."""
@@ -117,7 +123,15 @@ class Enumeration:
             reference_T=self.reference_T if "reference" in roles else None,
             proximal_T=logprob_T if "proximal" in roles else None,
             value_T=value_S.detach()[self.state_T].where(self.batch.mask_T, 0.0) if "critic" in roles else None,
+            teacher_T=self.logprobs(self.table.teacher) if algorithm.teacher_by_token else None,
         )
+
+    def predictions(self, logits_SV: Tensor) -> dict[str, Prediction]:
+        """The policy and the teacher as heads on hidden states that name the state."""
+        at_M = self.batch.mask_T.nonzero()[:, 0]
+        hidden_MS = torch.eye(len(logits_SV), dtype=WIDE)[self.state_T[at_M]]
+        heads = {"policy": logits_SV, "teacher": self.table.teacher}
+        return {name: Prediction(at_M, hidden_MS, Head(table_SV.t())) for name, table_SV in heads.items()}
 
     def weighted(self, prepared: Batch, policy: Policy) -> Batch:
         """The prepared step with each sequence's weight times the likelihood of its draw."""
@@ -196,7 +210,8 @@ def train(algorithm: Algorithm, step: Enumeration, steps: int = 300, rate: float
         for _ in range(algorithm.reuse.epochs):
             prepared = step.weighted(algorithm.prepare(filled, state), policy)
             logprob_T, value_T = step.logprobs(logits_SV), value_S[step.state_T]
-            terms = algorithm.terms(Outputs(logprob_T, torch.zeros_like(logprob_T), value_T=value_T), prepared)
+            made = Outputs(logprob_T, torch.zeros_like(logprob_T), step.predictions(logits_SV), value_T=value_T)
+            terms = algorithm.terms(made, prepared)
             loss = torch.stack([(t.weight * t.loss).sum() for t in terms.terms]).sum()
             optimizer.zero_grad()
             loss.backward()

@@ -134,6 +134,11 @@ class PolicyGradient(Algorithm):
         return self.beta > 0 and self.kl_in in ("reward", "both")
 
     @property
+    def only_advantages(self) -> bool:
+        """Whether a response without advantage has no gradient."""
+        return not self.kl_in_loss and self.entropy == 0
+
+    @property
     def clip(self) -> tuple[float, float]:
         """How far below and above 1 the ratio may count; a clip of 0 is none."""
         return self.clip_low or 1.0, self.clip_high or math.inf
@@ -184,7 +189,7 @@ class PolicyGradient(Algorithm):
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
         advantage_T = advantage_T.where(mask_T, 0.0)
-        if not self.kl_in_loss and self.entropy == 0:
+        if self.only_advantages:
             # responses without advantage keep their place in the denominator, but have no gradient: the trainer need not compute them
             moved_T = (advantage_T != 0).float()
             moved_N = sequence_sums(moved_T, mask_T, step.sequence_T, step.sequences)

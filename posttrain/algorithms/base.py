@@ -77,7 +77,8 @@ class Algorithm(Checked):
         critic       `Batch.value_T`: values before the step; `Outputs.value_T`: those that learn
         proximal     `Batch.proximal_T`: log-probs of the policy itself as the step begins
         pretraining  text to stay good at, a term of its own in every update
-        teacher      `Outputs.predictions["teacher"]`: hidden states of a frozen model and its head
+        teacher      `Outputs.predictions["teacher"]`: hidden states of a frozen model and its head; or, where `teacher_by_token`,
+                     `Batch.teacher_T`: its log-probs of the tokens
         """
         return frozenset()
 
@@ -99,6 +100,11 @@ class Algorithm(Checked):
     @property
     def needs_scores(self) -> bool:
         """Of preferences: whether it learns from how much better a response is, so that those without scores are refused."""
+        return False
+
+    @property
+    def teacher_by_token(self) -> bool:
+        """Of a teacher: whether its log-probs of the tokens, once a step, are enough, not its whole distribution in every update."""
         return False
 
     def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:

@@ -34,6 +34,17 @@ LINKS = ("tool_call_id", "name")
 REPLY = "reply0marker"  # stands for an assistant's turn where only what follows it is rendered
 
 
+def preceded(messages: Sequence[Message], text: str) -> list[Message]:
+    """A conversation with a system message before it: in front of its own, where it has one.
+
+    >>> preceded([Message("system", "Be brief."), Message("user", "2+2=")], "The answer is 4.")[0].content
+    'The answer is 4.\\n\\nBe brief.'
+    """
+    own = messages[0].content if messages and messages[0].role == "system" else ""
+    first = Message("system", f"{text}\n\n{own}" if own else text)
+    return [first, *messages[1 if own else 0 :]]
+
+
 def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a prompt", tools: Tools = None
 ) -> tuple[int, ...]:

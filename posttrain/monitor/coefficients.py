@@ -33,12 +33,14 @@ def dead_coefficients(
     """Names of the float settings, not 0, of which no other value changes what the algorithm does with this step: the gradient with
     respect to what the model said, which groups it selects, how its state goes on. None where the policy has no gradient.
 
-    The gradient with respect to log-probs, entropies, values and scores stands for that of the weights, which is linear in it.
+    The gradient with respect to log-probs, entropies, values, scores and hidden states (of which a divergence over the vocabulary is
+    made) stands for that of the weights, which is linear in it.
     """
     perturbed = perturb(outputs, batch)
     usual = gradient(algorithm, batch, perturbed, state)
     # the first output is that of the model which the algorithm trains
-    if usual is None or not bool(usual[: batch.tokens].any()):
+    learned = batch.tokens if len(outputs.predictions) < 2 else None
+    if usual is None or not bool(usual[:learned].any()):
         return None
     before = decisions(algorithm, state, groups, metrics)
 
@@ -79,7 +81,11 @@ def perturb(outputs: Outputs, batch: Batch) -> Outputs:
         kept = wide if name == "entropy_T" else (wide + shift_T).where(batch.mask_T, 0.0)
         return kept.requires_grad_()
 
-    return outputs.replaced({name: moved(name, c) for name, c in outputs.columns.items()})
+    states = {
+        name: replace(made, hidden_MH=made.hidden_MH.detach().requires_grad_())
+        for name, made in outputs.predictions.items()
+    }
+    return outputs.replaced({name: moved(name, c) for name, c in outputs.columns.items()}, states)
 
 
 def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State) -> Tensor | None:
@@ -91,8 +97,10 @@ def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State)
     total = torch.stack([(term.weight * term.loss).sum().double() for term in terms]).sum()
     if not total.requires_grad:
         return None
-    leaves = list(outputs.columns.values())
-    return torch.cat(torch.autograd.grad(total, leaves, materialize_grads=True))
+    hidden = [made.hidden_MH for made in outputs.predictions.values()]
+    leaves = [*outputs.columns.values(), *hidden]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return torch.cat([one.flatten().double() for one in found])
 
 
 def differs(one: Tensor, other: Tensor | None) -> bool:

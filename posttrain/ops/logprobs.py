@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logprob_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=wide)
         entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
-        for part in _chunks(hidden_NH, rows):
+        for part in chunks(hidden_NH, rows):
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
                 found = (logprob_N[part], entropy_N[part], normaliser_N[part])
@@ -102,46 +103,69 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
         scale, softcap, temperature, rows = ctx.settings
         head = Head(weight_VH, bias_V, scale, softcap)
-        # float32 sums over chunks, so that the number of chunks does not show in a bf16 gradient
-        wide = normaliser_N.dtype
-        plain = softcap is None and bias_V is None and scale == 1.0
-        by_kernel = hidden_NH.is_cuda and wide == torch.float32 and plain
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for part in _chunks(hidden_NH, rows):
+        found = HeadGradients(hidden_NH, head, ctx.needs_input_grad)
+        for part in chunks(hidden_NH, rows):
             logits = head_logits(hidden_NH[part], head)
-            if by_kernel:
+            if found.by_kernel:
                 columns = (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
                 parts = [column[part].contiguous() for column in columns]
-                narrow = logits_gradient(logits, parts, temperature, weight_VH.dtype)
-            else:
-                logp = logits / temperature - normaliser_N[part, None]
-                p = logp.exp()
-                grad = -p * grad_logprob_N[part, None]
-                grad.scatter_add_(1, target_N[part, None], grad_logprob_N[part, None])
-                grad -= p * (logp + entropy_N[part, None]) * grad_entropy_N[part, None]
-                grad /= temperature
-                if softcap is not None:
-                    grad *= 1 - (logits / softcap) ** 2
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                if scale != 1.0:
-                    grad *= scale
-                narrow = grad.to(weight_VH.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = narrow @ weight_VH
-            if grad_weight is not None and by_kernel:
-                add_product_float32(grad_weight, narrow.t(), hidden_NH[part])
-            elif grad_weight is not None:
-                grad_weight += narrow.t() @ hidden_NH[part]
-        grad_weight = grad_weight.to(weight_VH.dtype) if grad_weight is not None else None
-        grad_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
-        return grad_hidden, grad_weight, grad_bias, None, None
+                found.add(part, logits_gradient(logits, parts, temperature, weight_VH.dtype))
+                continue
+            logp = logits / temperature - normaliser_N[part, None]
+            p = logp.exp()
+            grad = -p * grad_logprob_N[part, None]
+            grad.scatter_add_(1, target_N[part, None], grad_logprob_N[part, None])
+            grad -= p * (logp + entropy_N[part, None]) * grad_entropy_N[part, None]
+            grad /= temperature
+            found.add_logits(part, grad, logits)
+        return *found.sums(), None, None
 
 
-def _chunks(hidden_NH: Tensor, rows: int) -> list[slice]:
+class HeadGradients:
+    """The gradients of hidden states, weight and bias, added up from those of chunks of logits. Sums over chunks are in float32, so
+    that the number of chunks does not show in a bf16 gradient."""
+
+    def __init__(self, hidden_NH: Tensor, head: Head, needs: Sequence[bool]):
+        self.hidden_NH, self.head = hidden_NH, head
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        plain = head.softcap is None and head.bias_V is None and head.scale == 1.0
+        self.by_kernel = hidden_NH.is_cuda and wide == torch.float32 and plain
+        weight_VH, bias_V = head.weight_VH, head.bias_V
+        self.hidden = torch.empty_like(hidden_NH) if needs[0] else None
+        self.weight = torch.zeros_like(weight_VH, dtype=wide) if needs[1] else None
+        self.bias = (
+            torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs[2] else None
+        )
+
+    def add_logits(self, part: slice, grad_NV: Tensor, logits_NV: Tensor) -> None:
+        """Add a chunk by the gradient of its logits, which is changed in place."""
+        head = self.head
+        if head.softcap is not None:
+            grad_NV *= 1 - (logits_NV / head.softcap) ** 2
+        if self.bias is not None:
+            self.bias += grad_NV.sum(0)
+        if head.scale != 1.0:
+            grad_NV *= head.scale
+        self.add(part, grad_NV.to(head.weight_VH.dtype))
+
+    def add(self, part: slice, narrow_NV: Tensor) -> None:
+        """Add a chunk by the gradient of its product of hidden states and weight."""
+        if self.hidden is not None:
+            self.hidden[part] = narrow_NV @ self.head.weight_VH
+        if self.weight is not None and self.by_kernel:
+            add_product_float32(self.weight, narrow_NV.t(), self.hidden_NH[part])
+        elif self.weight is not None:
+            self.weight += narrow_NV.t() @ self.hidden_NH[part]
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of hidden states, weight and bias; None where not needed."""
+        weight, bias, head = self.weight, self.bias, self.head
+        weight = weight.to(head.weight_VH.dtype) if weight is not None else None
+        bias = bias.to(head.bias_V.dtype) if bias is not None and head.bias_V is not None else None
+        return self.hidden, weight, bias
+
+
+def chunks(hidden_NH: Tensor, rows: int) -> list[slice]:
     count = hidden_NH.shape[0]
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 

@@ -255,11 +255,15 @@ def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) ->
     """Weights of the reward models on the device: as many as their stage trains, of the policy's size; or what their folder holds."""
     total = 0.0
     for name in stage.reward.on_device():
-        files = list(Path(name).glob("*.safetensors")) if name not in before else []
         members = before[name].makes() if name in before else 1
-        sizes = [float(f.stat().st_size) for f in files]
-        total += sum(sizes) if files else members * weight_bytes(policy)
+        total += members * model_bytes("" if name in before else name, policy)
     return total
+
+
+def model_bytes(name: str, policy: Policy) -> float:
+    """Weights of the model called `name`: what its folder holds, or else as many as the policy has."""
+    sizes = [float(f.stat().st_size) for f in Path(name).glob("*.safetensors")] if name else []
+    return sum(sizes) or weight_bytes(policy)
 
 
 def checkpointing_line(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from posttrain.algorithms.base import Algorithm
@@ -13,20 +14,20 @@ from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous, InFlight
 from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
-from posttrain.data.chat import render_prompt
+from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
-from posttrain.models.lora import add_adapters
+from posttrain.models.lora import add_adapters, share_weights
 from posttrain.models.policy import Policy, untrained_tags
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, check_lengths, check_sources, files_of, gather, placed
-from posttrain.stages._plan import DryRun, few_steps, rl_plan
+from posttrain.stages._plan import DryRun, few_steps, model_bytes, rl_plan
 from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
@@ -39,7 +40,8 @@ from posttrain.train.roles.base import Role
 from posttrain.train.roles.critic import Critic
 from posttrain.train.roles.pretraining import Pretraining
 from posttrain.train.roles.reference import Reference
-from posttrain.types import JSON, Rating, Sampler, Sampling
+from posttrain.train.roles.teacher import Teacher
+from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class RLStage(ReferenceStage):
 
     reads = ("rollouts",)
     shares = "prompts"
-    builds = ("critic", "pretraining", "proximal", "reference")
+    builds = ("critic", "pretraining", "proximal", "reference", "teacher")
 
     task: Task
     steps: Count = 200
@@ -76,6 +78,10 @@ class RLStage(ReferenceStage):
     critic_head: Literal["linear", "mlp"] = "linear"
     # None: the policy's settings, whose warm-up and schedule it follows in any case
     critic_optimizer: Optimization | None = None
+    # of distillation: a model with the same tokenizer (a stage, a directory, a hub name); "": the one that the stage starts from
+    teacher: str = ""
+    # what the teacher alone reads, as a system message before the prompt; {answer} stands for the problem's own
+    teacher_prompt: str = ""
     reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
     pretraining_batch: Several = 16  # texts an optimizer step
@@ -120,6 +126,12 @@ class RLStage(ReferenceStage):
             yield "critic_optimizer is given, but this algorithm has no critic; use ppo"
         if self.reference and not near:
             yield "reference is given, but this algorithm has no use for one; set its beta above 0, or watch_kl"
+        if (self.teacher or self.teacher_prompt) and "teacher" not in roles:
+            yield "teacher and teacher_prompt are given, but this algorithm has no teacher; use distillation"
+        if "teacher" in roles and not (self.teacher or self.teacher_prompt):
+            yield "distillation needs a teacher: name a model, or give the starting model a teacher_prompt to learn from"
+        if self.teacher_prompt and type(self.task).run is not Task.run:
+            yield "teacher_prompt needs a task of one turn, whose prompt it can come before; leave it out"
         if "pretraining" in roles and not self.pretraining:
             yield "this algorithm mixes pretraining text in (ptx > 0); give some as pretraining, or set ptx to 0"
         if self.pretraining and "pretraining" not in roles:
@@ -153,7 +165,8 @@ class RLStage(ReferenceStage):
     def named_models(self) -> dict[str, tuple[str, ...]]:
         scorers = self.reward.scorers()
         others = tuple(name for name in self.reward.loads() if name not in scorers)
-        return {**super().named_models(), "reward": others}
+        teacher = {"teacher": (self.teacher,)} if self.teacher else {}
+        return {**super().named_models(), **teacher, "reward": others}
 
     def named_scorers(self) -> dict[str, tuple[str, ...]]:
         critic = {"critic": (self.critic,)} if self.critic else {}
@@ -177,11 +190,14 @@ class RLStage(ReferenceStage):
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.problems and self.problems not in before:
             read_problems(self.problems)
+        if self.teacher_prompt and reader.tokenizer is not None:
+            (first,) = self.teacher_prompts(reader.tokenizer, self.task.problems("train")[:1])
+            reader.check_length(len(first) + self.sampling.max_new_tokens)
         check_sources(self.pretraining, reader, before, self.pretraining_length)
 
     def reads_ids(self) -> tuple[str, ...]:
-        critic = (self.critic,) if self.critic else ()
-        return (*super().reads_ids(), *critic, *self.reward.reads_ids())
+        own = tuple(name for name in (self.critic, self.teacher) if name)
+        return (*super().reads_ids(), *own, *self.reward.reads_ids())
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         return rl_plan(self, policy, before)
@@ -314,6 +330,8 @@ class RLStage(ReferenceStage):
         if name == "pretraining":
             coefficient = self.algorithm.additions["pretraining"]
             return Pretraining(self.make_pretraining(context, policy), coefficient)
+        if name == "teacher":
+            return self.make_teacher(context, policy)
         return super().make_role(name, context, policy)
 
     def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
@@ -327,6 +345,9 @@ class RLStage(ReferenceStage):
         prices = {
             "reference": self.reference_bytes(policy),
             "critic": Critic.price(policy, tokens, settings, by_layer, adapters, own_body),
+            "teacher": model_bytes(self.teacher, policy)
+            if self.teacher or self.lora is None
+            else 0.0,
         }
         return {name: size for name, size in prices.items() if name in wanted}
 
@@ -342,6 +363,29 @@ class RLStage(ReferenceStage):
         if self.lora is not None:
             add_adapters(critic.model, self.lora, context.seed + 1, learning=("score.",))
         return critic
+
+    def make_teacher(self, context: Context, policy: Policy) -> Teacher:
+        """With LoRA the model that the stage starts from is the policy's own frozen weights."""
+        own = self.lora is not None and not self.teacher
+        teacher = share_weights(policy) if own else self.load(context, self.teacher)
+        same_vocabulary(self.name, policy, teacher)
+        teacher.check_length(self.longest(policy.tokenizer))
+        prompts = partial(self.teacher_prompts, policy.tokenizer) if self.teacher_prompt else None
+        return Teacher(teacher, self.algorithm.teacher_by_token, prompts)
+
+    def teacher_prompts(
+        self, tokenizer: object, problems: Sequence[Problem]
+    ) -> list[tuple[int, ...]]:
+        """The prompts of problems as the teacher reads them."""
+        asked = []
+        for problem in problems:
+            none = f"teacher_prompt names {{answer}}, and problem {problem.id} has none"
+            require(bool(problem.answer) or "{answer}" not in self.teacher_prompt, none)
+            text = self.teacher_prompt.replace("{answer}", problem.answer)
+            asked.append(
+                (f"the teacher's prompt of {problem.id}", preceded(self.task.prompt(problem), text))
+            )
+        return render_prompts(tokenizer, asked)
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the mix, with loss on all of it."""

@@ -2,8 +2,9 @@
 
 The weights of a loss are those of the whole update, so that the gradient g is the sum of the gradients g_i of its units, each of which
 is a backward pass of that unit alone. The share of a unit is <g_i, g> / |g|^2: shares sum to 1, and that of a unit which pulls against
-the others is negative. The loss depends on the weights through what the model says of each token (its log-prob x_t, or its score)
-alone, so that g_i is a sum over tokens too: that of a token is (dL/dx_t) <grad x_t, g> / |g|^2, and those of a unit sum to its own.
+the others is negative. The loss depends on the weights through what the model says of each token (its log-prob x_t, or its score),
+so that g_i is a sum over tokens too: that of a token is (dL/dx_t) <grad x_t, g> / |g|^2, and those of a unit sum to its own. A
+divergence over the vocabulary is a loss of each token by itself, whose own gradient is added.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def token_spans(trainer: Trainer, batch: Batch, part: Part, whole: Tensors) -> l
     piece, squared = take(batch, part.first, part.last), dot(whole, whole)
     slope = slopes(trainer, piece)
     counts_T = torch.stack([column.ne(0) for column in slope.values()]).any(0).cpu().numpy()
+    for at_M, _ in divergences(trainer, piece):
+        counts_T[at_M.cpu().numpy()] = True
     at = np.flatnonzero(counts_T)
     width = -(-len(at) // MAX_SPANS) if len(at) else 1
     found = []
@@ -105,11 +108,24 @@ def token_spans(trainer: Trainer, batch: Batch, part: Part, whole: Tensors) -> l
             def backward(first: int = first, last: int = last) -> None:
                 columns = trainer.outputs(piece).columns
                 sums = [(slope[k][first:last] * columns[k][first:last]).sum() for k in slope]
+                for at_M, loss_M in divergences(trainer, piece):
+                    sums.append(loss_M[(at_M >= first) & (at_M < last)].sum())
                 torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
 
             share = dot(gradient(trainer, backward), whole) / squared
             found.append(Span(part.first + n, first - start, last - start, share))
     return found
+
+
+def divergences(trainer: Trainer, piece: Batch) -> list[tuple[Tensor, Tensor]]:
+    """([M], [M]) each: where the loss tokens are, and the weighted losses that are made of hidden states, not of outputs for tokens."""
+    outputs = trainer.outputs(piece)
+    if len(outputs.predictions) < 2:  # there is no other model to diverge from
+        return []
+    still = outputs.replaced({name: c.detach() for name, c in outputs.columns.items()})
+    terms = trainer.algorithm.terms(still, piece).terms
+    at_M = outputs.predictions["policy"].at_M
+    return [(at_M, term.weight * term.loss) for term in terms if term.loss.requires_grad]
 
 
 def slopes(trainer: Trainer, piece: Batch) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
 from posttrain.train.roles.base import Addition, Role
-from posttrain.types import Batch, Metric, Outputs
+from posttrain.types import Batch, Group, Metric, Outputs
 
 Result = TypeVar("Result")
 SHOWN_TOKENS = 1 << 16  # of a step that are measured where nothing is learned from it
@@ -135,10 +135,11 @@ class Trainer:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def fill(self, batch: Batch, shown: bool = False) -> Batch:
-        """Add the columns of the roles, before anything moves. `shown` says that the step's rollouts are written down: some columns
-        serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean."""
+    def fill(self, batch: Batch, shown: bool = False, groups: Sequence[Group] = ()) -> Batch:
+        """Add the columns of the roles, before anything moves; `groups` are those of the batch's rollouts. `shown` says that these are
+        written down: some columns serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean."""
         for role in self.roles:
+            role.read(groups)
             if role.columns and batch.sequences and (shown or not role.only_shown):
                 part = first_tokens(batch, SHOWN_TOKENS) if role.only_shown else batch
                 with role.resident(batch.ids_T.device):

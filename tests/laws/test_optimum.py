@@ -31,6 +31,7 @@ from tabular_for_tests import (
 from posttrain import catalogue
 from posttrain.algorithms._policy_gradient import PolicyGradient
 from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.distillation import Distillation
 from posttrain.algorithms.dpo import DPO
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ipo import IPO
@@ -64,9 +65,10 @@ def named(*algorithms: Algorithm) -> list[Any]:
 
 
 def policy_gradients(**settings: Any) -> list[Algorithm]:
-    """Every policy gradient of the catalogue, in groups as small as it allows: their number is that of responses to its power."""
+    """Every policy gradient of the catalogue that is about the reward, in groups as small as it allows: their number is that of
+    responses to its power."""
     classes = [algorithm_class(name) for name in catalogue.names("algorithm")]
-    found = [cls for cls in classes if issubclass(cls, PolicyGradient)]
+    found = [cls for cls in classes if issubclass(cls, PolicyGradient) and "teacher" not in cls().roles]
     return [cls(group=cls.min_group, **settings) for cls in found]
 
 
@@ -335,6 +337,51 @@ def test_kto_keeps_what_is_good(algorithm: Algorithm, flip: bool) -> None:
     before = float(table.policy(table.start)[good].sum())
     found = train(algorithm, every_label(table, 0.1), steps=200, rate=0.2)
     assert before < 0.6 and found[good].sum() > 0.97
+
+
+# --- a teacher ------------------------------------------------------------------------------------------------------------------
+
+TAUGHT = named(
+    Distillation(),
+    Distillation(divergence="forward"),
+    Distillation(divergence="jensen_shannon", jsd_beta=0.3),
+    Distillation(divergence="sampled"),
+)
+
+
+@pytest.mark.proves("optimum")
+@pytest.mark.parametrize("table", [BANDIT, TREE], ids=["bandit", "tree"])
+@pytest.mark.parametrize("algorithm", TAUGHT)
+def test_distillation_ends_at_the_teacher(algorithm: Algorithm, table: Table) -> None:
+    """Whatever the divergence: all are 0 there alone, and a student that is a table can be the teacher. The rewards play no part."""
+    taught = table.policy(table.teacher)
+    assert divergence(table.policy(table.start), taught) > 0.1
+    assert divergence(train(algorithm, every_group(table, algorithm), steps=160, rate=0.2), taught) < CLOSE
+
+
+@pytest.mark.proves("optimum")
+@pytest.mark.parametrize("algorithm", TAUGHT)
+def test_a_student_that_is_its_teacher_has_no_gradient(algorithm: Algorithm) -> None:
+    """Not even with samples in place of expectations: every token's own term is 0."""
+    step = every_group(TREE, algorithm)
+    logits_SV = TREE.teacher.clone().requires_grad_()
+    prepared = algorithm.prepare(step.filled(logits_SV, torch.zeros(1), algorithm), {})
+    logprob_T = step.logprobs(logits_SV)
+    terms = algorithm.terms(Outputs(logprob_T, torch.zeros_like(logprob_T), step.predictions(logits_SV)), prepared).terms
+    (slope,) = torch.autograd.grad(torch.stack([(t.weight * t.loss).sum() for t in terms]).sum(), logits_SV)
+    assert float(slope.abs().max()) < 1e-12
+
+
+@pytest.mark.proves("optimum", "flipped")
+@signs
+@pytest.mark.parametrize("kind", ["reverse", "sampled"])
+def test_distillation_with_a_reward_ends_at_the_teacher_weighted_by_it(kind: str, flip: bool) -> None:
+    """E[reward_weight r] - KL(p || q) has its optimum at q exp(reward_weight r) / Z: the teacher takes the reference's place."""
+    table, algorithm = BANDIT.flipped if flip else BANDIT, Distillation(divergence=kind, reward_weight=2.0, group=2)
+    weight = table.policy(table.teacher) * np.exp(2 * np.array(table.reward))
+    found = train(algorithm, every_group(table, algorithm), steps=160)
+    assert divergence(found, weight / weight.sum()) < CLOSE
+    assert divergence(found, table.policy(table.teacher)) > 0.2
 
 
 # --- those that imitate and those that judge ------------------------------------------------------------------------------------

@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from material_for_tests import CASES, ONLINE, POLICIES, gradients, material, shared_policy, small_policy, trainer_for
+from material_for_tests import (
+    CASES,
+    ONLINE,
+    POLICIES,
+    gradients,
+    material,
+    predictions,
+    shared_policy,
+    small_policy,
+    trainer_for,
+)
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
@@ -29,11 +39,11 @@ def total(terms: Terms, name: str | None = None) -> Tensor:
     return torch.stack([(t.weight * t.loss).sum() for t in terms.terms if name in (None, t.name)]).sum()
 
 
-def outputs_of(batch: Batch) -> Outputs:
+def outputs_of(algorithm: Algorithm, batch: Batch) -> Outputs:
     with torch.no_grad():
         found = forward(shared_policy(), batch)
     leaves = (found.logprob_T.clone().requires_grad_(), found.entropy_T.clone().requires_grad_())
-    return Outputs(*leaves, value_T=batch.columns.get("value_T"))
+    return Outputs(*leaves, predictions(algorithm, batch), value_T=batch.columns.get("value_T"))
 
 
 @pytest.mark.proves("policy gradient")
@@ -41,7 +51,7 @@ def outputs_of(batch: Batch) -> Outputs:
 def test_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> None:
     """Log-probs equal to those sampled with: ratio 1, nothing clipped, and the gradient is -sum w A grad log p (REINFORCE)."""
     prepared = algorithm.prepare(material(algorithm, noise=0.0), {})
-    outputs = outputs_of(prepared)
+    outputs = outputs_of(algorithm, prepared)
     ratio_T = importance_ratio(outputs.logprob_T.where(prepared.mask_T, 0.0), prepared.behaviour_T.where(prepared.mask_T, 0.0))
     torch.testing.assert_close(ratio_T, torch.ones_like(ratio_T), rtol=0, atol=1e-14)
     terms = algorithm.terms(outputs, prepared)
@@ -56,7 +66,7 @@ def test_a_fresh_policy_follows_the_policy_gradient(algorithm: Algorithm) -> Non
 @pytest.mark.parametrize("algorithm", [c for c in ONLINE if "reference" in c.values[0].roles])
 def test_a_policy_that_is_its_reference_pays_no_kl(algorithm: Algorithm) -> None:
     step = material(algorithm, noise=0.0)
-    outputs = outputs_of(step)
+    outputs = outputs_of(algorithm, step)
     prepared = algorithm.prepare(step.replace(reference_T=outputs.logprob_T.detach()), {})
     terms = algorithm.terms(outputs, prepared)
     assert {m.name: m.value for m in terms.metrics}["kl"] == 0.0
@@ -116,7 +126,7 @@ def test_token_mean_and_sequence_mean_differ_by_the_length_factor(lengths: list[
 def test_the_policy_loss_is_linear_in_the_advantages(algorithm: Algorithm, factor: float) -> None:
     prepared = algorithm.prepare(material(algorithm, noise=0.5), {})
     assert prepared.advantage_T is not None
-    outputs = outputs_of(prepared)
+    outputs = outputs_of(algorithm, prepared)
     one = total(algorithm.terms(outputs, prepared), "policy")
     other = total(algorithm.terms(outputs, prepared.replace(advantage_T=factor * prepared.advantage_T)), "policy")
     # a ratio of 1 throughout makes the loss a sum that cancels to nearly 0: there the float32 weights are what is left
@@ -131,7 +141,7 @@ def test_zero_advantage_gives_zero_gradient_even_if_the_ratio_overflows(algorith
     prepared = algorithm.prepare(material(algorithm), {})
     assert prepared.advantage_T is not None
     prepared = prepared.replace(advantage_T=torch.zeros_like(prepared.advantage_T))
-    outputs = outputs_of(prepared)
+    outputs = outputs_of(algorithm, prepared)
     behaviour_T = outputs.logprob_T.detach() - difference
     policy = total(algorithm.terms(outputs, prepared.replace(behaviour_T=behaviour_T)), "policy")
     (slope,) = torch.autograd.grad(policy, outputs.logprob_T)
@@ -159,7 +169,8 @@ def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm:
     def answer(batch: Batch, dirty: bool) -> tuple[Any, ...]:
         tensors = [soiled(t) if dirty else t for t in (clean.logprob_T, clean.entropy_T)]
         leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
-        terms = algorithm.terms(Outputs(leaves[0], leaves[1], value_T=batch.columns.get("value_T")), batch)
+        made = Outputs(*leaves, predictions(algorithm, batch), value_T=batch.columns.get("value_T"))
+        terms = algorithm.terms(made, batch)
         loss = total(terms)
         slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
         return loss.detach(), *slopes, *(m.total.detach() for m in terms.metrics if isinstance(m.total, Tensor))
@@ -168,6 +179,7 @@ def test_values_at_masked_positions_change_no_loss_metric_or_gradient(algorithm:
         behaviour_T=soiled(prepared.behaviour_T),
         reference_T=soiled(prepared.columns.get("reference_T")),
         value_T=soiled(prepared.columns.get("value_T")),
+        teacher_T=soiled(prepared.columns.get("teacher_T")),
     )
     for one, other in zip(answer(prepared, False), answer(dirty, True), strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
@@ -183,11 +195,11 @@ def test_no_log_ratio_gives_nan(algorithm: Algorithm, difference: float, dtype: 
     logprob_T = torch.full((prepared.tokens,), -1.0, dtype=dtype, requires_grad=True)
     shifted = torch.full((prepared.tokens,), -1.0 - difference, dtype=dtype)
     reference_T = shifted if "reference_T" in prepared.columns else None
-    batch = prepared.replace(behaviour_T=shifted, reference_T=reference_T)
-    loss = total(
-        algorithm.terms(Outputs(logprob_T, torch.ones_like(logprob_T), value_T=prepared.columns.get("value_T")), batch)
-    )
-    (slope,) = torch.autograd.grad(loss, logprob_T)
+    teacher_T = shifted if "teacher_T" in prepared.columns else None
+    batch = prepared.replace(behaviour_T=shifted, reference_T=reference_T, teacher_T=teacher_T)
+    one_T, value_T = torch.ones_like(logprob_T), prepared.columns.get("value_T")
+    loss = total(algorithm.terms(Outputs(logprob_T, one_T, predictions(algorithm, batch), value_T=value_T), batch))
+    (slope,) = torch.autograd.grad(loss, logprob_T, materialize_grads=True)
     assert bool(torch.isfinite(loss)) and bool(torch.isfinite(slope).all())
 
 
@@ -212,12 +224,14 @@ def constants(kept: list[Tensor]) -> Iterator[None]:
 def test_gradients_of_the_terms_equal_finite_differences(algorithm: Algorithm) -> None:
     """Every term as a function of every log-prob and entropy, in float64."""
     prepared = algorithm.prepare(material(algorithm, noise=0.3), {})
-    outputs = outputs_of(prepared)
+    outputs = outputs_of(algorithm, prepared)
     kept: list[Tensor] = []
+    others = outputs.predictions
 
     def loss(logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
         with constants(kept):
-            value = total(algorithm.terms(Outputs(logprob_T, entropy_T, value_T=prepared.columns.get("value_T")), prepared))
+            made = Outputs(logprob_T, entropy_T, others, value_T=prepared.columns.get("value_T"))
+            value = total(algorithm.terms(made, prepared))
         return value + 0.0 * entropy_T.sum()  # an algorithm need not use the entropy
 
     loss(outputs.logprob_T, outputs.entropy_T)

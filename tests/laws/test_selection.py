@@ -35,7 +35,10 @@ def prepared(algorithm: Algorithm, groups: list[Group]) -> Batch:
     zeros_T = torch.zeros(batch.tokens)
     steps_T = batch.reward_N[batch.sequence_T].where(batch.mask_T, torch.nan)
     return algorithm.prepare(
-        parted(batch).replace(reference_T=zeros_T - 0.5, proximal_T=zeros_T, value_T=zeros_T, step_T=steps_T), algorithm.start()
+        parted(batch).replace(
+            reference_T=zeros_T - 0.5, proximal_T=zeros_T, teacher_T=zeros_T - 0.5, value_T=zeros_T, step_T=steps_T
+        ),
+        algorithm.start(),
     )
 
 

@@ -74,6 +74,10 @@ def fixed_policy(seed: int = 0) -> Policy:
     return policy
 
 
+def fixed_teacher() -> Policy:
+    return fixed_policy(5)
+
+
 @lru_cache
 def fixed_scorer() -> Scorer:
     scorer = from_policy(fixed_policy(), zero=False)
@@ -87,6 +91,7 @@ def batches(algorithm: Algorithm) -> list[Batch]:
     with (
         mock.patch.object(material_for_tests, "shared_policy", fixed_policy),
         mock.patch.object(material_for_tests, "shared_scorer", fixed_scorer),
+        mock.patch.object(material_for_tests, "shared_teacher", fixed_teacher),
     ):
         made = [material_for_tests.make_material(algorithm, seed) for seed in range(BATCHES)]
     tensors = [{**{f.name: getattr(b, f.name) for f in fields(b)}, **b.columns} for b in made]
@@ -98,7 +103,8 @@ def begin(name: str, settings: Optimization) -> Trainer:
     """An algorithm's trainer with weights that are the same everywhere."""
     algorithm = algorithm_class(name)(**SETTINGS_OF.get(name, {}))
     policy = copy.deepcopy(fixed_policy())
-    trainer = trainer_for(algorithm, policy, settings)
+    with mock.patch.object(material_for_tests, "shared_teacher", fixed_teacher):
+        trainer = trainer_for(algorithm, policy, settings)
     for number, other in enumerate(learner.network for learner in trainer.learners if learner.network is not policy):
         settle(other.model, 3 + number)
     return trainer

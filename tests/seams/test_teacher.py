@@ -11,7 +11,7 @@ from material_for_tests import VOCABULARY, small_policy
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import UserError
-from posttrain.ops.kl import vocabulary_kl
+from posttrain.ops.divergence import vocabulary_divergence
 from posttrain.ops.weights import reduction
 from posttrain.stages._material import Data
 from posttrain.stages.sft import SFTStage
@@ -38,7 +38,9 @@ class Distillation(Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         own, teacher = outputs.predictions["policy"], outputs.predictions["teacher"]
-        kl_M = vocabulary_kl(own.hidden_MH, own.head, teacher.hidden_MH, teacher.head, self.direction, batch.temperature)
+        kl_M = vocabulary_divergence(
+            own.hidden_MH, own.head, teacher.hidden_MH, teacher.head, self.direction, batch.temperature
+        )
         return Terms((Term("divergence", kl_M, batch.weight_T[own.at_M]),))
 
 

@@ -3,7 +3,7 @@ class alone. The stage builds exactly the roles that `Algorithm.roles` names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.base import Algorithm
 from posttrain.models.scorer import on_device
 from posttrain.train.optimizer import Learner
-from posttrain.types import JSON, Batch, Metric, Outputs
+from posttrain.types import JSON, Batch, Group, Metric, Outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Role:
     every update (`draw`). The trainer cuts what `fill` sees to its token budget, and does it again where memory runs out."""
 
     name: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]] = ()  # what `fill` fills
+    columns: tuple[str, ...] = ()  # what `fill` fills
     learner: Learner | None = None  # where it learns too
     # where it does not: its weights are in no checkpoint, and are checked
     frozen: nn.Module | None = None
@@ -39,6 +39,9 @@ class Role:
     def resident(self, device: torch.device) -> AbstractContextManager[None]:
         """Have the frozen model on `device` while the role works; it may live elsewhere between."""
         return nullcontext() if self.frozen is None else on_device(self.frozen, device)
+
+    def read(self, groups: Sequence[Group]) -> None:
+        """See the groups of a step before its batch, whose `rollout_N` counts their rollouts in order."""
 
     def fill(self, piece: Batch) -> Mapping[str, Tensor]:
         """The columns of one micro-batch, without gradient, before anything moves."""
