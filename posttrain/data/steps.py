@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import regex
 
 from posttrain.errors import UserError, require
 from posttrain.types import Rollout
+
+PATTERN = "pattern:"
+SECONDS = 1.0  # that a pattern may search in one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +30,10 @@ class Step:
 def steps_of(rollout: Rollout, separator: str = "\n") -> list[Step]:
     """The steps of what the policy wrote, turn by turn. A step's label or reward stands at the token in which its own text ends, as in
     a file of step labels; completions go on after the separator, so that the step is over. Of several steps that end in one token the
-    last counts, two separators in a row make no step, and the end of a turn ends a step."""
-    require(bool(separator), "steps need a separator that is not empty")
+    last counts, two separators in a row make no step, and the end of a turn ends a step.
+
+    `pattern:REGEX` separates at every match of a regular expression. It is searched for `SECONDS` at most, as it may backtrack without
+    end on what a policy writes; then TimeoutError says so."""
     return [step for turn in turns_of(rollout) for step in _steps_of_turn(turn, separator)]
 
 
@@ -57,19 +66,49 @@ def turns_of(rollout: Rollout) -> list[Turn]:
     return turns
 
 
+@lru_cache(maxsize=256)
+def compile_separator(separator: str) -> Any:
+    """The pattern of a separator: plain text, or what follows `pattern:`.
+
+    >>> compile_separator("pattern:\\n+").split("one\\n\\ntwo"), compile_separator("a+").split("aaa+b")
+    (['one', 'two'], ['aa', 'b'])
+    """
+    require(bool(separator), "steps need a separator that is not empty")
+    if not separator.startswith(PATTERN):
+        return regex.compile(regex.escape(separator))
+    text = separator.removeprefix(PATTERN)
+    try:
+        found = regex.compile(text)
+    except regex.error as error:
+        raise UserError(f"steps: {text!r} is no regular expression: {error}") from None
+    empty = (
+        f"steps: the pattern {text!r} matches empty text, so that every character would be a step"
+    )
+    require(found.search("") is None, f"{empty}; ask for one character at least, as + for *")
+    return found
+
+
+def separators_in(text: str, separator: str) -> Iterator[tuple[int, int]]:
+    """Where each separator begins and ends, and the end of the text as the last."""
+    try:
+        for match in compile_separator(separator).finditer(text, timeout=SECONDS):
+            yield match.span()
+    except TimeoutError:
+        slow = f"took over {SECONDS:g} s in {len(text)} characters"
+        raise TimeoutError(f"steps: {separator!r} {slow}; it backtracks, simplify it") from None
+    yield len(text), len(text)
+
+
 def _steps_of_turn(turn: Turn, separator: str) -> list[Step]:
     text, written, tokens = turn.text, turn.written, turn.tokens
     found: dict[int, Step] = {}
     start = 0
-    while start <= len(text):
-        stop = text.find(separator, start)
-        stop = stop if stop >= 0 else len(text)
+    for stop, after in separators_in(text, separator):
         if text[start:stop].strip():
-            after = min(stop + len(separator), len(text))
             # the first tokens that end so far
             end, through = np.searchsorted(turn.offsets, [stop, after])
             found[int(end)] = Step(written + stop, tokens + int(end), tokens + int(through))
-        start = stop + len(separator)
+        start = after
     steps = list(found.values())
     if steps:
         steps[-1] = replace(steps[-1], through=turn.last)

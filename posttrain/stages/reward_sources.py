@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from torch import nn
 
+from posttrain.data.steps import compile_separator
 from posttrain.errors import Checked, NotNegative, Positive, Range, require
 from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
@@ -225,13 +226,17 @@ class RewardModels(_Scorers):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRewardModels(_Scorers):
-    """Process reward models: a value for every step, and for the response that of its worst step. `steps` is what ends a step: a text
-    or, as token:TEXT, one token."""
+    """Process reward models: a value for every step, and for the response that of its worst step. `steps` is what ends a step: a text,
+    pattern:REGEX (as in 'pattern:\\n(?=Step [0-9]+)'), or token:TEXT, one token."""
 
     name: ClassVar[str] = "process"
     gives_steps: ClassVar[bool] = True
 
     steps: str = "\n"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        compile_separator(self.steps)
 
     def scored(
         self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any

@@ -88,8 +88,8 @@ class ProcessRating(ModelRating):
     ends, and a response as much as its worst step (Lightman et al. 2023 find that, or the product, best). The steps' values are
     the score's `steps`, which `supervision=process` learns from. A response without text is one step, which ends with it.
 
-    Steps are split by rule, at every `separator`, or by token: `token:TEXT` ends a step in each token of that very text, as process
-    reward models with a mark of their own have it, and reads their score there.
+    Steps are split by rule, at every `separator` (a text or pattern:REGEX, see data/steps.py), or by token: `token:TEXT` ends a step
+    in each token of that very text, as process reward models with a mark of their own have it, and reads their score there.
     """
 
     separator: str = "\n"
@@ -112,7 +112,10 @@ class ProcessRating(ModelRating):
     def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
         """A response by its steps, each combined over the members."""
         by_rule, token = self.token < 0, self.token
-        steps = steps_of(rollout, self.separator) if by_rule else marked_steps(rollout, token)
+        try:
+            steps = steps_of(rollout, self.separator) if by_rule else marked_steps(rollout, token)
+        except TimeoutError as error:
+            return Score.failed(str(error))
         ends = [step.end for step in steps] or [len(rollout.ids) - 1]
         if not all(np.isfinite(score_T[ends]).all() for score_T in by_member):
             return Score.failed("a reward model's score of a step is not finite")

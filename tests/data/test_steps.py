@@ -52,9 +52,37 @@ def test_positions_lead_to_the_same_tokens_when_packed() -> None:
     assert placed is not None and np.flatnonzero(~np.isnan(placed)).tolist() == [s.end for s in steps]
 
 
+def test_a_pattern_separates_at_every_match() -> None:
+    """Also one of no width, after which the next step's own text begins."""
+    text = "ab\n\nx c\nb"
+    assert [text[: s.position] for s in steps_of(answered(text), "pattern:\\n+")] == ["ab", "ab\n\nx c", text]
+    assert steps_of(answered("abxxb"), "pattern:x{2}") == steps_of(answered("abxxb"), "xx")
+    assert steps_of(answered(text), "pattern:\\n(?=x)") == [Step(3, 5, 6), Step(len(text), 11, 12)]
+    assert steps_of(answered("abxb", "length"), "pattern:(?=x)") == [Step(2, 4, 4), Step(4, 6, 6)]
+    assert steps_of(answered("abcb"), "a.") == steps_of(answered("abcb")), "plain text is no pattern"
+
+
+def test_a_pattern_that_backtracks_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.data.steps.SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="took over 0.05 s in 61 characters; it backtracks"):
+        steps_of(answered("a" * 60 + "b"), "pattern:(?:a|a)+c")
+
+
+@pytest.mark.parametrize(
+    ("separator", "said"),
+    [
+        ("", "separator that is not empty"),
+        ("pattern:", "matches empty"),
+        ("pattern:x*", "matches empty"),
+        ("pattern:(", "no regular"),
+    ],
+)
+def test_separators_that_cannot_be_used_are_refused(separator: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        steps_of(answered("b"), separator)
+
+
 def test_refusals() -> None:
-    with pytest.raises(UserError, match="separator that is not empty"):
-        steps_of(answered("b"), "")
     bare = replace(answered("b").segments[1], offsets=None)
     with pytest.raises(UserError, match="turns with offsets, unlike that of problem p$"):
         steps_of(Rollout(Problem("p", ""), 0, (PROMPT, bare), Score(1.0)))

@@ -112,6 +112,7 @@ def test_a_run_on_a_mix_reports_every_part_and_resumes(tmp_path: Path) -> None:
         (lambda: RewardModels(models=("a",), combine="best"), "combine must be mean, worst or mean_minus, not 'best'"),  # type: ignore[arg-type]
         (lambda: RewardModels(models=("a",), k=-1.0), "k must be at least 0, not -1.0"),
         (lambda: RewardModels(models=()), "models: name at least one reward model"),
+        (lambda: ProcessRewardModels(models=("a",), steps="pattern:("), r"steps: .* is no regular expression: missing \)"),
         (lambda: ImplicitReward(model="a", reference="b", beta=0.0), "beta must be above 0, not 0.0"),
         (lambda: JudgeReward(model="a", mode="x"), "mode must be points, group or tournament, not 'x'"),  # type: ignore[arg-type]
         (lambda: MixedReward(parts=()), "parts: give at least one"),

@@ -156,6 +156,15 @@ def test_a_process_rating_of_nothing_and_of_what_is_not_finite() -> None:
     ]
 
 
+def test_a_response_whose_steps_a_pattern_cannot_find_in_time_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others of the batch keep their scores."""
+    monkeypatch.setattr("posttrain.data.steps.SECONDS", 0.05)
+    rating = ProcessRating(scorers(1), separator="pattern:(?:a|a)+c|b")
+    slow, fine = rating.rate([stepped("a" * 60), stepped("xbx")])
+    assert not slow.valid and "it backtracks" in str(slow.failure)
+    assert [position for position, _ in fine.steps] == [1, 3]
+
+
 def test_steps_may_end_in_a_token_of_their_own() -> None:
     """As in models that mark the end of a step: id 9 here, which is "a" in `stepped`. What follows the last mark is a step too."""
     (scorer,) = scorers(1)
