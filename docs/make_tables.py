@@ -148,7 +148,7 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
 - **KL in the loss, several tokens**: a token pays for its own divergence and not for that of where it leads, so early tokens
   favour branches that move far from the reference. With the KL in the reward this does not happen.
 - **dpo** on Bradley-Terry pairs, **online_dpo** with `loss.labels=soft`: pi*. With verdicts that never err both run away to
-  the best response.
+  the best response. **dpo** with `form=robust` on labels of which the share `label_smoothing` was exchanged: pi* too.
 - **ipo** with `length=sum`: ref exp(p / tau) / Z with p the chance to beat a response of the data; finite also where verdicts
   never err.
 - **No anchor** (beta = 0, best_of_n, raft, simpo on verdicts that never err): the best response takes all. **orpo** orders

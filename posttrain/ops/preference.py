@@ -31,6 +31,28 @@ def sigmoid_loss(margin_P: Tensor, smoothing: float | Tensor = 0.0) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
 
 
+def robust_loss(margin_P: Tensor, smoothing: Tensor) -> Tensor:
+    """[ -(1 - e) log sigma(m) + e log sigma(-m) ] / (1 - 2 e): where labels are exchanged with probability e, its expectation is that
+    of -log sigma(m) on the labels before. Of a single pair it has no lower bound."""
+    right_P, wrong_P = F.logsigmoid(margin_P), F.logsigmoid(-margin_P)
+    return (smoothing * wrong_P - (1 - smoothing) * right_P) / (1 - 2 * smoothing)
+
+
+def hinge_loss(margin_P: Tensor) -> Tensor:
+    """max(0, 1 - m): nothing more is learned from a pair whose margin has reached 1."""
+    return F.relu(1 - margin_P)
+
+
+def apo_zero_loss(better_P: Tensor, worse_P: Tensor) -> Tensor:
+    """1 - sigma(r_w) + sigma(r_l): the preferred one rises above the reference and the other falls below it, each by itself."""
+    return torch.sigmoid(-better_P) + torch.sigmoid(worse_P)
+
+
+def apo_down_loss(better_P: Tensor, worse_P: Tensor) -> Tensor:
+    """sigma(r_w) + 1 - sigma(r_w - r_l): both fall below the reference, the other further."""
+    return torch.sigmoid(better_P) + torch.sigmoid(worse_P - better_P)
+
+
 def ipo_loss(difference_P: Tensor, tau: float) -> Tensor:
     """(h - 1 / (2 tau))^2, with h the difference of two log-ratios: minimal where it is 1 / (2 tau), so it is bounded."""
     return (difference_P - 1 / (2 * tau)) ** 2

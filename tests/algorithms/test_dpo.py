@@ -61,6 +61,51 @@ def test_against_numpy(settings: dict[str, Any]) -> None:
     assert loss == pytest.approx(expected / 2, rel=1e-7)
 
 
+@pytest.mark.proves("value")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # margins 1.5 and 4 (the second pair is written worse first); implicit rewards 1, -0.5 and 2, -2
+        (
+            {"form": "robust", "label_smoothing": 0.2},
+            [(0.8 * math.log1p(math.exp(-m)) - 0.2 * math.log1p(math.exp(m))) / 0.6 for m in (1.5, 4)],
+        ),
+        ({"form": "hinge"}, [0.0, 0.0]),
+        ({"form": "hinge", "beta": 0.2}, [0.7, 0.2]),
+        ({"form": "apo_zero"}, [1 - sigmoid(1) + sigmoid(-0.5), 1 - sigmoid(2) + sigmoid(-2)]),
+        ({"form": "apo_down"}, [sigmoid(1) + 1 - sigmoid(1.5), sigmoid(2) + 1 - sigmoid(4)]),
+    ],
+)
+def test_other_forms_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+    loss, _ = loss_and_slope(DPO(**{"beta": 1.0} | settings), *hand_pairs())
+    assert loss == pytest.approx(sum(expected) / 2, rel=1e-7)
+
+
+@pytest.mark.proves("slope")
+@pytest.mark.parametrize("form", ["apo_zero", "apo_down", "hinge"])
+def test_where_each_form_pushes(form: str) -> None:
+    """From the reference on: apo_zero raises the preferred, apo_down lowers both, and a hinge rests where the margin is 1."""
+    batch, outputs = hand_batch(LOGPROBS, LOGPROBS, [1, 0, 0, 1], [0, 0, 1, 1])
+    _, slope = loss_and_slope(DPO(form=form), batch, outputs)  # of tokens 0 and 1 (preferred) and 2 (rejected), and so on
+    better = {"apo_zero": -0.0125, "apo_down": 0.0, "hinge": -0.05}[form]  # beta w: 0.05, times a quarter or 1
+    worse = {"apo_zero": 0.0125, "apo_down": 0.0125, "hinge": 0.05}[form]
+    assert slope == pytest.approx([better, better, worse, worse, worse, worse, better])
+    _, slope = loss_and_slope(DPO(form=form, beta=1.0), *hand_pairs())
+    assert {"apo_zero": slope[0] < 0, "apo_down": slope[0] > 0, "hinge": slope == [0.0] * 7}[form]
+
+
+def test_robust_dpo_learns_what_labels_said_before_a_share_of_them_was_exchanged() -> None:
+    """Exactly: its expectation over the exchanges is the loss without them, which conservative DPO's is not."""
+    clean = loss_and_slope(DPO(), *hand_pairs())
+    found = {}
+    for form in ("robust", "sigmoid"):
+        algorithm = DPO(form=form, label_smoothing=0.3)
+        kept, exchanged = (loss_and_slope(algorithm, *hand_pairs(r)) for r in ([1.0, 0, 0, 1], [0.0, 1, 1, 0]))
+        found[form] = 0.7 * np.array([kept[0], *kept[1]]) + 0.3 * np.array([exchanged[0], *exchanged[1]])
+    assert found["robust"] == pytest.approx(np.array([clean[0], *clean[1]]), rel=1e-9)
+    assert found["sigmoid"] != pytest.approx(np.array([clean[0], *clean[1]]), rel=1e-2)
+
+
 def test_a_policy_that_is_its_reference_costs_log_2() -> None:
     batch, outputs = hand_batch(LOGPROBS, LOGPROBS, [1, 0, 0, 1], [0, 0, 1, 1])
     loss, slope = loss_and_slope(DPO(), batch, outputs)
@@ -133,6 +178,10 @@ def test_order_and_units_are_what_make_a_pair() -> None:
         ({"alpha": -1.0}, "alpha must be at least 0"),
         ({"labels": "firm"}, "labels must be hard or soft, not 'firm'"),
         ({"labels": "soft", "label_smoothing": 0.1}, "soft labels have their own smoothing"),
+        ({"form": "sharp"}, "form must be sigmoid, robust, hinge, apo_zero or apo_down, not 'sharp'"),
+        ({"form": "robust"}, "form=robust needs the share of wrong labels as label_smoothing, above 0"),
+        ({"form": "hinge", "label_smoothing": 0.1}, "form=hinge has no label_smoothing"),
+        ({"form": "apo_zero", "labels": "soft"}, "form=apo_zero has no soft labels"),
     ],
 )
 def test_refusals(settings: dict[str, Any], words: str) -> None:
@@ -164,6 +213,26 @@ def test_drawn_labels_come_near_the_same_optimum() -> None:
     wins = [generator.random() < sigmoid(REWARD[a] - REWARD[b]) for a, b in pairs]
     found = tabular_optimum(DPO(beta=1.0), pairs, [(float(w), float(not w)) for w in wins])
     assert divergence(found, boltzmann(1.0)) < 0.01  # seen: 0.0005
+
+
+@pytest.mark.proves("optimum")
+def test_robust_dpo_on_exchanged_labels_ends_at_the_same_optimum() -> None:
+    """A third of the labels of a Bradley-Terry model exchanged: still pi*. Each pair stands both ways, as often as it is labelled."""
+    share, pairs, rewards = 1 / 3, [], []
+    for a, b in combinations(range(5), 2):
+        wins = round(600 * (sigmoid(REWARD[a] - REWARD[b]) * (1 - 2 * share) + share))
+        pairs += [(a, b)] * 600
+        rewards += [(1.0, 0.0)] * wins + [(0.0, 1.0)] * (600 - wins)
+    found = tabular_optimum(DPO(beta=1.0, form="robust", label_smoothing=share), pairs, rewards)
+    assert divergence(found, boltzmann(1.0)) < 1e-5
+    plain = tabular_optimum(DPO(beta=1.0), pairs, rewards)
+    assert divergence(plain, boltzmann(1.0)) > 0.02
+
+
+@pytest.mark.proves("learns")
+@pytest.mark.parametrize("form", ["robust", "hinge", "apo_zero", "apo_down"])
+def test_every_form_learns_what_is_preferred(form: str) -> None:
+    assert gain(DPO(form=form, label_smoothing=0.1 if form == "robust" else 0.0), True, 0) > 8
 
 
 @pytest.mark.proves("learns")
