@@ -2,6 +2,8 @@
 the device only while they are asked: a reward model need not hold the GPU's memory between two calls.
 
 A scorer is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
+One with an `mlp` head has `score_head: mlp` in its config.json and is read here alone: transformers has no such head, and would start
+a new one.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from posttrain.errors import UserError, require
 from posttrain.models.attention import install
@@ -22,6 +26,7 @@ from posttrain.models.policy import Network, Policy, with_our_attention
 from posttrain.types import Rating, Rollout, Score
 
 HEADS = ("linear", "mlp")
+HEAD = "score."  # names of its tensors begin so
 
 
 @dataclass(eq=False)
@@ -38,14 +43,12 @@ class Scorer(Network):
 
     def score(self, hidden_KH: Tensor) -> Tensor:
         """[K, H] -> [K], in float32 or wider: differences of scores are small against the scores."""
-        head, narrow = self.model.score, next(self.model.score.parameters()).dtype
-        wide = torch.promote_types(narrow, torch.float32)
         # in bf16 the product itself would be rounded, by 0.03 at a score of 5
-        if isinstance(head, nn.Linear):
-            bias = None if head.bias is None else head.bias.to(wide)
-            return F.linear(hidden_KH.to(wide), head.weight.to(wide), bias)[:, 0]
-        score_K1: Tensor = head(hidden_KH.to(narrow))
-        return score_K1[:, 0].to(wide)
+        head = self.model.score
+        wide = torch.promote_types(next(head.parameters()).dtype, torch.float32)
+        weights = {name: weight.to(wide) for name, weight in head.named_parameters()}
+        score_K1: Tensor = functional_call(head, weights, (hidden_KH.to(wide),))
+        return score_K1[:, 0]
 
 
 def from_policy(
@@ -60,6 +63,8 @@ def from_policy(
 
     config = copy.deepcopy(policy.model.config)
     config.num_labels = 1
+    if head != "linear":
+        config.score_head = head
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
@@ -117,8 +122,26 @@ def load_scorer(
     require(not packed, f"{name}: a reward model is read from {load.UNPACKED}")
     with load.quiet():
         model, tokenizer = load.read_directory(path, load.as_dtype(dtype), score=True)
+    if getattr(model.config, "score_head", "") == "mlp":
+        read_head(model, path)
     load.check_vocabulary(model, tokenizer, name)
     return wrap_scorer(model.to(device), tokenizer, name)
+
+
+def read_head(model: Any, folder: Path) -> None:
+    """Give a model that transformers read the head with a hidden layer that its files have."""
+    width = model.config.get_text_config().hidden_size
+    model.score = make_head("mlp", width, True, 0, model.dtype, model.device)
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if name.startswith(HEAD)]  # noqa: SIM118
+            found |= {name.removeprefix(HEAD): tensors.get_tensor(name) for name in names}
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    wanted = {name: weight.shape for name, weight in model.score.state_dict().items()}
+    other = f"{folder}: the head in the weight files has {shapes or 'no tensors'}, not {wanted}"
+    require(shapes == wanted, f"{other}; copy the model anew")
+    model.score.load_state_dict(found)
 
 
 @contextmanager

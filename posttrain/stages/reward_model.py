@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -51,7 +51,8 @@ class RewardModelStage(UnitStage):
     """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
     algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
     accuracy there ends below `min_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
-    ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints.
+    ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints,
+    but for those with head=mlp, whose head is read here alone.
     """
 
     leaves = "reward model"
@@ -62,11 +63,15 @@ class RewardModelStage(UnitStage):
     batch: Several = 16  # pairs, rankings or solutions an optimizer step
     min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
     members: Several = 1
+    # linear, as transformers has it, or mlp with one hidden layer
+    head: Literal["linear", "mlp"] = "linear"
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         if self.min_accuracy > 0 and self.held_out == 0:
             yield "min_accuracy is judged on held-out data; set held_out above 0"
+        if self.head != "linear" and self.lora is not None:
+            yield f"adapters are saved for peft, which has no head={self.head}; use head=linear, or train without lora"
 
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         train, held_out = super().split(context, tokenizer)
@@ -119,7 +124,7 @@ class RewardModelStage(UnitStage):
         seed = derive(context.seed, member) >> 1
         # merging changes the body, which the next member needs as it was
         share = self.lora is not None and self.members == 1
-        scorer = from_policy(policy, zero=False, seed=seed, share=share)
+        scorer = from_policy(policy, self.head, zero=False, seed=seed, share=share)
         self.train(
             context,
             self.make_trainer(context, scorer, seed=seed),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -72,11 +74,46 @@ def test_a_saved_scorer_is_a_plain_classifier_of_transformers(tmp_path: Path) ->
     assert float(last) == pytest.approx(float(scores(scorer, BATCH).detach()[4]), abs=1e-5)
 
 
+def test_a_head_with_a_hidden_layer_is_saved_and_read(tmp_path: Path) -> None:
+    """All of it, also after a second round; files without it, or with another, are refused and never filled with random numbers."""
+    tokenizer = character_tokenizer("0123456789+= ")
+    model = tiny_model(tokenizer, "nano", 0)
+    policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer))
+    scorer = from_policy(policy, "mlp", zero=False, seed=3)
+    again = load_scorer(str(save(scorer.model, tokenizer, tmp_path / "first")))
+    twice = load_scorer(str(save(again.model, tokenizer, tmp_path / "second")), torch.bfloat16)
+    own = dict(scorer.model.named_parameters())
+    assert {n for n in own if n.startswith("score")} == {f"score.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    for name, parameter in twice.model.named_parameters():
+        assert torch.equal(parameter, own[name].bfloat16()), name
+    with torch.no_grad():
+        torch.testing.assert_close(scores(again, BATCH), scores(scorer, BATCH), rtol=1e-6, atol=1e-6)
+
+    config = json.loads((tmp_path / "first" / "config.json").read_text())
+    plain = save(from_policy(policy, zero=False).model, tokenizer, tmp_path / "plain")
+    (plain / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the head in the weight files has .* copy the model anew"):
+        load_scorer(str(plain))
+    del config["score_head"]
+    (tmp_path / "first" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"1 tensors are not in the weight files \(score.weight\)"):
+        load_scorer(str(tmp_path / "first"))
+
+
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("0123456789+= ")
     folder = save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "lm")
     with pytest.raises(UserError, match="score.weight"):
         load_scorer(str(folder))
+
+
+def test_scores_of_a_hidden_layer_in_bf16_are_computed_in_float32() -> None:
+    scorer = from_policy(small_policy(dtype=torch.bfloat16), "mlp", zero=False, seed=3)
+    with torch.no_grad():
+        score_T = scores(scorer, BATCH)
+        hidden = torch.cat([scorer.body(torch.tensor([ids])).last_hidden_state[0] for ids in IDS])
+        exact_T = copy.deepcopy(scorer.model.score).double()(hidden.double())[:, 0]
+    torch.testing.assert_close(score_T.double(), exact_T, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_of_a_bf16_model_are_not_rounded_to_bf16() -> None:

@@ -26,7 +26,7 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._material import numbered_prompts, split_by_prompt, until_end
-from posttrain.stages.base import PRINTABLE, Context, Stage, run_stages
+from posttrain.stages.base import PRINTABLE, Context, Stage, load_reward_model, run_stages
 from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
 from posttrain.train.rating import ModelRating, last_scores
@@ -89,6 +89,20 @@ def test_it_learns_judges_itself_and_leaves_a_plain_checkpoint(tmp_path: Path) -
     ids = np.array(scorer.tokenizer("zzx")["input_ids"])
     with torch.no_grad():
         assert float(stock(torch.from_numpy(ids)[None]).logits[0, 0]) == pytest.approx(last_scores(scorer, [ids])[0], abs=1e-4)
+
+
+def test_a_head_with_a_hidden_layer_learns_and_is_read_by_later_stages(tmp_path: Path) -> None:
+    run = context(tmp_path / "run")
+    run_stages([stage(write(tmp_path / "pairs.jsonl", pairs(200)), head="mlp", evaluate_every=0)], run)
+    result = run.result("reward")
+    assert result is not None and result["accuracy"][0] > 0.9, "seen 1.0"
+    scorer = load_reward_model(str(tmp_path / "run" / "stages" / "reward" / "model"), run)
+    assert isinstance(scorer.model.score, torch.nn.Sequential)
+    good, bad = (np.array(scorer.tokenizer(text)["input_ids"]) for text in ("zzz", "xyx"))
+    first, second = last_scores(scorer, [good, bad])
+    assert first > second
+    with pytest.raises(UserError, match="adapters are saved for peft, which has no head=mlp"):
+        stage("pairs.jsonl", head="mlp", lora=Lora())
 
 
 def test_with_lora_it_learns_and_peft_adds_its_adapters_and_head_to_the_base(tmp_path: Path) -> None:
