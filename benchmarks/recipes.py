@@ -1,6 +1,7 @@
 """Every recipe with its toy model: does its one primary figure move by at least two standard errors on held-out prompts?
 
     python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0] [--processes 2]
+    python benchmarks/recipes.py OUT --recipes 'star,star hint=false' --seeds 0,1,2      # with settings, as a control
 
 The five headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. Prints a table and one
 JSON line; exit code 1 where one did not move.
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
-          "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3"}  # fmt: skip
+          "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3"}  # fmt: skip
 BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
                 "r1": ("base_sums", "final_sums"),
-                **dict.fromkeys(("calculator", "guess", "shop", "solver_critic", "tictactoe"), ("before", "after"))}  # fmt: skip
+                **dict.fromkeys(["calculator", "guess", "shop", "solver_critic", "star", "tictactoe"], ("before", "after"))}  # fmt: skip
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo"), "0,1,2"
 
@@ -61,9 +62,10 @@ def figure(recipe: str, out: Path) -> dict[str, Any]:
 
 def one(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run it, and what came of it; told as soon as it is known."""
-    out = folder / f"{recipe}-{seed}"
-    seconds = run(recipe, seed, out)
-    row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(recipe, out)}
+    name, *given = recipe.split()
+    out = folder / f"{recipe.replace(' ', '-')}-{seed}"
+    seconds = run(name, seed, out, given)
+    row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(name, out)}
     numbers = f"{row['from']:>7.3f}{row['to']:>7.3f}{row['errors']:>13.1f}{seconds:>9.0f}"
     print(f"{recipe:<20}{seed:>5}  {row['what']:<22}{numbers}", flush=True)
     return row

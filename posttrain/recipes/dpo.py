@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import require
 from posttrain.recipes._reviews import beginning, comparisons, versus
@@ -25,7 +26,11 @@ def dpo(
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
-        return real(model, data, given(beta, 0.1), given(steps, 75), given(lr, 2e-5))
+        stage = real(
+            "dpo", model, data, DPO(beta=given(beta, 0.1)), given(steps, 75), given(lr, 2e-5)
+        )
+        again = f"posttrain run dpo model={model} data={data} beta=0.3"
+        return Recipe((stage,), next_command=again)
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
@@ -42,17 +47,18 @@ def dpo(
     return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.1")
 
 
-def real(model: str, data: str, beta: float, steps: int, lr: float) -> Recipe:
+def real(
+    name: str, model: str, data: str, algorithm: Algorithm, steps: int, lr: float
+) -> PreferenceStage:
     """A real model on people's preferences, on one GPU."""
-    stage = PreferenceStage(
-        name="dpo",
+    return PreferenceStage(
+        name=name,
         model=model,
         data=(data,),
         steps=steps,
-        algorithm=DPO(beta=beta),
+        algorithm=algorithm,
         held_out=0.25,
         evaluate_units=2000,
         optimizer=Optimization(lr=lr, warmup=10, schedule="cosine", token_budget=16384),
         evaluate_every=25,
     )
-    return Recipe((stage,), next_command=f"posttrain run dpo model={model} data={data} beta=0.3")

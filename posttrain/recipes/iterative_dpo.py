@@ -2,38 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from posttrain.algorithms.dpo import DPO
+from posttrain.errors import require
 from posttrain.recipes._reviews import beginning, comparisons, versus
-from posttrain.recipes.base import Recipe, best_round, repeat
+from posttrain.recipes.base import Recipe, best_round, given, repeat
+from posttrain.stages.base import Stage
+from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.preference import PreferenceStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.prompts import Prompts
 from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
 
 PROMPTS = 1000  # a round
 
 
 def iterative_dpo(
-    size: str = "nano", rounds: int = 3, beta: float = 1.0, steps: int = 80
+    size: str = "nano",
+    rounds: int = 3,
+    beta: float | None = None,
+    steps: int | None = None,
+    model: str = "",
+    data: str = "",
+    reward: str = "",
+    reward_model: str = "",
+    prompts: int = PROMPTS,
+    style: str = "direct",
+    answer_after: str = "",
+    samples: int = 4,
+    tokens: int = 512,
+    problems: int = 500,
+    lr: float | None = None,
 ) -> Recipe:
-    """Each round sees prompts that no round before has seen, answered by the policy as it is: the data stays on-policy."""
-    stages = [
-        *beginning(size),
-        *repeat(
-            [
-                comparisons("comparisons", "previous dpo", PROMPTS),
-                PreferenceStage(
-                    name="dpo",
-                    model="previous dpo",
-                    data=("comparisons",),
-                    steps=steps,
-                    algorithm=DPO(beta=beta),
-                    optimizer=Optimization(lr=1e-4, warmup=10, schedule="cosine"),
-                ),
-                versus("versus_sft", "dpo"),
-            ],
-            rounds,
-            first={"dpo": "sft"},
-            advance={"comparisons.skip": PROMPTS},
-        ),
-        best_round("dpo", "versus_sft", rounds, "win_rate"),
-    ]
-    return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")
+    """Each round sees prompts that no round before has seen, answered by the policy as it is: the data stays on-policy. On tiny reviews
+    and comparisons by a simulated annotator (the rules of tasks/reviews.py), with a toy model.
+
+    With a `model` (a hub name, a directory, a GGUF file) and `data`, a JSONL file of prompts (tasks/prompts.py), a real model: its
+    `samples` answers of at most `tokens` tokens to each of `prompts` prompts a round are ranked by a `reward` (a name of `posttrain
+    list rewards`, or FILE.py:FUNCTION; the rows have the answers that it needs, after `answer_after` where they say more) or by a
+    `reward_model`. `style` is how questions are asked, such as boxed. At most `problems` prompts, a
+    tenth of the file, are held out, on which each round plays against the first model.
+    """
+    settings = (
+        given(beta, 0.1 if model else 1.0),
+        given(steps, 80),
+        given(lr, 1e-6 if model else 1e-4),
+    )
+    if not model:
+        require(
+            not (data or reward or reward_model),
+            "iterative_dpo: data and rewards are for a real model: give one as model",
+        )
+        one = [
+            comparisons("comparisons", "previous dpo", PROMPTS),
+            learning(*settings),
+            versus("versus_sft", "dpo"),
+        ]
+        stages = [*beginning(size), *in_rounds(one, rounds, "sft", PROMPTS)]
+        return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")
+    require(bool(data), "iterative_dpo: give prompts as data, a JSONL file")
+    decides = "iterative_dpo: give what ranks answers: reward or reward_model, one of them"
+    require(bool(reward) != bool(reward_model), decides)
+    task = Prompts(data, reward=reward, style=style, answer_after=answer_after, held_out=0.1)
+    sampling = Sampling(tokens)
+    compare = ComparisonsStage(
+        name="comparisons",
+        model="previous dpo",
+        task=task,
+        prompts=prompts,
+        samples=samples,
+        noise=0.0,
+        reward_model=reward_model,
+        sampling=sampling,
+    )
+    play = VersusStage(
+        name="versus_sft",
+        model="dpo",
+        against=model,
+        task=task,
+        problems=problems,
+        reward_model=reward_model,
+        sampling=sampling,
+    )
+    stages = in_rounds([compare, learning(*settings), play], rounds, model, prompts)
+    return Recipe(tuple(stages), next_command=f"posttrain run iterative_dpo model={model} rounds=5")
+
+
+def learning(beta: float, steps: int, lr: float) -> PreferenceStage:
+    """The stage of each round that trains."""
+    return PreferenceStage(
+        name="dpo",
+        model="previous dpo",
+        data=("comparisons",),
+        steps=steps,
+        algorithm=DPO(beta=beta),
+        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine"),
+    )
+
+
+def in_rounds(one: Sequence[Stage], rounds: int, start: str, prompts: int) -> list[Stage]:
+    """The rounds, and the best of them."""
+    advance = {"comparisons.skip": prompts}
+    made = repeat(one, rounds, first={"dpo": start}, advance=advance)
+    return [*made, best_round("dpo", "versus_sft", rounds, "win_rate")]

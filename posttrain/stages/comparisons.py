@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, Range, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
-from posttrain.stages._answers import BATCH, AskingStage, assistant
+from posttrain.stages._answers import BATCH, AskingStage, assistant, rated_by
 from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, data_place
@@ -27,8 +27,9 @@ JUDGED = ("written", "equal", "truncated", "empty", "tied", "unjudged")  # the s
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonsStage(AskingStage):
-    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or by
-    a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the Bradley-Terry model; noise 0 never errs.
+    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or
+    that of a `reward_model`, or by a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the
+    Bradley-Terry model; noise 0 never errs, and prefers neither of two that score the same.
     The judge, a model in this process or behind an address, compares every two answers in both orders, and more than two are ranked by
     the comparisons they win; what it finds equal teaches nothing, and is left out. With `annotator=people` the answers are written to
     the run's folder `labels`, and the run ends until people have compared `needed` of them (0: all), in the studio or with `posttrain
@@ -42,6 +43,7 @@ class ComparisonsStage(AskingStage):
     noise: NotNegative = 0.1  # of the simulated annotator
     annotator: Literal["simulated", "people"] = "simulated"
     needed: Whole = 0  # comparisons by people after which the run may go on; 0: all
+    reward_model: str = ""
     judge: JudgeSettings | None = None
     against: str = ""  # a second model: half of the answers to each problem are its own
     before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
@@ -50,6 +52,9 @@ class ComparisonsStage(AskingStage):
         judge = self.judge.named_models() if self.judge is not None else {}
         against = {"against": (self.against,)} if self.against else {}
         return {**super().named_models(), **against, **judge}
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
 
     def named_files(self) -> dict[str, tuple[str, ...]]:
         return {"before": (self.before,)} if self.before else {}
@@ -60,8 +65,11 @@ class ComparisonsStage(AskingStage):
             yield "a temperature of 0 gives equal answers"
         if self.annotator == "people" and (self.judge or self.before):
             yield "people compare, or a judge does, and an earlier file is not mixed in; leave one out"
-        if self.judge is None and self.annotator == "simulated" and not self.task.scores:
-            yield "the task scores nothing by itself; give it a reward (task.reward), or name a judge"
+        if self.reward_model and (self.judge or self.annotator == "people"):
+            yield "a reward_model, a judge or people decide, not two of them"
+        unscored = self.judge is None and self.annotator == "simulated" and not self.reward_model
+        if unscored and not self.task.scores:
+            yield "the task scores nothing by itself; give it a reward (task.reward), or name a reward_model or a judge"
 
     def ready(self, names: Collection[str]) -> None:
         if self.judge is not None:
@@ -73,7 +81,8 @@ class ComparisonsStage(AskingStage):
         if self.annotator == "people":
             rows, sees = self.labelled(context, counts), "people"
         elif self.judge is None:
-            rows, sees = [*self.rows(context, counts)], "task's score"
+            rows = [*self.rows(context, counts)]
+            sees = "reward model" if self.reward_model else "task's score"
         else:
             judge, usage = self.judge.open(context)
             rows, sees = [*self.judged(context, judge, counts)], "judge"
@@ -162,10 +171,14 @@ class ComparisonsStage(AskingStage):
         if self.against:
             drawn.append((self.against, half, lambda first: derive(seed(first), 1) >> 1))
         problems = self.training_problems()
-        made = [
-            self.ask(context, self.load(context, name), problems, count, seeds)
-            for name, count, seeds in drawn
+        policies = [self.load(context, name) for name, _, _ in drawn]
+        made: list[Iterable[Group]] = [
+            self.ask(context, policy, problems, count, seeds)
+            for policy, (_, count, seeds) in zip(policies, drawn, strict=True)
         ]
+        if name := self.reward_model:
+            both = zip(policies, made, strict=True)
+            made = [rated_by(context, policy, name, list(groups)) for policy, groups in both]
         for number, groups in enumerate(zip(*made, strict=True)):
             group = Group(groups[0].problem, tuple(r for g in groups for r in g.rollouts))
             place = number % BATCH
@@ -176,8 +189,14 @@ class ComparisonsStage(AskingStage):
         different = self.different(group, counts)
         if not different:
             return None
+        best_first = self.ordered(different, coin)
+        # without noise, answers that score the same share a place
+        values = [r.score.value if self.noise == 0 else n for n, r in enumerate(best_first)]
+        if len(set(values)) < 2:
+            counts["equal"] += 1
+            return None
         counts["written"] += 1
-        return self.record(group, self.ordered(different, coin), range(1, len(different) + 1))
+        return self.record(group, best_first, [1 + values.index(value) for value in values])
 
     def different(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers that can be compared; none, and counted, where there are not two."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from posttrain.errors import Several, require
 from posttrain.stages._answers import AskingStage, assistant
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
-from posttrain.types import JSON, Group, Rollout
+from posttrain.tasks.base import Task
+from posttrain.tasks.hinted import ANSWER, Hinted
+from posttrain.types import JSON, Group, Problem, Rollout
 
 KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # what becomes of answers
 
@@ -22,33 +24,81 @@ class SampleStage(AskingStage):
 
     What is imitated is pi(y | x) restricted to {y: score(x, y) >= min_score}: the next model may say what this one can, without its
     errors.
+
+    With a `hint` (STaR's rationalisation, Zelikman et al. 2022, arXiv:2203.14465) a problem of which no answer is kept is asked again,
+    with the hint at the end of its prompt, in which {answer} stands for the right answer. What scores then is written with the prompt
+    as it was, without the hint: an answer to learn also for what was not solved. A score that looks at the final answer alone cannot
+    tell whether the way to it is sound.
+
+    With `labels` every answer is written, and whether it scores `min_score`: thumbs up and down, from which a preference stage with
+    algorithm=kto learns.
     """
 
     min_score: float = 1.0
     keep: Several = 1  # answers to one problem
+    labels: bool = False  # write all answers, good and bad, and which they are
+    hint: str = ""  # as "(The answer is {answer}.)"; "": problems that are not solved are left out
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         if self.samples > 1 and self.sampling.temperature == 0:
             yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature"
+        if self.hint and self.labels:
+            yield "an answer that was given with a hint is no feedback on the model; leave out hint or labels"
+        if self.hint and ANSWER not in self.hint:
+            yield f"hint={self.hint!r} has no {ANSWER} in it, so that it would say nothing of the problem"
+
+    def tasks(self) -> Sequence[Task]:
+        return [Hinted(self.task, self.hint) if self.hint else self.task]
 
     def dry_run(self) -> DryRun:
         return fewer(self, self.counts, min_score=0.0)  # any answer will do
 
     def run(self, context: Context) -> dict[str, JSON]:
-        counts, answered, lines = dict.fromkeys(KINDS, 0), 0, []
-        for group in self.answers(context, self.training_problems()):
-            kept = self.chosen(group, counts)
-            answered += bool(kept)
-            prompt = [m.row() for m in self.task.prompt(group.problem)]
-            lines += [json.dumps({"prompt": prompt, "completion": assistant(r)}) for r in kept]
+        counts, problems = dict.fromkeys(KINDS, 0), self.training_problems()
+        rows, unsolved = self.written(context, self, problems, counts)
+        result: dict[str, JSON] = {**counts, "problems": self.prompts}
+        result["answered"] = self.prompts - len(unsolved)
+        said = [f"answers of {self.model}: {listed(counts)}"]
+        said[0] += f"; {result['answered']:,} of {self.prompts:,} problems have one"
+        if self.labels:
+            result["good"] = sum(bool(row["label"]) for row in rows)
+            said[0] += f"; {result['good']:,} are good"
+        if self.hint:
+            hinted = replace(self, task=Hinted(self.task, self.hint), hint="")
+            counts = dict.fromkeys(KINDS, 0)
+            more, _ = self.written(context, hinted, [p for p in unsolved if p.answer], counts)
+            rows += more
+            result["hinted"] = dict(counts)
+            said.append(f"to the {len(unsolved):,} others with a hint: {listed(counts)}")
         none = f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples"
-        require(bool(lines), none)
-        context.write_lines(self.name, lines, "data.jsonl")
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        said += f"; {answered:,} of {self.prompts:,} problems have one"
-        context.announce(self.name, [f"answers of {self.model}: {said}"])
-        return {**counts, "problems": self.prompts, "answered": answered}
+        require(bool(rows), none)
+        context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
+        context.announce(self.name, said)
+        return result
+
+    def written(
+        self,
+        context: Context,
+        asked: SampleStage,
+        problems: Sequence[Problem],
+        counts: dict[str, int],
+    ) -> tuple[list[dict[str, JSON]], list[Problem]]:
+        """Rows of what is kept of the answers to `problems` as another stage asks them, with this one's prompts; and the problems of
+        which nothing is."""
+        rows: list[dict[str, JSON]] = []
+        unsolved: list[Problem] = []
+        for group in asked.answers(context, problems):
+            kept = self.chosen(group, counts)
+            unsolved += [] if kept else [group.problem]
+            prompt = [m.row() for m in self.task.prompt(group.problem)]
+            for rollout in kept:
+                label = {"label": self.good(rollout)} if self.labels else {}
+                rows.append({"prompt": prompt, "completion": assistant(rollout), **label})
+        return rows, unsolved
+
+    def good(self, rollout: Rollout) -> bool:
+        return rollout.score.value is not None and rollout.score.value >= self.min_score
 
     def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers of a problem that are kept; what becomes of the others is counted."""
@@ -56,10 +106,15 @@ class SampleStage(AskingStage):
         counts["truncated"] += len(group.rollouts) - len(whole)
         scored = [r for r in whole if r.score.value is not None]
         counts["failed"] += len(whole) - len(scored)
-        good = [r for r in scored if r.score.value is not None and r.score.value >= self.min_score]
-        counts["rejected"] += len(scored) - len(good)
-        best = sorted(good, key=lambda r: -(r.score.value or 0.0))
-        kept = list({r.response: r for r in best}.values())[: self.keep]
-        counts["repeated"] += len(good) - len(kept)
+        usable = [r for r in scored if self.labels or self.good(r)]
+        counts["rejected"] += len(scored) - len(usable)
+        best = sorted(usable, key=lambda r: -(r.score.value or 0.0))
+        different = list({r.response: r for r in best}.values())
+        kept = different if self.labels else different[: self.keep]
+        counts["repeated"] += len(usable) - len(kept)
         counts["written"] += len(kept)
         return kept
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "none"

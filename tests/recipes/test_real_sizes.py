@@ -11,16 +11,24 @@ import pytest
 from lexicon_for_tests import WordLexicon
 from scripts_for_tests import load_script
 
-from posttrain import config
+from posttrain import cli, config
+from posttrain.algorithms.kto import KTO
 from posttrain.errors import UserError
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.recipes.dpo import dpo
 from posttrain.recipes.instructgpt import instructgpt
+from posttrain.recipes.iterative_dpo import iterative_dpo
+from posttrain.recipes.kto import kto
 from posttrain.recipes.r1 import r1
 from posttrain.recipes.r1_zero import r1_zero
 from posttrain.stages._material import Data
+from posttrain.stages.base import PRINTABLE
+from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment
+from posttrain.tasks.prompts import Prompts
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -148,3 +156,54 @@ def test_both_sizes_of_r1_have_the_same_stages() -> None:
     assert sum(source.weight for source in large["mixture"].data) == pytest.approx(1)
     assert [slow[stage].optimizer.lr for stage in ("reasoning", "final")] == [1e-6, 1e-6]
     assert slow["mixture"].optimizer == large["mixture"].optimizer, "lr is that of RL"
+
+
+def test_kto_learns_from_feedback_of_both_sizes() -> None:
+    assert [s.name for s in kto().stages] == ["pretrain", "sft", "feedback", "kto", "versus_sft"]
+    (stage,) = kto(model="m", data="d", beta=0.2, undesirable=2.0).stages
+    assert isinstance(stage, PreferenceStage) and stage.algorithm == KTO(beta=0.2, undesirable=2.0)
+    assert stage.held_out == 0.25 and stage.data == ("d",)
+    with pytest.raises(UserError, match="kto: model and data, a file of feedback, go together"):
+        kto(data="d")
+
+
+def test_iterative_dpo_ranks_answers_by_a_reward_or_a_reward_model() -> None:
+    toy = [s.name for s in iterative_dpo(rounds=2).stages]
+    assert toy[:3] == ["pretrain", "sft", "comparisons_1"] and toy[-1] == "best"
+    made = by_name(iterative_dpo(model="m", data="p.jsonl", reward="length", rounds=2, prompts=50))
+    assert list(made) == ["comparisons_1", "dpo_1", "versus_sft_1", "comparisons_2", "dpo_2", "versus_sft_2", "best"]
+    assert (made["comparisons_1"].model, made["comparisons_2"].model, made["comparisons_2"].skip) == ("m", "dpo_1", 50)
+    assert made["dpo_2"].model == "dpo_1" and made["versus_sft_2"].against == "m"
+    assert made["comparisons_1"].task == made["versus_sft_1"].task == Prompts("p.jsonl", reward="length", held_out=0.1)
+    judged = by_name(iterative_dpo(model="m", data="p.jsonl", reward_model="r", rounds=1))
+    assert judged["comparisons_1"].reward_model == judged["versus_sft_1"].reward_model == "r"
+    for given, said in (
+        ({"model": "m"}, "give prompts as data"),
+        ({"model": "m", "data": "p"}, "reward or reward_model, one of them"),
+        ({"model": "m", "data": "p", "reward": "length", "reward_model": "r"}, "one of them"),
+        ({"data": "p"}, "give one as model"),
+    ):
+        with pytest.raises(UserError, match=f"iterative_dpo: .*{said}"):
+            iterative_dpo(**given)
+
+
+def test_iterative_dpo_runs_with_prompts_of_ones_own(tmp_path: Path) -> None:
+    """Two rounds from the command line with a tiny random model and a shipped reward; the best round is what it leaves."""
+    tokenizer = character_tokenizer(PRINTABLE)
+    model = save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "model")
+    rows = [{"prompt": f"say {n}"} for n in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        f"model={model}",
+        f"data={tmp_path}/prompts.jsonl",
+        "reward=length",
+        "rounds=2",
+        "prompts=12",
+        "steps=1",
+        "tokens=150",
+    ]
+    more = ["samples=3", "problems=4", "lr=1e-4", "threads=1", f"out={tmp_path}/run"]
+    assert cli.main(["run", "iterative_dpo", *words, *more]) == 0
+    stages = {p.name for p in (tmp_path / "run" / "stages").iterdir()}
+    assert {"comparisons_2", "dpo_2", "versus_sft_2", "best"} <= stages
+    assert "win_rate" in json.loads((tmp_path / "run" / "stages" / "versus_sft_1" / "result.json").read_text())

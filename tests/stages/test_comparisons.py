@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,12 +11,17 @@ from material_for_tests import group, rollout, segment
 
 from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
+from posttrain.models.load import stop_ids
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
+from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, data_place, run_stages
+from posttrain.stages.base import PRINTABLE, Context, data_place, run_stages
 from posttrain.stages.comparisons import KINDS, ComparisonsStage
+from posttrain.tasks.prompts import Prompts
 from posttrain.tasks.reviews import Reviews
+from posttrain.train.rating import last_scores
 from posttrain.types import Rollout, Sampling, Segment
 
 
@@ -42,6 +48,40 @@ def test_without_noise_the_better_one_always_comes_first() -> None:
     three = [said("a", 0.1), said("b", 0.9), said("c", 0.5)]
     for coin in range(50):
         assert [r.response for r in stage(noise=0.0).ordered(three, coin)] == ["b", "c", "a"]
+
+
+def test_without_noise_answers_that_score_the_same_share_a_place() -> None:
+    counts, exact = dict.fromkeys(KINDS, 0), stage(noise=0.0, samples=3)
+    assert exact.row(group([said("a", 0.5), said("b", 0.5), said("c", 0.5)]), 0, counts) is None and counts["equal"] == 1
+    row = exact.row(group([said("a", 0.1), said("b", 0.5), said("c", 0.5)]), 0, counts)
+    assert row is not None and row["ranking"] == [1, 1, 3]
+    tied = stage(samples=3).row(group([said("a", 0.5), said("b", 0.5)]), 0, counts)
+    assert tied is not None and tied["ranking"] == [1, 2], "an annotator who errs prefers one"
+
+
+def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:
+    """Of a task that scores nothing by itself; by what the model gives each whole conversation."""
+    write = (tmp_path / "prompts.jsonl").write_text
+    write("".join(json.dumps({"prompt": f"{letter} film:"}) + "\n" for letter in "abcdefgh"))
+    tokenizer = character_tokenizer(PRINTABLE)
+    model = tiny_model(tokenizer, "nano", 1)
+    scorer = from_policy(wrap_model(model, tokenizer, stop_ids(model, tokenizer)), zero=False, seed=1)
+    judge = str(save(scorer.model, tokenizer, tmp_path / "judge"))
+    task = Prompts(str(tmp_path / "prompts.jsonl"), held_out=0)
+    settings = {"prompts": 8, "noise": 0.0, "sampling": Sampling(400, min_new_tokens=2)}
+    with pytest.raises(UserError, match="give it a reward .task.reward., or name a reward_model or a judge"):
+        ComparisonsStage(name="c", model="tiny:nano", task=task, **settings)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="a reward_model, a judge or people decide, not two of them"):
+        ComparisonsStage(name="c", model="m", task=task, reward_model="r", annotator="people")
+    made = ComparisonsStage(name="c", model="tiny:nano", task=task, reward_model=judge, **settings)  # type: ignore[arg-type]
+    assert made.named_scorers() == {"reward_model": (judge,)}
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        rows = list(made.rows(Context(writer, seed=3, say=False), dict.fromkeys(KINDS, 0)))
+    assert len(rows) > 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    units = read_preferences(tmp_path / "rows.jsonl", tokenizer, 900).units
+    scores = last_scores(scorer, [example.ids for unit in units for example in unit])
+    assert all(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))
 
 
 def test_what_cannot_be_compared_is_counted_and_left_out() -> None:

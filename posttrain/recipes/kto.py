@@ -1,0 +1,63 @@
+"""Kahneman-Tversky optimisation: single answers that were liked or not train the policy, without pairs and without a reward model."""
+
+from __future__ import annotations
+
+from posttrain.algorithms.kto import KTO
+from posttrain.errors import require
+from posttrain.recipes._reviews import SAMPLING, TASK, beginning, versus
+from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.dpo import real
+from posttrain.stages.preference import PreferenceStage
+from posttrain.stages.sample import SampleStage
+from posttrain.train.optimizer import Optimization
+
+LIKED = 0.6  # the score from which on the simulated annotator likes a review
+
+
+def kto(
+    size: str = "nano",
+    beta: float | None = None,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
+    steps: int | None = None,
+    model: str = "",
+    data: str = "",
+    lr: float | None = None,
+) -> Recipe:
+    """Ethayarajh et al. 2024, on tiny reviews, one for each prompt, and feedback of a simulated annotator (the rules of
+    tasks/reviews.py) that likes each or does not, with a toy model. `desirable` and `undesirable` weigh the two: where one kind is
+    rarer, the paper weighs it more.
+
+    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of rows with prompt, completion and label, or of
+    pairs) a real model learns from this feedback, and is measured on a quarter of the prompts, which are kept apart.
+    """
+    require(bool(model) == bool(data), "kto: model and data, a file of feedback, go together")
+    settings = {"desirable": desirable, "undesirable": undesirable}
+    if model:
+        algorithm = KTO(beta=given(beta, 0.1), **settings)
+        stage = real("kto", model, data, algorithm, given(steps, 75), given(lr, 2e-5))
+        again = f"posttrain run kto model={model} data={data} beta=0.3"
+        return Recipe((stage,), next_command=again)
+    stages = [
+        *beginning(size),
+        SampleStage(
+            name="feedback",
+            model="sft",
+            task=TASK,
+            prompts=2500,
+            samples=1,
+            labels=True,
+            min_score=LIKED,
+            sampling=SAMPLING,
+        ),
+        PreferenceStage(
+            name="kto",
+            model="sft",
+            data=("feedback",),
+            steps=given(steps, 150),
+            algorithm=KTO(beta=given(beta, 0.3), **settings),
+            optimizer=Optimization(lr=given(lr, 1e-4), warmup=10, schedule="cosine"),
+        ),
+        versus("versus_sft", "kto"),
+    ]
+    return Recipe(tuple(stages), next_command="posttrain run kto beta=0.1")

@@ -1,0 +1,58 @@
+"""STaR: a model learns from its own right answers, and from those that it could give with the right answer as a hint."""
+
+from __future__ import annotations
+
+from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes.base import Recipe, repeat
+from posttrain.stages._material import Data
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.sample import SampleStage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.hinted import Hinted
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+HINT = "{answer}="  # 47+85= becomes 47+85=132=
+PROMPTS = 1000  # a round
+
+
+def star(
+    size: str = "nano", rounds: int = 3, steps: int = 150, samples: int = 1, hint: bool = True
+) -> Recipe:
+    """Zelikman et al. 2022, on three-digit sums, on a CPU. In each round the present model answers fresh problems; those that it fails
+    it answers again with the right answer in the prompt (hint=false leaves them out). What is right then trains the first model anew,
+    on prompts without the answer. The first model has seen both kinds of prompts, of sums that do not carry into a third digit.
+    """
+    task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
+    hinted = tuple(Data(task=Hinted(d.task, HINT), counts=d.counts) for d in SUMS if d.task)
+    last = f"train_{rounds}"
+    stages = [
+        imitating(size, *SUMS, *hinted),
+        EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
+        *repeat(
+            [
+                SampleStage(
+                    name="sample",
+                    model="previous train",
+                    task=task,
+                    prompts=PROMPTS,
+                    samples=samples,
+                    hint=HINT if hint else "",
+                    sampling=Sampling(40),
+                ),
+                SFTStage(
+                    name="train",
+                    model="sft",
+                    data=(Data(file="sample"),),
+                    steps=steps,
+                    optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+                ),
+            ],
+            rounds,
+            first={"train": "sft"},
+            advance={"sample.skip": PROMPTS},
+        ),
+        EvaluateStage(name="after", model=last, task=task, problems=1000, sampling=greedy),
+    ]
+    return Recipe(tuple(stages), "before", "after", "posttrain run star hint=false")

@@ -1,0 +1,37 @@
+"""Any single-turn task with the right answer as a hint in its prompt: what STaR calls rationalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from posttrain.errors import require
+from posttrain.tasks._nested import Nested
+from posttrain.tasks.base import Task
+from posttrain.types import Message, Problem
+
+ANSWER = "{answer}"
+
+
+@dataclass(frozen=True)
+class Hinted(Nested):
+    """Problems and scores are those of `task`. Its prompt ends in `hint`, in which {answer} stands for the problem's answer; that of a
+    problem without an answer stays as it is."""
+
+    task: Task
+    hint: str = "\n\n(The answer is {answer}. Work it out step by step.)"
+
+    def __post_init__(self) -> None:
+        require(ANSWER in self.hint, f"hinted: a hint has {ANSWER} in it, unlike {self.hint!r}")
+        own = type(self.task).run is not Task.run
+        require(not own, "hinted: the task has episodes of its own; give one of a single turn")
+
+    @property
+    def alphabet(self) -> str | None:
+        """Every character that its text can have, where the task says its own."""
+        own = getattr(self.task, "alphabet", None)
+        return None if own is None else own + self.hint.replace(ANSWER, "")
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        *before, last = self.task.prompt(problem)
+        hint = self.hint.replace(ANSWER, problem.answer) if problem.answer else ""
+        return (*before, replace(last, content=f"{last.content}{hint}"))
