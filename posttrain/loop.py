@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from posttrain.collect import Collected
 from posttrain.engine.random import derive
 from posttrain.errors import (
     Checked,
+    Count,
     Interrupted,
     Interval,
     NotNegative,
@@ -87,14 +89,28 @@ class Interrupt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stop(Checked):
+    """Where a training stage ends before its steps are done, and the pipeline goes on with the next one; 0: nowhere."""
+
+    apart: ClassVar[bool] = True  # its keys need their path: rl.kl is the algorithm's
+    where: ClassVar[str] = "stop: "
+
+    kl: NotNegative = 0.0  # nats a response from the reference
+    kl_steps: Count = 3  # steps in a row above `kl`: one alone may be an outlier of the estimate
+    # measurements in a row without a better held-out score
+    plateau: Whole = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopSchedule(Checked):
-    """How long and how often; 0 is never. `seconds` ends the stage early."""
+    """How long and how often; 0 is never. `seconds` and `stop` end the stage early."""
 
     steps: Whole
     evaluate_every: Interval = 0
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
     seconds: NotNegative = 0.0
+    stop: Stop = field(default_factory=Stop)
 
 
 # called after each step with the loop and the row of its figures; where it returns False, the step was the last
@@ -125,7 +141,9 @@ class Loop:
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far
     state: State = field(default_factory=dict)  # the algorithm's
-    ended: bool = False  # `on_step` asked for no further step
+    ended: bool = False  # `on_step` or `stop` asked for no further step
+    above_kl: int = 0  # steps in a row above `stop.kl`
+    stopped: str = ""  # why `stop` ended the stage
     identities: dict[str, JSON] | None = None  # derived: of the frozen models
     world: World = field(default_factory=current)
     stage_monitor: StageMonitor = field(init=False)
@@ -139,8 +157,9 @@ class Loop:
         """Train from the newest good checkpoint, or from the start, to the end."""
         schedule, events = self.schedule, self.writer.events
         measured = schedule.evaluate_every > 0 and self.evaluate is not None
-        none = f"{self.stage}: keep=best needs held-out scores, and nothing is held out"
-        require(measured or not self.keep_best, f"{none}; hold something out, or use keep=last")
+        wanted = "keep=best" if self.keep_best else "stop.plateau" if schedule.stop.plateau else ""
+        none = f"{self.stage}: {wanted} needs held-out scores, and nothing is held out"
+        require(measured or not wanted, f"{none}; hold something out, or leave {wanted} out")
         self.state = self.trainer.algorithm.start()
         self.resume()
         with (
@@ -164,8 +183,10 @@ class Loop:
                 figures |= {"seconds/total": seconds, "tokens_per_second": speed}
                 # what is decided from them, all processes decide
                 figures, self.elapsed = self.world.same([figures, self.elapsed + seconds])
+                self.check_kl(figures)
                 if is_due(self.step, schedule.evaluate_every, last=self.finished()):
                     figures |= self.measure()
+                    self.check_plateau()
                 self.report(console, figures)
                 monitor.after(self.step, figures)
                 flags = self.world.gather([self.interrupt.requested, self.ended])
@@ -184,6 +205,29 @@ class Loop:
     def finished(self) -> bool:
         late = self.schedule.seconds > 0 and self.elapsed >= self.schedule.seconds
         return self.step >= self.schedule.steps or late or self.ended
+
+    def check_kl(self, figures: Mapping[str, float]) -> None:
+        """End the stage after enough steps in a row above `stop.kl`; a step without samples counts for nothing."""
+        stop, kl = self.schedule.stop, figures.get("kl/response", math.nan)
+        if stop.kl and not math.isnan(kl):
+            self.above_kl = self.above_kl + 1 if kl > stop.kl else 0
+            if self.above_kl >= stop.kl_steps:
+                self.end_early(f"a KL of {kl:.3g} nats a response (stop.kl={stop.kl:g})")
+
+    def check_plateau(self) -> None:
+        """End the stage where the best held-out score is `stop.plateau` measurements old; without any score, never."""
+        plateau, schedule = self.schedule.stop.plateau, self.schedule
+        if plateau and self.best is not None:
+            since = self.step - self.best.step
+            if since >= plateau * schedule.evaluate_every:
+                best = f"{self.best.figure} {self.best.score:.4g} of step {self.best.step}"
+                self.end_early(f"no better than {best} (stop.plateau={plateau})")
+
+    def end_early(self, why: str) -> None:
+        if not self.finished():
+            self.ended, self.stopped = True, f"step {self.step} of {self.schedule.steps}: {why}"
+            line = f"the stage ends at {self.stopped}"
+            self.writer.events.emit("message", line, stage=self.stage)
 
     def one_step(self) -> dict[str, float]:
         """Collect, fill, prepare and update, finish, write: one step and its figures."""
@@ -316,11 +360,12 @@ class Loop:
         self.writer.events.emit("message", line, stage=self.stage)
 
     def best_figures(self) -> dict[str, JSON]:
-        """The best held-out score, for the stage's result."""
+        """The best held-out score, for the stage's result, and why the stage ended before its steps were done."""
+        found: dict[str, JSON] = {"stopped": self.stopped} if self.stopped else {}
         if self.best is None:
-            return {}
+            return found
         kept = {"kept_step": self.best.step} if self.keep_best else {}
-        return {"best_score": asdict(self.best), **kept}
+        return {**found, "best_score": asdict(self.best), **kept}
 
     def report(self, console: Console, figures: Mapping[str, float]) -> None:
         row = self.writer.metrics(self.stage, self.step, figures)
@@ -376,6 +421,7 @@ class Loop:
             "elapsed": self.elapsed,
             "frozen": self.frozen(),
             "best": None if self.best is None else asdict(self.best),
+            "above_kl": self.above_kl,
             **self.stage_monitor.state(),
         }
         world, sharded = self.world, self.trainer.sharded
@@ -432,6 +478,7 @@ class Loop:
             )
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, state["algorithm"], state["elapsed"]
+        self.above_kl = state.get("above_kl", 0)  # older ones have none
         self.source.restore(state["source"])
         self.best = Best(**state["best"]) if state.get("best") else None  # older ones have none
         if self.keep_best and self.best is not None:

@@ -21,8 +21,8 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.collect import Collected
-from posttrain.errors import GuardStop, UserError
-from posttrain.loop import Interrupt, Loop, LoopSchedule
+from posttrain.errors import GuardStop, Interrupted, UserError
+from posttrain.loop import Interrupt, Loop, LoopSchedule, Stop
 from posttrain.monitor import monitor as module
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.ops.weights import reduction
@@ -528,6 +528,67 @@ def test_keep_best_finds_the_best_that_a_checkpoint_names(tmp_path: Path) -> Non
     short = make(tmp_path / "short", steps=1)
     short.run()
     assert resumed.best_figures()["kept_step"] == 1 and same(weights(resumed), weights(short))
+
+
+def plateau_of(folder: Path, scores: Sequence[float], plateau: int, writer: RunWriter | None = None) -> Loop:
+    loop = best_of(folder, scores, len(scores) - 1, writer=writer)
+    loop.schedule = replace(loop.schedule, stop=Stop(plateau=plateau))
+    return loop
+
+
+def test_a_plateau_of_the_held_out_score_ends_the_stage_with_its_best_step(tmp_path: Path) -> None:
+    """Equal is not better; the end is an end, not an error, and the same after a resume in the middle of the plateau."""
+    scores = (0.1, 0.6, 0.5, 0.6, 0.9, 0.9)
+    whole = plateau_of(tmp_path / "whole", scores, 2)
+    whole.run()
+    why = "step 3 of 5: no better than accuracy/test 0.6 of step 1 (stop.plateau=2)"
+    assert whole.best_figures() == {
+        "stopped": why,
+        "best_score": {"figure": "accuracy/test", "score": 0.6, "step": 1},
+        "kept_step": 1,
+    }
+    texts = [str(e.details.get("text")) for e in Run(tmp_path / "whole" / "run").events()]
+    assert f"the stage ends at {why}" in texts
+    first = plateau_of(tmp_path / "halted", scores, 2)
+    first.on_step = lambda loop, row: setattr(loop.interrupt, "requested", loop.step == 2)
+    with pytest.raises(Interrupted):
+        first.run()
+    first.writer.close()
+    first = plateau_of(tmp_path / "halted", scores, 2, RunWriter.resume(tmp_path / "halted" / "run"))
+    first.run()
+    assert first.best_figures() == whole.best_figures() and same(weights(first), weights(whole))
+
+
+def test_without_a_score_there_is_no_plateau(tmp_path: Path) -> None:
+    loop = plateau_of(tmp_path, (math.nan,) * 5, 1)
+    loop.run()
+    assert loop.step == 4 and loop.best_figures() == {}
+    nothing = make(tmp_path / "none")
+    nothing.schedule = replace(nothing.schedule, stop=Stop(plateau=1))
+    with pytest.raises(UserError, match="rl: stop.plateau needs held-out scores, and nothing is held out"):
+        nothing.run()
+
+
+def test_a_kl_above_the_limit_several_steps_in_a_row_ends_the_stage(tmp_path: Path) -> None:
+    """One step above it does not, and what was counted is in the checkpoint. The last step is measured, as every last step is."""
+    kls = (5.0, 11.0, 4.0, 12.0, math.nan, 13.0, 14.0, 15.0)
+
+    def made(writer: RunWriter | None = None) -> Loop:
+        loop = make(tmp_path, steps=8, writer=writer, evaluate=lambda: {"accuracy/test": 0.5})
+        loop.schedule = replace(loop.schedule, stop=Stop(kl=10.0, kl_steps=2), evaluate_every=100)
+        plain = loop.one_step
+        loop.one_step = lambda: plain() | {"kl/response": kls[loop.step - 1]}  # type: ignore[method-assign]
+        return loop
+
+    first = made()
+    first.on_step = lambda loop, row: setattr(loop.interrupt, "requested", loop.step == 4)
+    with pytest.raises(Interrupted):
+        first.run()
+    first.writer.close()
+    loop = made(RunWriter.resume(tmp_path / "run"))
+    loop.run()
+    assert loop.stopped == "step 6 of 8: a KL of 13 nats a response (stop.kl=10)"
+    assert "accuracy/test" in Run(tmp_path / "run").metrics("rl")[-1].figures
 
 
 def test_a_checkpoint_of_an_older_version_goes_on(tmp_path: Path) -> None:

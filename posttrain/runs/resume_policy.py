@@ -16,7 +16,7 @@ _HARMLESS = """
     prometheus cluster cluster_spread worker_cpus worker_gpus on_failed_node
 """
 HARMLESS = frozenset(_HARMLESS.split())
-# of which these decide what a stage with keep=best exports
+# of which these decide what a stage with keep=best exports, and where one with stop.plateau ends
 MEASURED = frozenset({"evaluate_every", "evaluate_problems", "evaluate_units"})
 # of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
@@ -65,7 +65,8 @@ def compare(
         # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
         later = was is ABSENT or bool(rest and stage not in begun)
-        chooses = theirs.get(f"{stage}.keep") == "best" and not MEASURED.isdisjoint(parts)
+        measured = theirs.get(f"{stage}.keep") == "best" or theirs.get(f"{stage}.stop.plateau")
+        chooses = measured and not MEASURED.isdisjoint(parts)
         passing = not HARMLESS.isdisjoint(parts) and not chooses
         harmless = later or key in SUMMARY or passing
         old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))

@@ -179,7 +179,9 @@ def _sha256(path: str, size: int, modified: int) -> str:
 def _plain(value: object) -> JSON:
     """Settings as plain data, without those that only say how the work is done. Classes are distinguished by name."""
     if is_dataclass(value) and not isinstance(value, type):
-        neutral = NEUTRAL - MEASURED if getattr(value, "keep", "") == "best" else NEUTRAL
+        plateau = getattr(getattr(value, "stop", None), "plateau", 0)
+        decides = plateau or getattr(value, "keep", "") == "best"
+        neutral = NEUTRAL - MEASURED if decides else NEUTRAL
         names = [f.name for f in fields(value) if f.init and f.name not in neutral]
         tree = {name: _plain(getattr(value, name)) for name in names}
         shipped = type(value).__module__.startswith("posttrain.")

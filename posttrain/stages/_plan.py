@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.loop import Stop
 from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
@@ -70,7 +71,7 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
         changes["evaluate_every"] = NEVER  # then before the first step and after the last
     if stage.steps is None:
         changes["epochs"] = None
-    changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor}
+    changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor, "stop": Stop()}
     small = replace(stage, steps=min(STEPS, stage.steps or STEPS), **changes)
     loops = tuple(f"{stage.name}-{n}" if n else stage.name for n in range(members))
     counted = None if stage.steps else lambda size: stage.counted(size).steps

@@ -106,7 +106,7 @@ class RLStage(ReferenceStage):
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         roles, reward = self.algorithm.roles, self.reward
-        near = "reference" in roles or self.watch_kl
+        near = self.samples_kl()
         if self.sampling.temperature == 0:
             yield f"training needs a temperature above 0, not {self.sampling.temperature}: argmax explores nothing"
         if self.sampling.truncated:
@@ -158,6 +158,9 @@ class RLStage(ReferenceStage):
 
     def measures(self) -> bool:
         return super().measures() and self.evaluate_problems > 0
+
+    def samples_kl(self) -> bool:
+        return "reference" in self.algorithm.roles or self.watch_kl
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.pretraining)]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
-from posttrain.loop import Loop, LoopSchedule, Source
+from posttrain.loop import Loop, LoopSchedule, Source, Stop
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
@@ -61,6 +61,8 @@ class TrainStage(Stage):
     checkpoint_every: Interval = 100
     # export the last step, or that of the best held-out score
     keep: Literal["last", "best"] = "last"
+    # end before `steps` at a KL or at a plateau, and go on with the next stage
+    stop: Stop = field(default_factory=Stop)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     def mistakes(self) -> Iterator[str]:
@@ -69,6 +71,10 @@ class TrainStage(Stage):
             yield f"{name} learns from {learns.replace('_', ' ')}; use {STAGES.get(learns, 'another stage')}"
         if self.keep == "best" and not self.measures():
             yield "keep=best needs held-out scores; set evaluate_every above 0 and hold something out"
+        if self.stop.plateau and not self.measures():
+            yield "stop.plateau needs held-out scores; set evaluate_every above 0 and hold something out"
+        if self.stop.kl and not self.samples_kl():
+            yield "stop.kl needs samples and a reference: an rl stage with a beta above 0 or watch_kl"
         builds = ", ".join(self.builds)
         if strange := ", ".join(sorted(self.algorithm.roles - {*self.builds})):
             yield f"{name} asks for the role {strange}, which this stage does not build; it builds {builds}"
@@ -76,6 +82,10 @@ class TrainStage(Stage):
     def measures(self) -> bool:
         """Whether its settings have something held out measured while it trains."""
         return int(getattr(self, "evaluate_every", 0)) > 0
+
+    def samples_kl(self) -> bool:
+        """Whether it has samples and a reference to measure the KL of responses."""
+        return False
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
         return {"model": (self.model,)}
@@ -169,6 +179,7 @@ class TrainStage(Stage):
             evaluate_every=evaluate_every,
             checkpoint_every=self.checkpoint_every,
             seconds=seconds,
+            stop=self.stop,
         )
 
 
@@ -217,11 +228,11 @@ class ReferenceStage(TrainStage):
         if name != "reference":
             return super().make_role(name, context, policy)
         watched = name not in self.algorithm.roles
-        model = self.reference_model(context, policy)
+        model, every_step = self.reference_model(context, policy), bool(self.stop.kl)
         if self.moves:
             how = (self.reference_ema, self.reference_every)
-            return MovingReference(model, policy, *how, watched)
-        return Reference(model, watched)
+            return MovingReference(model, policy, *how, watched, every_step)
+        return Reference(model, watched, every_step)
 
     def reference_model(self, context: Context, policy: Policy) -> Policy:
         if self.shared:

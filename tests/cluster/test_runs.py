@@ -18,6 +18,7 @@ from material_for_tests import widen
 from safetensors.torch import load_file
 
 from posttrain import pipeline
+from posttrain.loop import Stop
 from posttrain.models import scorer
 from posttrain.runs.read import Run
 from posttrain.stages import base
@@ -124,6 +125,26 @@ def test_a_run_is_the_same_in_several_processes(
 ) -> None:
     """In float64: the same ids to the last step, and figures and weights but for rounding."""
     assert_same_run(made(count, go(kind, tmp_path / "run", parallel=parallel)), alone(kind))
+
+
+def test_all_processes_end_a_stage_at_the_same_step_and_keep_the_same_weights(tmp_path: Path) -> None:
+    """A plateau is seen by all of them; the weights of the best step, sharded again, are those of one process."""
+
+    def work(directory: Path) -> Callable[[], str]:
+        def inner() -> str:
+            pipeline.draw = lambda *_: None
+            in_float64()
+            settings = replace(harness.settings("sft", directory), parallel="fsdp")
+            (sft,) = settings.recipe.stages
+            rising = replace(sft.optimizer, lr=0.5, warmup=0, clip_norm=100.0)
+            sft = replace(sft, held_out=0.25, evaluate_every=1, keep="best", stop=Stop(plateau=2), optimizer=rising)
+            return str(pipeline.start(replace(settings, recipe=replace(settings.recipe, stages=(sft,)))))
+
+        return inner
+
+    two, one = (made(count, work(tmp_path / str(count) / "run")) for count in (2, 1))
+    assert_same_run(two, one)
+    assert two.metrics()[-1].step == one.metrics()[-1].step < 6
 
 
 def stop_after(step: int) -> Callable[[Any, Any], None]:

@@ -137,6 +137,27 @@ def test_the_step_of_the_lowest_held_out_loss_is_kept(tmp_path: Path) -> None:
         config.from_config(tree("sft", "x.jsonl", **what), "x")
 
 
+def test_after_a_plateau_the_next_stage_starts_from_the_best_step(tmp_path: Path) -> None:
+    """A rate that is far too high: the loss rises, the stage ends early, and the pipeline goes on."""
+    what = tree("sft", write(tmp_path, 8), held_out=0.25, steps=9, batch=4, evaluate_every=1, keep="best", stop={"plateau": 2})
+    what["stages"][0]["optimizer"] |= {"lr": 0.5, "clip_norm": 100.0}
+    two = {**what["stages"][0], "name": "two", "model": "one", "steps": 1, "keep": "last", "stop": {}}
+    what["stages"].append(two)
+    found = go(tmp_path, what)
+    assert found["steps"] == found["kept_step"] + 2 < 9 and "(stop.plateau=2)" in found["stopped"]
+    start = Run(tmp_path / "run").metrics("two")[0]
+    assert start.step == 0 and start.figures["loss/held_out"] == pytest.approx(found["best_score"]["score"], rel=1e-5)
+
+
+def test_a_stop_that_could_never_come_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^one: stop\.plateau needs held-out scores"):
+        config.from_config(tree("sft", "x.jsonl", stop={"plateau": 2}), "x")
+    with pytest.raises(UserError, match=r"^one: stop\.kl needs samples and a reference"):
+        config.from_config(tree("sft", "x.jsonl", stop={"kl": 10}), "x")
+    with pytest.raises(UserError, match="stop: kl_steps must be at least 1, not 0"):
+        config.from_config(tree("sft", "x.jsonl", stop={"kl_steps": 0}), "x")
+
+
 def test_texts_without_a_prompt_are_held_out_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} is even"}) + "\n" for n in range(0, 20, 2)))

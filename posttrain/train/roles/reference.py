@@ -19,13 +19,16 @@ from posttrain.types import JSON, Batch, Metric
 
 
 class Reference(Role):
-    """Log-probs of the same tokens at the same temperature. A `watched` one serves the metric `kl` alone."""
+    """Log-probs of the same tokens at the same temperature. A `watched` one serves the metric `kl` alone; with `every_step` the KL of
+    whole responses is measured too, in each step."""
 
     name = "reference"
     columns = ("reference_T",)
 
-    def __init__(self, policy: Policy, watched: bool = False):
-        self.policy, self.frozen, self.only_shown = policy, policy.model, watched
+    def __init__(self, policy: Policy, watched: bool = False, every_step: bool = False):
+        self.policy, self.frozen = policy, policy.model
+        self.watched, self.every_step = watched, every_step
+        self.only_shown = watched and not every_step
 
     @staticmethod
     def price(policy: Network, resident: bool) -> float:
@@ -36,11 +39,19 @@ class Reference(Role):
         return {"reference_T": forward(self.policy, piece).logprob_T}
 
     def metrics(self, filled: Batch) -> tuple[Metric, ...]:
-        """KL over the sampled tokens, where no term of the loss uses it."""
-        if not self.only_shown or "reference_T" not in filled.columns:
+        """KL over the sampled tokens, where no term of the loss uses it; and of responses, sum_t log mu - log ref."""
+        if "reference_T" not in filled.columns:
             return ()
+        found = []
         measured_T = filled.mask_T & ~filled.reference_T.isnan()
-        return (Metric("kl", kl_of(filled).where(measured_T, 0.0).sum(), measured_T.sum()),)
+        if self.watched:
+            kl_T = kl_of(filled).where(measured_T, 0.0)
+            found.append(Metric("kl", kl_T.sum(), measured_T.sum()))
+        if self.every_step:
+            k1_T = (filled.behaviour_T - filled.reference_T).where(measured_T, 0.0)
+            responses = torch.unique(filled.sequence_T[measured_T]).numel()
+            found.append(Metric("kl/response", k1_T.sum(), responses))
+        return tuple(found)
 
     def token_arrays(self, batch: Batch) -> Mapping[str, Tensor]:
         return {"kl": kl_of(batch)} if "reference_T" in batch.columns else {}
@@ -55,10 +66,8 @@ class MovingReference(Reference):
     so that the KL bounds how fast the policy moves and not how far it gets. Weights of 16 bits would round a small step away: their
     mean is kept in float32. It is in every checkpoint."""
 
-    def __init__(
-        self, policy: Policy, followed: Policy, ema: float, every: int, watched: bool = False
-    ):
-        super().__init__(policy, watched)
+    def __init__(self, policy: Policy, followed: Policy, ema: float, every: int, *measured: bool):
+        super().__init__(policy, *measured)
         sharded = "a reference that moves cannot follow weights that are spread over processes"
         require(followed.sharded is None, f"{sharded}; use parallel=ddp")
         self.frozen, self.followed, self.ema, self.every = None, followed, ema, every

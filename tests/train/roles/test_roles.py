@@ -35,6 +35,18 @@ def test_a_watched_reference_fills_only_what_is_shown_and_gives_the_kl() -> None
     assert needed.role_metrics(needed.fill(step)) == [], "the algorithm has its own"
 
 
+def test_for_a_stop_at_a_kl_that_of_responses_is_measured_in_every_step() -> None:
+    """Of algorithms that measure it themselves, and of those that only watch it."""
+    for algorithm, watched in ((GRPO(beta=0.0), True), (GRPO(), False)):
+        step = material(algorithm)
+        trainer = Trainer(small_policy(), algorithm, Optimization(), [Reference(shared_policy(1), watched, every_step=True)])
+        filled = trainer.fill(step)
+        found = {metric.name: metric.value for metric in trainer.role_metrics(filled)}
+        k1_T = (step.behaviour_T - filled.reference_T).where(step.mask_T, 0.0)
+        assert found.pop("kl/response") == pytest.approx(float(k1_T.sum()) / step.sequences)
+        assert list(found) == ["kl"] * watched
+
+
 def test_a_watched_reference_measures_the_first_groups_of_a_large_step(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, role = GRPO(beta=0.0), Reference(shared_policy(1), watched=True)
     step = material(algorithm)
