@@ -12,8 +12,12 @@ EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("--task", required=True)
+    parser.add_argument("--against", default="", help="another model: who wins on the same prompts")
     add_json(parser)
-    text = "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device"
+    text = (
+        "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device;"
+    )
+    text += " of a win rate also reward_model, judge, judge.KEY"
     add_settings(parser, text)
 
 
@@ -21,7 +25,8 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.commands.inspect import evaluate
     from posttrain.runs.console import figures_table, show
 
-    found = evaluate(options.model, options.task, options.settings)
+    against = [f"against={options.against}"] if options.against else []
+    found = evaluate(options.model, options.task, [*options.settings, *against])
     if options.json:
         print_json(found.tree(), indent=None)
         return
@@ -31,3 +36,4 @@ def call(options: argparse.Namespace) -> None:
         print_lines(one.notes)
     if found.paired:
         print_lines([f"  {options.model} less {found.models[1].model}: {found.paired}"])
+    print_lines(found.lines)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +26,7 @@ from posttrain.types import JSON, Message, Sampler, Sampling
 
 if TYPE_CHECKING:
     from posttrain.collect import Prompt
+    from posttrain.stages.base import Stage
 
 Options = TypeVar("Options", bound="MachineOptions")
 
@@ -87,17 +90,21 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """One model, or two on the same problems with the paired difference."""
+    """One model, or two on the same problems with the paired difference and who `won`; where a reward model or a judge decides that,
+    this alone, without `models`."""
 
     setting: str  # which problems, and how many samples of each
     models: Sequence[Evaluated]
-    paired: Comparison | None
+    paired: Comparison | None = None
+    won: Mapping[str, JSON] = field(default_factory=dict)
+    lines: Sequence[str] = ()  # of two models, for a person
 
     def tree(self) -> JSON:
         """As `posttrain eval --json` prints it."""
-        tree = dict(self.models[0].figures)
+        tree = {**self.models[0].figures} if self.models else dict(self.won)
         if self.paired:
             tree |= {"against": self.models[1].figures, "paired": asdict(self.paired)}
+            tree["won"] = dict(self.won)
         return encode(tree)
 
 
@@ -119,20 +126,22 @@ def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options
 
 
 def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
-    """Measure a model on a task's held-out problems; with `against`, also another model on the same ones. `save` names a file for the
-    per-problem results."""
+    """Measure a model on a task's held-out problems; with `against`, also another model on the same ones, and which of the two wins: by
+    the task's score or, where one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem results."""
     from posttrain.stages._contamination import made_by, noted
-    from posttrain.stages.base import Stage, worker_pool
+    from posttrain.stages.base import worker_pool
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
+    from posttrain.stages.versus import decided, tally, won_text
 
     pairs = dict(config.pair(argument) for argument in settings)
     options = _options(pairs, EvalOptions, "eval")
-    # a task may need its settings to be made at all, so they go into the tree before it is read
-    inner = [key for key in pairs if key.startswith("task.") and key.count(".") == 1]
-    tree = {"stage": "evaluate", "name": "eval", "model": model, "sampling": {"temperature": 0.0}}
-    tree["task"] = {"name": task} | {key.removeprefix("task."): pairs.pop(key) for key in inner}
-    keys = {f"eval.{key}": value for key, value in pairs.items()}
-    stage = config.override([config.from_tree(tree, Stage, "eval")], keys)[0]
+    if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
+        needs = (
+            f"eval: {judges[0]} decides who wins between two models; name the other: against=MODEL"
+        )
+        require(bool(options.against), needs)
+        return _versus(model, task, pairs, options)
+    stage = _eval_stage("evaluate", model, task, pairs)
     if not isinstance(stage, EvaluateStage):
         raise UserError("eval: model and task cannot be changed by settings")
     stage.task.ready()
@@ -156,11 +165,61 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     if options.save:
         lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
         Path(options.save).write_text(lines, "utf-8")
-    paired = None
-    if options.against:
-        paired = compare(theirs.solved(), ours.solved(), prompts(ours.groups))
     many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each"
-    return EvalReport(many, models, paired)
+    if not options.against:
+        return EvalReport(many, models)
+    asked = prompts(ours.groups)
+    paired = compare(theirs.solved(), ours.solved(), asked)
+    again = [key for key, group in zip(asked, ours.groups, strict=True) for _ in group.rollouts]
+    won = tally(decided(ours.groups, theirs.groups), again)
+    line = f"  by the task's score {won_text(model, options.against, won)}"
+    return EvalReport(many, models, paired, won, [line])
+
+
+def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more: str) -> Stage:
+    """A stage of the command's model and task with the other settings. A task or a judge may need its settings to be made at all, so
+    they go into the tree before it is read."""
+    from posttrain.stages.base import Stage
+
+    tree: dict[str, JSON] = {"stage": kind, "name": "eval", "model": model, **more}
+    tree |= {"sampling": {"temperature": 0.0}, "task": {"name": task}}
+    if isinstance(pairs.get("judge"), str):
+        tree["judge"] = {"model": pairs.pop("judge")}
+    for key in [
+        key for key in pairs if key.count(".") == 1 and key.startswith(("task.", "judge."))
+    ]:
+        group, _, name = key.partition(".")
+        tree.setdefault(group, {})[name] = pairs.pop(key)
+    keys = {f"eval.{key}": value for key, value in pairs.items()}
+    stage: Stage = config.override([config.from_tree(tree, Stage, "eval")], keys)[0]
+    return stage
+
+
+def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions) -> EvalReport:
+    """Who wins by a reward model or a judge: a versus stage in a run directory that is thrown away."""
+    from posttrain.runs.write import RunWriter
+    from posttrain.stages.base import Context, worker_pool
+    from posttrain.stages.versus import VersusStage, won_text
+
+    stage = _eval_stage("versus", model, task, pairs, against=options.against)
+    assert isinstance(stage, VersusStage)
+    device = machine.device(options.device)
+    stage.ready(())
+    stage.check_ready(device)
+    alarms: list[str] = []
+    with (
+        worker_pool([stage]) as workers,
+        tempfile.TemporaryDirectory() as folder,
+        RunWriter(Path(folder)) as writer,
+    ):
+        context = Context(writer, options.seed, device, say=False, workers=workers)
+        context.events.subscribe(lambda e: alarms.append(e.text) if e.kind == "alarm" else None)
+        found = stage.run(context)
+        if options.save:
+            shutil.copy(context.folder(stage.name) / "problems.jsonl", options.save)
+    won = {"model": model, "against": options.against, "task": task, **found}
+    lines = [won_text(model, options.against, found), *(f"  {text}" for text in alarms)]
+    return EvalReport(f"{found['problems']} held-out problems of {task}", [], None, won, lines)
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:

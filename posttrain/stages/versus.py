@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
 import numpy as np
 
-from posttrain.errors import Range, require
+from posttrain.errors import Range, prefixed, require
 from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval
@@ -76,24 +76,13 @@ class VersusStage(AnswerStage):
         texts = [
             (g.problem.question, g.rollouts[0].response, r.rollouts[0].response) for g, r in pairs
         ]
-        verdicts = judge.compare(texts) if judge else [_scored(a, b) for a, b in pairs]
-        found = zip(verdicts, prompts(ours), strict=True)
-        judged = [(SHARES[v.winner], key) for v, key in found if v.winner is not None]
-        won, asked = [share for share, _ in judged], [key for _, key in judged]
-        require(len(won) > 1, f"{self.name}: hardly any answer could be judged")
-        rate, kl = win_rate(won, asked), None
+        verdicts = judge.compare(texts) if judge else decided(ours, theirs)
+        with prefixed(self.name):
+            result = tally(verdicts, prompts(ours))
+        rate, kl = Interval(*result["win_rate"]), None
         if kl_known(self.sampling) and alike:
             kl = kl_to(ours, policies[1], self.sampling).value
-        result: dict[str, JSON] = {
-            "problems": len(won),
-            "prompts": len(set(asked)),
-            "unjudged": len(verdicts) - len(won),
-            "win_rate": rate.row(),
-            "ties": won.count(0.5),
-            "reward": _reward(ours),
-            "reward_against": _reward(theirs),
-            "kl": kl,
-        }
+        result |= {"reward": _reward(ours), "reward_against": _reward(theirs), "kl": kl}
         if usage is not None:
             # ties by the order alone
             swayed = sum(v.winner == "tie" and not v.agreed for v in verdicts)
@@ -103,8 +92,7 @@ class VersusStage(AnswerStage):
             result[f"perplexity{name}"] = perplexity(policy, text, context.seed)
         lines = (_line(a, b, v) for (a, b), v in zip(pairs, verdicts, strict=True))
         context.write_lines(self.name, map(json.dumps, lines))
-        said = f"{self.model} wins {rate} of {len(won)} against {self.against}"
-        said += f" ({result['unjudged']} more could not be judged)" if result["unjudged"] else ""
+        said = won_text(self.model, self.against, result)
         said += "" if kl is None else f", at a KL of {kl:.2f} nats"
         context.announce(self.name, [said])
         if alike:  # else their tokens cannot be compared
@@ -169,12 +157,44 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
     return {name: text for name, text in seen.items() if text}
 
 
-def _scored(ours: Group, theirs: Group) -> Verdict:
-    """The verdict of scores; None where one of the two has none."""
-    if not ours.rewards or not theirs.rewards:
+def decided(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Verdict]:
+    """The verdict of scores on each pair of samples, problem by problem; None where one of the two has none."""
+    groups = zip(ours, theirs, strict=True)
+    return [
+        _scored(one.score.value, other.score.value)
+        for mine, other_group in groups
+        for one, other in zip(mine.rollouts, other_group.rollouts, strict=True)
+    ]
+
+
+def _scored(ours: float | None, theirs: float | None) -> Verdict:
+    if ours is None or theirs is None:
         return Verdict(None)
-    difference = ours.rewards[0] - theirs.rewards[0]
-    return Verdict("tie" if difference == 0 else "A" if difference > 0 else "B")
+    return Verdict("tie" if ours == theirs else "A" if ours > theirs else "B")
+
+
+def tally(verdicts: Sequence[Verdict], asked: Sequence[Hashable]) -> dict[str, JSON]:
+    """How often the first wins: of the verdicts that were given, each on an answer to the prompt with this key."""
+    found = zip(verdicts, asked, strict=True)
+    judged = [(SHARES[v.winner], key) for v, key in found if v.winner is not None]
+    won, keys = [share for share, _ in judged], [key for _, key in judged]
+    require(len(won) > 1, "hardly any answer could be judged")
+    return {
+        "problems": len(won),
+        "prompts": len(set(keys)),
+        "unjudged": len(verdicts) - len(won),
+        "win_rate": win_rate(won, keys).row(),
+        "ties": won.count(0.5),
+    }
+
+
+def won_text(model: str, against: str, found: Mapping[str, JSON]) -> str:
+    """What `tally` found, in words."""
+    prompts = f" to {found['prompts']} prompts" if found["prompts"] < found["problems"] else ""
+    said = f"{model} wins {Interval(*found['win_rate'])} of {found['problems']} answers{prompts} against {against}"
+    more = [f"{found['ties']} ties"] if found["ties"] else []
+    more += [f"{found['unjudged']} more could not be judged"] if found["unjudged"] else []
+    return f"{said} ({', '.join(more)})" if more else said
 
 
 def _reward(groups: Sequence[Group]) -> list[float] | None:

@@ -16,6 +16,7 @@ from posttrain import cli, config, pipeline
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
+from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.runs.read import Run
@@ -30,6 +31,8 @@ from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import ALPHABET, Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Sampling, Score
+from tests.rewards.test_judge import serve  # noqa: F401  a fixture
+from tests.stages.test_judges import longer
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,48 @@ def test_eval_prints_a_table_json_and_a_paired_difference(tmp_path: Path, capsys
     assert {"kl", "perplexity", "avg_at", "majority_at", "against", "paired"} <= set(found)
     assert found["paired"]["wins"] + found["paired"]["losses"] + found["paired"]["ties"] == 6
     assert abs(found["against"]["kl"][0]) < 1e-4, "the other one is the reference itself"
+    assert (found["won"]["problems"], found["won"]["prompts"]) == (24, 6) and 0 <= found["won"]["win_rate"][0] <= 1
+    assert "by the task's score" in shown and "of 24 answers to 6 prompts against" in shown
+
+
+def test_eval_lets_a_judge_or_a_reward_model_decide_who_wins(
+    serve: Any,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The judge, asked in both orders, prefers the longer answer; what it found is in the saved rows."""
+    model(0, tmp_path / "one")
+    other = model(1, tmp_path / "two")
+    _, endpoint = serve(longer)
+    asked = [
+        "eval",
+        str(tmp_path / "one"),
+        "--task",
+        "arithmetic",
+        "problems=8",
+        "max_new_tokens=9",
+        "sampling.temperature=1.0",
+        "--json",
+    ]
+    judge = ["judge=m", f"judge.url={endpoint.url}"]
+    assert cli.main([*asked, *judge]) == 2
+    assert "judge decides who wins between two models; name the other" in capsys.readouterr().err
+    asked += ["--against", str(tmp_path / "two"), f"save={tmp_path / 'rows.jsonl'}"]
+    assert cli.main([*asked, *judge]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    lengths = [[len(text) for text in row["responses"]] for row in rows]
+    assert [row["won"] for row in rows] == [0.5 if a == b else float(a > b) for a, b in lengths]
+    assert found["problems"] == 8 and found["win_rate"][0] == sum(row["won"] for row in rows) / 8
+    assert found["usage"]["requests"] > 16, "both orders"
+    scorer = from_policy(other, zero=False, seed=1)
+    save(scorer.model, other.tokenizer, tmp_path / "scorer")
+    assert cli.main([*asked, f"reward_model={tmp_path / 'scorer'}"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert found["win_rate"][0] == sum(a > b for a, b in (row["values"] for row in rows)) / 8
+    assert cli.main([*asked, f"reward_model={tmp_path / 'scorer'}", "samples=2"]) == 2
+    assert "samples" in capsys.readouterr().err
 
 
 def test_eval_of_a_task_that_needs_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

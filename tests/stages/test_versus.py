@@ -21,7 +21,7 @@ from posttrain.stages._material import Data
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.sft import SFTStage
-from posttrain.stages.versus import VersusStage, _scored, win_rate
+from posttrain.stages.versus import VersusStage, decided, tally, win_rate
 from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Group, Sampling, Score
@@ -33,7 +33,10 @@ def scored(value: float | None) -> Group:
 
 def test_wins_ties_and_failures() -> None:
     pairs = ((1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (None, 1.0), (1.0, None))
-    assert [_scored(scored(a), scored(b)).winner for a, b in pairs] == ["A", "B", "tie", None, None]
+    verdicts = decided([scored(a) for a, _ in pairs], [scored(b) for _, b in pairs])
+    assert [verdict.winner for verdict in verdicts] == ["A", "B", "tie", None, None]
+    with pytest.raises(UserError, match="hardly any answer could be judged"):
+        tally(verdicts[3:], ["a", "b"])
 
 
 def test_the_interval_of_a_win_rate_by_hand() -> None:
