@@ -46,6 +46,11 @@ class Message:
         return {"role": self.role, "content": self.content, **self.more}
 
 
+COUNTED = (
+    "counted"  # of a problem's facts: how many things each named part of a score is a share of
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A question with what is needed to score an answer. `id` is unique in its task: groups form by it, never by text."""

@@ -196,7 +196,7 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
 
 
 def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions) -> EvalReport:
-    """Who wins by a reward model or a judge: a versus stage in a run directory that is thrown away."""
+    """Who wins by a reward model or a judge: a versus stage in a run directory that is removed."""
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context, worker_pool
     from posttrain.stages.versus import VersusStage, won_text

@@ -223,6 +223,17 @@ def read_split(
     return list(read_jsonl(test_data if test_data and split == "test" else file, lists=True))
 
 
+def read_set(task: str, data: str, dataset: str, files: Sequence[str]) -> list[Row]:
+    """The rows of a set of one part: of the file `data`, or of the one in the folder `data` that is called one of `files`; else
+    those of the hub's `dataset`, whose only split is called train."""
+    if not data:
+        rows = load_hub(dataset, "", "train", "", task)
+        return [(f"{dataset} row {number}", row) for number, row in enumerate(rows)]
+    path = Path(data).expanduser()
+    require(path.exists(), f"{task}: there is no folder or file {data}")
+    return list(read_jsonl(find_file(data, files, task) if path.is_dir() else data, lists=True))
+
+
 def find_file(folder: str, stems: Sequence[str], task: str) -> str:
     """The first file in `folder` that is called one of `stems`, with any of the known endings."""
     names = [f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]

@@ -10,7 +10,7 @@ from posttrain.errors import require
 from posttrain.evals import statistics
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.rewards.compose import JUDGED
-from posttrain.types import JSON, Group
+from posttrain.types import COUNTED, JSON, Group
 
 Row = Mapping[str, JSON]  # what is saved of one problem
 Pair = tuple[Row, Row]
@@ -97,13 +97,19 @@ class Evaluation:
         return sum(lengths) / max(1, len(lengths))
 
     def part(self, name: str) -> Interval | None:
-        """One named part of the score, such as format, averaged over problems."""
+        """One named part of the score, such as format, averaged over problems or, where it is a share of several things of each
+        (IFEval's instructions), over these."""
         parts = [[r.score.parts for r in group.rollouts] for group in self.groups]
-        return self._averaged([[own[name] for own in ps if name in own] for ps in parts])
+        values = [[own[name] for own in ps if name in own] for ps in parts]
+        counts = [int(g.problem.facts.get(COUNTED, {}).get(name, 1)) for g in self.groups]
+        return self._averaged(values, counts)
 
-    def _averaged(self, values: Sequence[Sequence[float]]) -> Interval | None:
-        """The mean over problems of the mean of each one's values; None where none has any."""
-        kept = [(own, key) for own, key in zip(values, prompts(self.groups), strict=True) if own]
+    def _averaged(
+        self, values: Sequence[Sequence[float]], counts: Sequence[int] | None = None
+    ) -> Interval | None:
+        """The mean over problems of the mean of each one's values, which counts once or `counts` times; None where none has any."""
+        keyed = zip(values, prompts(self.groups), counts or [1] * self.problems, strict=True)
+        kept = [(own, key) for own, key, count in keyed if own for _ in range(count)]
         own_values, keys = [own for own, _ in kept], [key for _, key in kept]
         return _mean_interval(own_values, keys, statistics.score_interval)
 

@@ -30,6 +30,12 @@ _SCRIPTS += "zh CJK, ja HIRAGANA KATAKANA CJK"
 SCRIPTS = dict.fromkeys(("latin", *PROFILED), ("LATIN",)) | {
     name: tuple(scripts) for name, *scripts in map(str.split, _SCRIPTS.split(","))
 }
+# Those that `written_in` knows besides; languages of one script are told apart by their commonest words.
+_MORE = "bg CYRILLIC, fa ARABIC, ur ARABIC, mr DEVANAGARI, ne DEVANAGARI, bn BENGALI, gu GUJARATI, pa GURMUKHI, "
+_MORE += "kn KANNADA, ta TAMIL, te TELUGU, vi LATIN, fi LATIN, sw LATIN"
+WRITTEN = {name: scripts for name, scripts in SCRIPTS.items() if name != "latin"} | {
+    name: tuple(scripts) for name, *scripts in map(str.split, _MORE.split(","))
+}
 # Common words of reasoning, in the languages of one script that can be distinguished.
 COMMON = {
     "en": """the a an and or but not of to in on at by for with from as is are was were be been has have had do does so then than
@@ -109,6 +115,46 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
     return (sum(s == "LATIN" for _, s in found) - foreign_count) / len(found)
 
 
+def written_in(text: str, target: str) -> bool:
+    """Whether a text as a whole is of a language: most of its letters are of its script and, where others are written in that too, none
+    of them has more of its commonest words there. A text without letters is of any language.
+
+    >>> written_in("Das ist ein Haus.", "de"), written_in("Das ist ein Haus.", "en"), written_in("यह एक घर है", "hi")
+    (True, False, True)
+    >>> written_in("Hii ni nyumba ya watu, lakini si yake.", "sw"), written_in("Тази къща е на хората и не се продава.", "ru")
+    (True, False)
+    """
+    if target not in WRITTEN:
+        raise unknown("language", target, WRITTEN)
+    plain = FORMULA.sub(" ", text[:LIMIT])
+    letters = [script(character) for character in plain if character.isalpha()]
+    if not letters:
+        return True
+    if 2 * sum(own in WRITTEN[target] for own in letters) < len(letters):
+        return False
+    if target in ("zh", "ja"):
+        return 2 * share(text, target) >= 1
+    marks = "".join({c for c in plain if unicodedata.category(c)[0] in "PS"})
+    said = Counter(word.strip(marks).lower() for word in plain.split())
+    rivals = [name for name in _commonest() if WRITTEN[name] == WRITTEN[target]]
+    counts = {name: sum(said[word] for word in _commonest()[name]) for name in rivals}
+    return counts.get(target, 0) >= max(counts.values(), default=0)
+
+
+@lru_cache(maxsize=1)
+def _commonest() -> dict[str, frozenset[str]]:
+    """The commonest words of each language that shares its script with another."""
+    return {name: frozenset(text.split()) for name, text in _table().items()}
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, str]:
+    found: dict[str, str] = json.loads(
+        Path(__file__).with_name("_languages.json").read_text("utf-8")
+    )
+    return found
+
+
 def foreign_words(found: Sequence[str], target: str) -> list[bool]:
     """Whether each word of a sentence, with its neighbours, is likelier in another language of the Latin script than in the target, of
     which one of them must be a common word: names and terms alone are no evidence."""
@@ -164,8 +210,7 @@ class Profile:
 
 @lru_cache(maxsize=1)
 def _profiles() -> tuple[Profile, ...]:
-    table = json.loads(Path(__file__).with_name("_languages.json").read_text("utf-8"))
-    return tuple(Profile.of(table[name].split()) for name in PROFILED)
+    return tuple(Profile.of(_table()[name].split()) for name in PROFILED)
 
 
 @lru_cache(maxsize=64)

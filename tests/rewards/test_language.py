@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.rewards.language import PROFILED, WORDS, language, share
+from posttrain.rewards.language import PROFILED, WORDS, language, share, written_in
 
 
 @pytest.mark.parametrize(
@@ -185,3 +185,46 @@ def test_chinese_is_not_japanese_nor_the_reverse() -> None:
 
 def test_latin_as_a_target_is_any_language_of_the_script() -> None:
     assert share("makes dann macht", "latin") == 1.0
+
+
+TEXTS = {
+    "ar": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق، وهم قد وهبوا عقلا، وعليهم أن يعامل بعضهم بعضا على هذا.",
+    "bg": "Всички хора се раждат свободни и равни по достойнство и права. Те са надарени с разум и трябва да се отнасят като братя.",
+    "bn": "সমস্ত মানুষ স্বাধীনভাবে সমান মর্যাদা এবং অধিকার নিয়ে জন্মগ্রহণ করে।",
+    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft begabt.",
+    "en": "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience.",
+    "es": "Todos los seres humanos nacen libres e iguales en dignidad y derechos y, dotados como están de razón, deben ser así.",
+    "fa": "تمام افراد بشر آزاد به دنیا می آیند و از لحاظ حیثیت و حقوق با هم برابر هستند و این برای آن است که با هم رفتار کنند.",
+    "fi": "Kaikki ihmiset syntyvät vapaina ja tasavertaisina. Heille on annettu järki, ja se on hyvä, mutta se ei riitä.",
+    "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et doivent agir ainsi.",
+    "gu": "પ્રતિષ્ઠા અને અધિકારોની દૃષ્ટિએ સર્વ માનવો જન્મથી સ્વતંત્ર અને સમાન હોય છે.",
+    "hi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्म से स्वतंत्रता और समानता मिली है। उन्हें बुद्धि की देन भी है।",
+    "it": "Tutti gli esseri umani nascono liberi ed eguali in dignità e diritti. Essi sono dotati di ragione e devono agire così.",
+    "kn": "ಎಲ್ಲಾ ಮಾನವರೂ ಸ್ವತಂತ್ರರಾಗಿಯೇ ಜನಿಸಿದ್ದಾರೆ.",
+    "ko": "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다.",
+    "mr": "सर्व मानवी व्यक्ती जन्मतः स्वतंत्र आहेत आणि त्यांना समान प्रतिष्ठा आहे. पण हे खूप मोठे आहे.",
+    "ne": "सबै व्यक्तिहरू जन्मजात स्वतन्त्र हुन् र तिनीहरूको समान अधिकार छ। यो पनि राम्रो कुरा हो, तर धेरै छैन।",
+    "pa": "ਸਾਰਾ ਮਨੁੱਖੀ ਪਰਿਵਾਰ ਆਪਣੀ ਮਹਿਮਾ ਅਤੇ ਹੱਕਾਂ ਦੇ ਪੱਖੋਂ ਜਨਮ ਤੋਂ ਹੀ ਆਜ਼ਾਦ ਹੈ।",
+    "pt": "Todos os seres humanos nascem livres e iguais em dignidade e em direitos. Dotados de razão, devem agir assim com os outros.",
+    "ru": "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом, и это не все, что у них есть.",
+    "sw": "Watu wote wamezaliwa huru, hadhi na haki zao ni sawa. Wote wamejaliwa akili, hivyo lazima wawe kama ndugu katika dunia.",
+    "ta": "மனிதப் பிறவியினர் சகலரும் சுதந்திரமாகவே பிறக்கின்றனர்.",
+    "te": "ప్రతిపత్తిస్వత్వముల విషయమున మానవులెల్లరును జన్మతః స్వతంత్రులును సమానులును నగుదురు.",
+    "th": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ",
+    "ur": "تمام انسان آزاد اور حقوق و عزت کے اعتبار سے برابر پیدا ہوئے ہیں۔ انہیں ضمیر اور عقل ملی ہے اور یہ ایک نعمت ہے۔",
+    "vi": "Tất cả mọi người sinh ra đều được tự do và bình đẳng. Mọi người đều có lý trí và cần phải đối xử với nhau như anh em.",
+}
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_text_is_written_in_its_own_language_alone(language: str) -> None:
+    assert [name for name in TEXTS if written_in(TEXTS[language], name)] == [language]
+    capital = TEXTS[language].upper()
+    assert written_in(capital, language)
+
+
+def test_a_text_without_letters_is_of_any_language_and_an_unknown_one_is_refused() -> None:
+    assert written_in("12 + 3 = 15", "sw") and written_in("", "en")
+    assert written_in("这是一个问题", "zh") and not written_in("これは問題です", "zh") and written_in("これは問題です", "ja")
+    with pytest.raises(UserError, match="unknown language 'tlh'"):
+        written_in("", "tlh")

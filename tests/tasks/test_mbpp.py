@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from material_for_tests import rollout, segment
 
 from posttrain.errors import UserError
+from posttrain.evals.evaluate import Evaluation
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._code_data import fenced
 from posttrain.tasks.base import validate
 from posttrain.tasks.mbpp import Mbpp
+from posttrain.types import Group
 
 MBPP = {
     "task_id": 7,
@@ -72,3 +76,32 @@ def test_splits_are_those_of_the_data_set(tmp_path: Path, monkeypatch: pytest.Mo
 def test_broken_records_are_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         Mbpp.make({**MBPP, **change}, "row 0", "train/0")
+
+
+@pytest.mark.parametrize(
+    ("expected", "returned", "same"),
+    [
+        ("(1, 2)", "[1, 2]", False),
+        ("2", "2.0", True),
+        ("1", "True", True),
+        ("0.3", "0.1 + 0.2", False),
+        ("float('nan')", "float('nan')", False),
+        ("{1, 2}", "frozenset([2, 1])", True),
+        ("{1: 2}", "__import__('collections').Counter([1, 1])", True),
+        ("[0, 1]", "range(2)", False),
+    ],
+)
+def test_an_assertion_compares_as_python_does(expected: str, returned: str, same: bool) -> None:
+    """Unlike tests of calls, which allow rounding and either kind of sequence: figures are those of the published harness."""
+    record = {**MBPP, "code": f"def f(x):\n    return {expected}", "test_list": [f"assert f(0) == {expected}"]}
+    problem = Mbpp.make(record, "row 0", "train/0")
+    assert Mbpp().score(problem, fenced(f"def f(x):\n    return {returned}")).solved == same
+
+
+def test_pass_at_k_of_programs() -> None:
+    task, problem = Mbpp(), Mbpp.make(MBPP, "row 0", "train/0")
+    programs = [task.demonstration(problem), fenced("def shared(*args): return (1,)")]
+    scores = [task.score(problem, program) for program in programs]
+    made = [replace(rollout([segment([1], False), segment([2], True)], 0.0), score=score) for score in scores]
+    found = Evaluation((Group(problem, (made[0], made[1], made[1], made[1])),))
+    assert (found.accuracy.value, found.passed(2).value, found.passed(4).value) == (0.25, 0.5, 1.0)
