@@ -58,7 +58,8 @@ def guesser(task: SolverCritic) -> dict[str, Any]:
         agreed = source.random() < 0.5
         right.append(float((first if agreed else last) == problem.answer))
         judged.append(float(agreed == (first == problem.answer)))
-    names = {"solver": share_interval(right).row(), "critic": share_interval(judged).row()}
+    asked = [p.question for p in problems]
+    names = {"solver": share_interval(right, asked).row(), "critic": share_interval(judged, asked).row()}
     return {"random": {"success": names["solver"], "parts": names}, "scripted": {"success": [1.0, 1.0, 1.0]}}
 
 

@@ -26,8 +26,8 @@ def lines(run: Path, stage: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "stages" / stage / "problems.jsonl").read_text().splitlines()]
 
 
-def read(run: Path) -> dict[str, dict[str, list[float]]]:
-    """Of each model, its figures problem by problem."""
+def read(run: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[str]]]:
+    """Of each model, its figures problem by problem; and the prompts of each figure, which may come several times."""
     found: dict[str, dict[str, list[float]]] = {}
     for model in MODELS:
         scores = [row["parts"][0] for row in lines(run, f"{model}_sums")]
@@ -36,21 +36,22 @@ def read(run: Path) -> dict[str, dict[str, list[float]]]:
             pairs = [row["values"] for row in lines(run, f"{model}_general")]
             found[model]["win"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs]
     found["base"]["win"] = [0.5] * len(found["final"]["win"])  # all others are compared with it
-    return found
+    sums, general = ([row["question"] for row in lines(run, f"final_{part}")] for part in ("sums", "general"))
+    return found, {**dict.fromkeys(("format", "answer", "language"), sums), "win": general}
 
 
-def change(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
-    """How far the second is above the first, also in standard errors; these are none where all problems moved alike."""
-    found = compare(first, second).difference
+def change(first: Sequence[float], second: Sequence[float], asked: Sequence[str]) -> dict[str, float]:
+    """How far the second is above the first, also in standard errors over prompts; these are none where all moved alike."""
+    found = compare(first, second, asked).difference
     error = (found.value - found.low) / 1.96  # the upper end may be cut off at 1
     return {"by": found.value, "errors": found.value / error if error > 0 else (0.0 if found.value == 0 else 99.0)}
 
 
-def parts(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def parts(found: dict[str, dict[str, list[float]]], asked: dict[str, list[str]]) -> list[dict[str, Any]]:
     """What each stage has to show, and whether it did."""
 
     def moved(figure: str, before: str, after: str) -> dict[str, float]:
-        return change(found[before][figure], found[after][figure])
+        return change(found[before][figure], found[after][figure], asked[figure])
 
     language = sum(found["reasoning"]["language"]) / len(found["reasoning"]["language"])
     lost = -moved("answer", "reasoning", "mixture")["by"]
@@ -70,9 +71,9 @@ def parts(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 def table(run: Path) -> dict[str, Any]:
     """Of each model its figures, shares with 95% intervals; of each stage its part."""
-    found = read(run)
-    models = {model: {k: share_interval(v).row() for k, v in figures.items()} for model, figures in found.items()}
-    return {"models": models, "stages": parts(found)}
+    found, asked = read(run)
+    models = {model: {k: share_interval(v, asked[k]).row() for k, v in figures.items()} for model, figures in found.items()}
+    return {"models": models, "stages": parts(found, asked)}
 
 
 def told(made: dict[str, Any]) -> list[str]:

@@ -152,27 +152,25 @@ def problems(context: Any, stage: str) -> list[dict[str, Any]]:
 
 
 def paired(context: Any, before: str, after: str) -> dict[str, Any]:
-    """How many more problems are solved after than before, problem by problem."""
-    from posttrain.evals.evaluate import solved_share
-    from posttrain.evals.statistics import compare
+    """How many more problems are solved after than before, problem by problem; a prompt that comes again counts once."""
+    from posttrain.evals.evaluate import compare_rows, same_problems
 
-    first, second = ([solved_share(row) for row in problems(context, stage)] for stage in (before, after))
-    change = compare(first, second).difference
-    return {"difference": [change.value, change.low, change.high], "gained": sum(b > a for a, b in zip(first, second, strict=True)),
-            "lost": sum(b < a for a, b in zip(first, second, strict=True))}  # fmt: skip
+    change = compare_rows(same_problems(problems(context, before), problems(context, after)))
+    assert change is not None
+    return {"difference": change.difference.row(), "gained": change.wins, "lost": change.losses}
 
 
 def lenient(context: Any, stage: str) -> dict[str, list[float]]:
     """Accuracy where the last number counts without a box, and the share of answers with a box: what is form and what is more."""
-    from posttrain.evals.statistics import wilson
+    from posttrain.evals.statistics import share_interval
     from posttrain.tasks.gsm8k import Gsm8k
     from posttrain.types import Problem
 
     task, found = Gsm8k(style="thinking"), problems(context, stage)
-    right = sum(task.score(Problem(r["problem"], r["question"], r["answer"]), r["responses"][0]).solved for r in found)
-    boxed = sum("\\boxed{" in row["responses"][0] for row in found)
-    shares = {"accuracy": wilson(right, len(found)), "boxed": wilson(boxed, len(found))}
-    return {name: [share.value, share.low, share.high] for name, share in shares.items()}
+    right = [task.score(Problem(r["problem"], r["question"], r["answer"]), r["responses"][0]).solved for r in found]
+    boxed = ["\\boxed{" in row["responses"][0] for row in found]
+    asked = [row["question"] for row in found]
+    return {name: share_interval([*map(float, marks)], asked).row() for name, marks in (("accuracy", right), ("boxed", boxed))}
 
 
 def examples(context: Any, stage: str) -> list[dict[str, Any]]:

@@ -62,8 +62,8 @@ MAY_IMPORT = {
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
     "serve": f"{MODELS} engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
-    "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream system.files runs.read runs.layout "
-    "runs.index runs.status "
+    "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.statistics system.files "
+    "runs.read runs.layout runs.index runs.status "
     "runs.lock runs.metrics runs.plot runs.resume_policy",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",

@@ -87,7 +87,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A share with its 95% interval (Wilson)."""
+    """A share with its 95% interval (Wilson) over `count` prompts."""
 
     value: float
     low: float
@@ -289,11 +289,11 @@ class Labels:
         said: dict[str, dict[str, str]] = {}  # annotator, item -> what
         for vote in counted:
             said.setdefault(vote.annotator, {})[vote.item] = _category(vote.choice)
-        sided = [
-            vote.shown.index(vote.choice[0]) == 0
-            for vote in counted
-            if isinstance(vote.choice, list)
-        ]
+        sided: dict[str, list[bool]] = {}  # by prompt
+        for vote in counted:
+            if isinstance(vote.choice, list):
+                first = vote.shown.index(vote.choice[0]) == 0
+                sided.setdefault(str(self.items[vote.item].prompt), []).append(first)
         even = all(len(item.responses) == 2 for item in self.items.values())
         paces = [vote.seconds for vote in counted if vote.seconds > 0]
         return Report(
@@ -307,7 +307,7 @@ class Labels:
                 for a, b in combinations(sorted(said), 2)
             },
             krippendorff=krippendorff_alpha(list(said.values())),
-            first_side=share(sum(sided), len(sided)) if even and sided else None,
+            first_side=share([*sided.values()]) if even and sided else None,
         )
 
 
@@ -367,14 +367,17 @@ def _scores(choices: Sequence[Choice], count: int) -> list[float] | None:
     return [(total - low) / (high - low) if high > low else 0.0 for total in totals]
 
 
-def share(hits: int, count: int) -> Interval:
-    """A share with its 95% interval by Wilson's score.
+def share(marks: Sequence[Sequence[bool]]) -> Interval:
+    """The mean over prompts of the share of each one's marks, with its 95% interval by Wilson's score: several votes on one prompt are
+    one observation, whose variance is at most that of one vote.
 
-    >>> share(8, 10)
+    >>> share([[True]] * 8 + [[False]] * 2)
     Interval(value=0.8, low=0.4901625, high=0.9433178, count=10)
+    >>> share([[True, True]] * 8 + [[False, False]] * 2).count
+    10
     """
-    z = 1.959964
-    value = hits / count
+    z, count = 1.959964, len(marks)
+    value = sum(sum(own) / len(own) for own in marks) / count
     middle, width = (
         value + z * z / (2 * count),
         z * math.sqrt(value * (1 - value) / count + z * z / (4 * count**2)),

@@ -6,15 +6,16 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.data.labels import Interval, share
 from posttrain.data.stream import permutation
 from posttrain.errors import require
+from posttrain.evals.statistics import share_interval
 from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.status import alarms
 from posttrain.studio import report
@@ -124,17 +125,19 @@ def _find(index: Index, stage: str, step: int, place: int) -> Found:
 
 
 def _report(studio: Studio, request: Request) -> Response:
-    """Of the rollouts that the reward, or a part of it, says yes to: with how many a person agrees."""
-    rows = _reviews(studio.library.index(request.path_params["run"]))
-    said: dict[str, list[bool]] = {}
+    """Of the rollouts that the reward, or a part of it, says yes to: with how many a person agrees, with an interval over problems."""
+    index = studio.library.index(request.path_params["run"])
+    rows = _reviews(index)
+    said: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
-        parts = {"reward": row[8], **json.loads(row[9])}
+        parts, problem = {"reward": row[8], **json.loads(row[9])}, _find(index, *row[1:4]).problem
         for name, value in parts.items():
             if value is not None and value >= HIGH:
-                said.setdefault(name, []).append(bool(row[4]))
-    found: dict[str, Interval] = {
-        name: share(sum(marks), len(marks)) for name, marks in said.items()
-    }
+                said.setdefault(name, []).append((float(row[4]), problem))
+    found: dict[str, JSON] = {}
+    for name, marks in said.items():
+        agreed, problems = zip(*marks, strict=True)
+        found[name] = {**asdict(share_interval(agreed, problems)), "count": len(marks)}
     return reply(
         {"precision": found, "reviewed": len(rows), "flagged": sum(bool(row[5]) for row in rows)}
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from scripts_for_tests import load_script
@@ -51,3 +53,21 @@ def test_settings_are_read_by_the_recipes_own_types(script: ModuleType) -> None:
     assert found == {"steps": 7, "lr": 1e-5, "model": "m"}
     with pytest.raises(SystemExit, match="no depth"):
         script.arguments(gsm8k, {"depth": "3"})
+
+
+def test_intervals_are_over_prompts_and_not_over_the_times_that_they_were_asked(script: ModuleType, tmp_path: Path) -> None:
+    """29 prompts that were asked 17 times each are 29."""
+
+    def write(stage: str, times: int) -> None:
+        rows = [{"problem": f"{n}/{t}", "question": f"q{n}", "prompt": f"q{n}", "answer": "7", "outcomes": ["correct"],
+                 "solved": [stage == "after" or n < 9], "responses": ["\\boxed{7}" if n % 2 else "8"]}
+                for t in range(times) for n in range(29)]  # fmt: skip
+        (tmp_path / stage).mkdir(exist_ok=True)
+        (tmp_path / stage / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    context, found = SimpleNamespace(folder=lambda stage: tmp_path / stage), []
+    for times in (1, 17):
+        write("before", times)
+        write("after", times)
+        found.append((script.paired(context, "before", "after"), script.lenient(context, "after")))
+    assert found[0] == found[1] and found[0][0]["gained"] == 20

@@ -76,6 +76,10 @@ def test_a_bias_for_a_side_shows(tmp_path: Path) -> None:
         found.vote("lazy", item.id, [0])
     side = found.report().first_side
     assert side is not None and side.value == 1.0 and side.low > 0.9
+    for other in range(9):  # the same prompts, shown to more people
+        for item in found.items.values():
+            found.vote(f"lazy{other}", item.id, [0])
+    assert found.report().first_side == side
     shown = [item.order("lazy")[0] for item in found.items.values()]
     assert 10 < sum(shown) < 30  # so that it costs nothing but noise
 
