@@ -170,8 +170,7 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
         return EvalReport(many, models)
     asked = prompts(ours.groups)
     paired = compare(theirs.solved(), ours.solved(), asked)
-    again = [key for key, group in zip(asked, ours.groups, strict=True) for _ in group.rollouts]
-    won = tally(decided(ours.groups, theirs.groups), again)
+    won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
     return EvalReport(many, models, paired, won, [line])
 

@@ -18,7 +18,7 @@ from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed
+from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed, require
 from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters, share_weights

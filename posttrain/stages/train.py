@@ -205,6 +205,8 @@ class ReferenceStage(TrainStage):
             yield "reference_ema and reference_every are two ways to move the reference: choose one"
         if self.moves and "reference" not in self.algorithm.roles:
             yield "the reference moves, but this algorithm has no use for one; set its beta above 0"
+        if self.moves and self.stop.kl:
+            yield "stop.kl is the distance from where the stage began, and this reference moves; leave one of them out"
         if self.moves and (self.lora is not None or self.reference):
             yield "a reference that moves begins as the stage's model with all of its weights; leave lora and reference out"
 

@@ -13,6 +13,7 @@ import numpy as np
 from posttrain.errors import Range, prefixed, require
 from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
+from posttrain.evals.length_control import win_rate_at_equal_length
 from posttrain.evals.statistics import Interval
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
@@ -37,6 +38,7 @@ class VersusStage(AnswerStage):
     tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
     from those of `against`, an alarm says so, as in training. KL(model || against) is in nats a response, estimated on the model's
     answers; there is none where they are not samples (temperature 0), or where the two have different vocabularies.
+    `win_rate_at_equal_length` is what is left of the win rate where both answers have as many characters (evals/length_control.py).
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
 
@@ -78,7 +80,7 @@ class VersusStage(AnswerStage):
         ]
         verdicts = judge.compare(texts) if judge else decided(ours, theirs)
         with prefixed(self.name):
-            result = tally(verdicts, prompts(ours))
+            result = tally(verdicts, ours, theirs)
         rate, kl = Interval(*result["win_rate"]), None
         if kl_known(self.sampling) and alike:
             kl = kl_to(ours, policies[1], self.sampling).value
@@ -173,17 +175,26 @@ def _scored(ours: float | None, theirs: float | None) -> Verdict:
     return Verdict("tie" if ours == theirs else "A" if ours > theirs else "B")
 
 
-def tally(verdicts: Sequence[Verdict], asked: Sequence[Hashable]) -> dict[str, JSON]:
-    """How often the first wins: of the verdicts that were given, each on an answer to the prompt with this key."""
-    found = zip(verdicts, asked, strict=True)
-    judged = [(SHARES[v.winner], key) for v, key in found if v.winner is not None]
-    won, keys = [share for share, _ in judged], [key for _, key in judged]
-    require(len(won) > 1, "hardly any answer could be judged")
+def tally(
+    verdicts: Sequence[Verdict], ours: Sequence[Group], theirs: Sequence[Group]
+) -> dict[str, JSON]:
+    """How often ours wins: of the verdicts that were given, one for each pair of samples, problem by problem."""
+    pairs = [
+        (key, (len(one.response), len(other.response)))
+        for key, mine, others in zip(prompts(ours), ours, theirs, strict=True)
+        for one, other in zip(mine.rollouts, others.rollouts, strict=True)
+    ]
+    found = zip(verdicts, pairs, strict=True)
+    judged = [(SHARES[v.winner], *pair) for v, pair in found if v.winner is not None]
+    require(len(judged) > 1, "hardly any answer could be judged")
+    won, keys, lengths = map(list, zip(*judged, strict=True))
     return {
         "problems": len(won),
         "prompts": len(set(keys)),
         "unjudged": len(verdicts) - len(won),
         "win_rate": win_rate(won, keys).row(),
+        "win_rate_at_equal_length": win_rate_at_equal_length(won, lengths, keys).row(),
+        "length": [sum(column) / len(lengths) for column in zip(*lengths, strict=True)],
         "ties": won.count(0.5),
     }
 
@@ -194,7 +205,8 @@ def won_text(model: str, against: str, found: Mapping[str, JSON]) -> str:
     said = f"{model} wins {Interval(*found['win_rate'])} of {found['problems']} answers{prompts} against {against}"
     more = [f"{found['ties']} ties"] if found["ties"] else []
     more += [f"{found['unjudged']} more could not be judged"] if found["unjudged"] else []
-    return f"{said} ({', '.join(more)})" if more else said
+    said = f"{said} ({', '.join(more)})" if more else said
+    return f"{said}; {Interval(*found['win_rate_at_equal_length'])} at equal length"
 
 
 def _reward(groups: Sequence[Group]) -> list[float] | None:

@@ -33,10 +33,14 @@ def scored(value: float | None) -> Group:
 
 def test_wins_ties_and_failures() -> None:
     pairs = ((1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (None, 1.0), (1.0, None))
-    verdicts = decided([scored(a) for a, _ in pairs], [scored(b) for _, b in pairs])
+    ours, theirs = [scored(a) for a, _ in pairs], [scored(b) for _, b in pairs]
+    verdicts = decided(ours, theirs)
     assert [verdict.winner for verdict in verdicts] == ["A", "B", "tie", None, None]
     with pytest.raises(UserError, match="hardly any answer could be judged"):
-        tally(verdicts[3:], ["a", "b"])
+        tally(verdicts[3:], ours[3:], theirs[3:])
+    found = tally(verdicts, ours, theirs)
+    assert (found["problems"], found["unjudged"], found["ties"], found["win_rate"][0]) == (3, 2, 1, 0.5)
+    assert found["win_rate_at_equal_length"][0] == pytest.approx(0.5)
 
 
 def test_the_interval_of_a_win_rate_by_hand() -> None:
