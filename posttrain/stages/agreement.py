@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.data.preferences import read_pairs
+from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
-from posttrain.errors import Count, GuardStop, Share, require
+from posttrain.errors import Count, GuardStop, NotNegative, Share, require
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
 from posttrain.rewards import judge as judging
 from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
 from posttrain.rewards.judge import Judge, Verdict, read_rubric
+from posttrain.stages._answers import BUDGET
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import (
+    Context,
+    Stage,
+    data_place,
+    load_policy,
+    load_reward_model,
+    model_places,
+)
+from posttrain.stages.reward_model import judge_pairs
+from posttrain.tasks._rules import RuleJudge
+from posttrain.tasks.base import Task
 from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.types import JSON
 
@@ -24,15 +35,27 @@ from posttrain.types import JSON
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(EndpointSettings):
     """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
-    for; `cache` is for both."""
+    for; `cache` is for both. `rules` are a judge without a model: the score of a task, with errors that are known."""
 
     shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
 
+    model: str = ""  # "": the rules judge
     rubric: str = ""  # a file; "": the default
+    rules: Task | None = None  # in place of a model: a task whose score judges
+    noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
+    position_bias: NotNegative = (
+        0.0  # of the rules: what they add to the score of the answer that is shown first
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.model), "name a model that judges")
+        one = "name a model that judges, or the rules of a task, not both"
+        require(bool(self.model) != (self.rules is not None), one)
+        inexact = self.rules is not None or self.noise == self.position_bias == 0
+        require(inexact, "noise and position_bias are of rules, not of a model")
+
+    def __str__(self) -> str:
+        return self.model or f"the judge of {type(self.rules).__name__.lower()}"
 
     def ready(self) -> None:
         """Refuse what can be known before it is asked."""
@@ -42,10 +65,13 @@ class JudgeSettings(EndpointSettings):
 
     def named_models(self) -> dict[str, tuple[str, ...]]:
         """The model that it loads into this process, by the key of a stage."""
-        return {} if self.url else {"judge": (self.model,)}
+        return {} if self.url or self.rules is not None else {"judge": (self.model,)}
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
-        """The judge, after it has passed the canaries, and what asking it takes."""
+        """The judge, after it has passed the canaries, which are for models, and what asking it takes."""
+        if self.rules is not None:
+            rules = RuleJudge(self.rules, self.noise, self.position_bias)
+            return Judge(rules, read_rubric(self.rubric)), rules.usage
         if self.url:
             model: Endpoint | LocalModel = endpoint(self)
         else:
@@ -57,40 +83,55 @@ class JudgeSettings(EndpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreementStage(Stage):
-    """Up to `pairs` comparisons of people, from a file of preferences (`data`), judged in both orders by `judge`.
+    """Up to `pairs` comparisons of people, from a file of preferences or an earlier stage (`data`), judged in both orders by `judge`.
     Which answer stands first is drawn by the seed. What is reported:
 
         agreement = #(judge prefers what people preferred) / #(pairs that it judged)
         kappa     = (agreement - chance) / (1 - chance)
 
     A tie of the judge agrees with nobody; chance is how often both would say the same at random, each at its own rates. The stage
-    stops where agreement ends below `min_agreement`: a policy would learn the judge's errors.
+    stops where agreement ends below `min_agreement`: a policy would learn the judge's errors. With a `reward_model` in place of the
+    judge, agreement is its accuracy on the pairs.
     """
 
     leaves = ""
 
     data: str
-    judge: JudgeSettings
+    judge: JudgeSettings | None = None
+    reward_model: str = ""
     pairs: Count = 200
     min_agreement: Share = 0.0  # 0: no gate
 
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if bool(self.reward_model) == (self.judge is not None):
+            yield "name a judge or a reward_model that is compared with people, one of them"
+
     def named_models(self) -> dict[str, tuple[str, ...]]:
-        return self.judge.named_models()
+        return self.judge.named_models() if self.judge is not None else {}
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
 
     def named_files(self) -> dict[str, tuple[str, ...]]:
         return {"data": (self.data,)}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
-        read_pairs(self.data)
+        if self.data not in before:
+            read_pairs(self.data)
 
     def ready(self, names: Collection[str]) -> None:
-        self.judge.ready()
+        if self.judge is not None:
+            self.judge.ready()
 
     def dry_run(self) -> DryRun:
         return fewer(self, "pairs", min_agreement=0.0)
 
     def run(self, context: Context) -> dict[str, JSON]:
-        rows = read_pairs(self.data)[: self.pairs]
+        file = data_place(self.data, context)
+        if self.judge is None:
+            return self.accuracy(file, context)
+        rows = read_pairs(file)[: self.pairs]
         judge, usage = self.judge.open(context)
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
         shown = [
@@ -102,13 +143,29 @@ class AgreementStage(Stage):
         lines = map(json.dumps, self.lines(rows, labels, verdicts))
         context.write_lines(self.name, lines, "verdicts.jsonl")
         share, low, high = result["agreement"]
-        said = f"{self.judge.model} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
+        said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
         said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
-        if share < self.min_agreement:
-            low = f"{self.name}: the judge agrees with people on {share:.1%} of the pairs, less than {self.min_agreement:.1%}"
-            raise GuardStop(f"{low}; change the rubric or the model")
+        self.gate(share, "the judge", "change the rubric or the model")
         return {**result, "usage": usage.row()}
+
+    def accuracy(self, file: str, context: Context) -> dict[str, JSON]:
+        """How often the reward model scores higher what people preferred."""
+        scorer = load_reward_model(model_places(self.reward_model, context)[0], context)
+        read = read_preferences(file, scorer.tokenizer, scorer.model.config.max_position_embeddings)
+        for line in read.lines():
+            context.announce(self.name, [line])
+        found = judge_pairs(scorer, read.units[: self.pairs], BUDGET)
+        accuracy, judged = found.accuracy, len(found.margin_K)
+        said = f"{self.reward_model} prefers what people preferred in {accuracy} of {judged} pairs"
+        context.announce(self.name, [said])
+        self.gate(accuracy.value, self.reward_model, "look at its data, or train longer")
+        return {"agreement": accuracy.row(), "judged": judged}
+
+    def gate(self, share: float, who: str, advice: str) -> None:
+        if share < self.min_agreement:
+            low = f"{self.name}: {who} agrees with people on {share:.1%} of the pairs, less than {self.min_agreement:.1%}"
+            raise GuardStop(f"{low}; {advice}")
 
     def figures(
         self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]
