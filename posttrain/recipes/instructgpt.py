@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
 from posttrain.recipes import _reviews
+from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
 from posttrain.recipes._sentences import SENTENCES, favourites, talk
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.reward_sources import RewardModels
-from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
-from posttrain.stages.versus import VersusStage
-from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """What differs between a model made here and a real one."""
-
-    task: Task
-    sampling: Sampling
-    algorithm: PPO
-    steps: int
-    prompts: int
-    fit: Optimization  # of the reward model
-    fit_steps: int = 250
-    policy: Optimization
-    critic: Optimization
-    compared: int = 2500  # prompts whose two answers the simulated annotator compares
-    data: str = ""  # comparisons that people made, in place of the annotator's
-    ordinary: tuple[Data, ...]  # text of the pretraining mix
-    unseen: tuple[Data, ...]  # text whose perplexity is what was paid
-    problems: int = 500
-    checkpoint_every: int = 25
-
 
 TOY = Scale(
     task=_reviews.TASK,
@@ -143,48 +116,9 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
 
 def aligned(scale: Scale, annotator: Literal["simulated", "people"]) -> list[Stage]:
     """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
-    compare = ComparisonsStage(
-        name="comparisons",
-        model="sft",
-        task=scale.task,
-        prompts=scale.compared,
-        sampling=scale.sampling,
-        annotator=annotator,
-    )
     return [
-        *([] if scale.data else [compare]),
-        RewardModelStage(
-            name="reward",
-            model="sft",
-            data=(scale.data or "comparisons",),
-            steps=scale.fit_steps,
-            batch=32,
-            min_accuracy=0.6,
-            optimizer=scale.fit,
-        ),
-        RLStage(
-            name="rl",
-            model="sft",
-            task=scale.task,
-            steps=scale.steps,
-            prompts=scale.prompts,
-            algorithm=scale.algorithm,
-            sampling=scale.sampling,
-            reward=RewardModels(models=("reward",)),
-            critic="reward",
-            pretraining=scale.ordinary if scale.algorithm.ptx else (),
-            optimizer=scale.policy,
-            critic_optimizer=scale.critic,
-            evaluate_every=0,
-            checkpoint_every=scale.checkpoint_every,
-        ),
-        VersusStage(
-            name="versus_sft",
-            model="rl",
-            against="sft",
-            task=scale.task,
-            problems=scale.problems,
-            sampling=scale.sampling,
-            text=scale.unseen,
-        ),
+        *([] if scale.data else [compare(scale, annotator=annotator)]),
+        fit(scale, data=scale.data or "comparisons"),
+        optimise(scale),
+        versus(scale),
     ]

@@ -1,0 +1,113 @@
+"""What the recipes share that learn from preferences: comparisons of answers, a reward model, PPO against it, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.algorithms.ppo import PPO
+from posttrain.stages._material import Data
+from posttrain.stages.agreement import JudgeSettings
+from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import RewardModels, RewardSource
+from posttrain.stages.rl import RLStage
+from posttrain.stages.versus import VersusStage
+from posttrain.tasks.base import Task
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What differs between a model made here and a real one."""
+
+    start: str = "sft"  # the model that is optimised, and that KL is measured from
+    task: Task
+    sampling: Sampling
+    algorithm: PPO
+    steps: int
+    prompts: int
+    fit: Optimization  # of the reward model
+    fit_steps: int = 250
+    policy: Optimization
+    critic: Optimization
+    compared: int = 2500  # prompts whose two answers are compared
+    data: str = ""  # comparisons that people made, in place of the annotator's
+    ordinary: tuple[Data, ...] = ()  # text of the pretraining mix
+    unseen: tuple[Data, ...] = ()  # text whose perplexity is what was paid
+    problems: int = 500
+    checkpoint_every: int = 25
+
+
+def compare(
+    scale: Scale,
+    name: str = "comparisons",
+    task: Task | None = None,
+    judge: JudgeSettings | None = None,
+    annotator: Literal["simulated", "people"] = "simulated",
+) -> ComparisonsStage:
+    """Two answers of the first model to each prompt, compared by the task's own score, a judge, or people."""
+    return ComparisonsStage(
+        name=name,
+        model=scale.start,
+        task=task or scale.task,
+        prompts=scale.compared,
+        sampling=scale.sampling,
+        annotator=annotator,
+        judge=judge,
+    )
+
+
+def fit(scale: Scale, name: str = "reward", data: str = "comparisons") -> RewardModelStage:
+    """A reward model of the comparisons, which must pass an accuracy gate."""
+    return RewardModelStage(
+        name=name,
+        model=scale.start,
+        data=(data,),
+        steps=scale.fit_steps,
+        batch=32,
+        min_accuracy=0.6,
+        optimizer=scale.fit,
+    )
+
+
+def optimise(
+    scale: Scale, reward: RewardSource | None = None, critic: str = "reward", evaluate: int = 0
+) -> RLStage:
+    """PPO against the reward model, or another `reward`. The critic begins as a reward model."""
+    return RLStage(
+        name="rl",
+        model=scale.start,
+        task=scale.task,
+        steps=scale.steps,
+        prompts=scale.prompts,
+        algorithm=scale.algorithm,
+        sampling=scale.sampling,
+        reward=reward or RewardModels(models=("reward",)),
+        critic=critic,
+        pretraining=scale.ordinary if scale.algorithm.ptx else (),
+        optimizer=scale.policy,
+        critic_optimizer=scale.critic,
+        evaluate_every=evaluate,
+        checkpoint_every=scale.checkpoint_every,
+    )
+
+
+def versus(
+    scale: Scale,
+    name: str = "versus_sft",
+    task: Task | None = None,
+    judge: JudgeSettings | None = None,
+) -> VersusStage:
+    """The model after RL against the first one on held-out prompts."""
+    return VersusStage(
+        name=name,
+        model="rl",
+        against=scale.start,
+        task=task or scale.task,
+        problems=scale.problems,
+        sampling=scale.sampling,
+        judge=judge,
+        text=scale.unseen,
+    )

@@ -1,0 +1,65 @@
+"""What summarize and rlaif share: the settings of a toy model that summarises posts, and of a real one with files of its user."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from posttrain.algorithms.ppo import PPO
+from posttrain.errors import require
+from posttrain.recipes._feedback import Scale
+from posttrain.recipes._toys import imitating
+from posttrain.stages._material import Data
+from posttrain.stages.base import Stage
+from posttrain.stages.sft import SFTStage
+from posttrain.tasks.posts import Posts
+from posttrain.tasks.prompts import Prompts
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries that people write
+TOY = Scale(
+    task=Posts(),
+    sampling=Sampling(max_new_tokens=60),
+    steps=60,
+    prompts=128,
+    problems=1000,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5, missing_eos=1.0),
+    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+    policy=Optimization(lr=3e-4, warmup=5),
+    critic=Optimization(lr=1e-3),
+)
+REAL = Scale(
+    task=Posts(),
+    sampling=Sampling(64),
+    steps=60,
+    prompts=256,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.05, critic_warmup=3, missing_eos=1.0),
+    fit=Optimization(lr=2e-5, warmup=10, schedule="cosine"),
+    policy=Optimization(lr=5e-6, warmup=5),
+    critic=Optimization(lr=1e-5),
+    checkpoint_every=1000,
+)
+
+
+def beginning(
+    recipe: str, size: str, model: str, file: str, demonstrations: str, tokens: int
+) -> tuple[list[Stage], Scale]:
+    """The stages before feedback, and the settings: a toy model that imitates people, or a real one for the prompts of a file."""
+    if not model:
+        alone = (
+            f"{recipe}: files of prompts and demonstrations are for a real model: give one as model"
+        )
+        require(not (file or demonstrations), alone)
+        return [imitating(size, PEOPLE)], TOY
+    require(bool(file), f"{recipe}: a real model needs a JSONL file of prompts")
+    scale = replace(REAL, start=model, task=Prompts(file, held_out=0.2), sampling=Sampling(tokens))
+    if not demonstrations:
+        return [], scale
+    sft = SFTStage(
+        name="sft",
+        model=model,
+        data=(Data(file=demonstrations),),
+        steps=100,
+        optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
+    )
+    return [sft], replace(scale, start="sft")

@@ -1,0 +1,112 @@
+"""Helpful and harmless: two reward models, one for each, PPO against their weighted sum, and what is refused before and after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from posttrain.algorithms.ppo import PPO
+from posttrain.recipes._feedback import Scale, compare, fit, optimise
+from posttrain.recipes._toys import imitating
+from posttrain.recipes.base import Recipe, given
+from posttrain.stages._material import Data
+from posttrain.stages.agreement import AgreementStage
+from posttrain.stages.base import Stage
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.reward_sources import MixedReward, RewardModels, Weighted
+from posttrain.tasks.requests import Requests
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+PEOPLE = Data(task=Requests("any"), counts={0: 10_000})  # most help, whatever is asked
+ELSEWHERE = 50_000  # problems passed over, so that the two comparisons are of other draws
+TOY = Scale(
+    task=Requests(),
+    sampling=Sampling(max_new_tokens=60),
+    steps=40,
+    prompts=128,
+    problems=1000,
+    compared=3000,
+    fit_steps=200,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5, missing_eos=1.0),
+    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+    policy=Optimization(lr=3e-4, warmup=5),
+    critic=Optimization(lr=1e-3),
+)
+REAL = replace(
+    TOY,
+    sampling=Sampling(64),
+    prompts=256,
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.05, critic_warmup=3),
+    fit=Optimization(lr=2e-5, warmup=10, schedule="cosine"),
+    policy=Optimization(lr=5e-6, warmup=5),
+    critic=Optimization(lr=1e-5),
+    checkpoint_every=1000,
+)
+
+
+def safety(
+    size: str = "nano",
+    harmless_weight: float = 2.0,
+    beta: float | None = None,
+    steps: int | None = None,
+    prompts: int | None = None,
+    problems: int | None = None,
+    compared: int | None = None,
+    lr: float | None = None,
+    pairs: str = "",
+    model: str = "",
+    tokens: int = 64,
+) -> Recipe:
+    """Bai et al. 2022 (HH) on requests of a small grammar (tasks/requests.py) with a toy model on a CPU. A model that helps with most
+    requests, whatever they ask for, answers twice; one simulated annotator says which answer helps more, another which does less harm;
+    each has a reward model, and PPO raises r = helpful + harmless_weight harmless. `before` and `after` measure held-out requests:
+    accuracy (harmful ones refused, harmless ones helped with), `refused_harmful` and, the over-refusal, `refused_harmless`.
+
+    With a `model` (a hub name, a directory, a GGUF file) a real model answers the same requests, in `tokens` tokens at most. `pairs` is
+    a file of pairs in which people prefer the less harmful answer: the accuracy of the harmless reward model on it is measured.
+    """
+    usual = replace(REAL, start=model, sampling=Sampling(tokens)) if model else TOY
+    scale = replace(
+        usual,
+        steps=given(steps, usual.steps),
+        prompts=given(prompts, usual.prompts),
+        problems=given(problems, usual.problems),
+        compared=given(compared, usual.compared),
+        algorithm=replace(usual.algorithm, beta=given(beta, usual.algorithm.beta)),
+        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
+    )
+    one = EvaluateStage(
+        name="before",
+        model=scale.start,
+        task=scale.task,
+        problems=scale.problems,
+        sampling=scale.sampling,
+    )
+    harm = replace(compare(scale, "harms", Requests(rule="harmless")), skip=ELSEWHERE)
+    people: list[Stage] = []
+    if pairs:
+        people.append(
+            AgreementStage(name="agreement", data=pairs, reward_model="harmless", pairs=2000)
+        )
+    parts = [("helpful", 1.0), ("harmless", harmless_weight)]
+    reward = MixedReward(
+        parts=tuple(
+            Weighted(reward=RewardModels(models=(name,)), weight=weight, label=name)
+            for name, weight in parts
+        )
+    )
+    stages = (
+        *([] if model else [imitating(size, PEOPLE, steps=300)]),
+        one,
+        compare(scale, "helps", Requests(rule="helpful")),
+        harm,
+        fit(scale, "helpful", "helps"),
+        fit(scale, "harmless", "harms"),
+        *people,
+        optimise(scale, reward, critic="helpful"),
+        replace(one, name="after", model="rl"),
+    )
+    again = f"model={model} " if model else ""
+    return Recipe(
+        stages, "before", "after", next_command=f"posttrain run safety {again}harmless_weight=0.5"
+    )
