@@ -59,7 +59,9 @@ def compare(
     )
 
 
-def fit(scale: Scale, name: str = "reward", data: str = "comparisons") -> RewardModelStage:
+def fit(
+    scale: Scale, name: str = "reward", data: str = "comparisons", min_accuracy: float = 0.6
+) -> RewardModelStage:
     """A reward model of the comparisons, which must pass an accuracy gate."""
     return RewardModelStage(
         name=name,
@@ -67,7 +69,7 @@ def fit(scale: Scale, name: str = "reward", data: str = "comparisons") -> Reward
         data=(data,),
         steps=scale.fit_steps,
         batch=32,
-        min_accuracy=0.6,
+        min_accuracy=min_accuracy,
         optimizer=scale.fit,
     )
 

@@ -25,8 +25,8 @@ TOY = Scale(
     steps=40,
     prompts=128,
     problems=1000,
-    compared=3000,
-    fit_steps=200,
+    compared=4000,
+    fit_steps=400,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5, missing_eos=1.0),
     fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
     policy=Optimization(lr=3e-4, warmup=5),
@@ -101,7 +101,9 @@ def safety(
         compare(scale, "helps", Requests(rule="helpful")),
         harm,
         fit(scale, "helpful", "helps"),
-        fit(scale, "harmless", "harms"),
+        fit(
+            scale, "harmless", "harms", min_accuracy=0.53
+        ),  # half of its pairs are of harmless requests, a coin each
         *people,
         optimise(scale, reward, critic="helpful"),
         replace(one, name="after", model="rl"),

@@ -3,8 +3,8 @@
 A post is a list of facts, each behind a mark that says how much the writer stresses it: `*rain -tea +job *dog -cat` has 3 points
 for `rain` and `dog` (*), 2 for `job` (+) and 1 for `tea` and `cat` (-). A summary quotes facts with their marks, `*rain *dog +job.`,
 and a quote that is not in the post, or has another mark there, is invented. Two people score it, each by their own rules (`taste`).
-The writer wants the three most important facts. The reader, who is not asked while a model learns, wants important ones too, and pays 1.5
-points of time for every fact that is read.
+The writer wants the three most important facts. The reader, who is not asked while a model learns, wants important ones too, and pays
+1.5 points of time for every fact that is read.
 """
 
 from __future__ import annotations
