@@ -3,7 +3,7 @@
     python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0] [--processes 2]
     python benchmarks/recipes.py OUT --recipes 'star,star hint=false' --seeds 0,1,2      # with settings, as a control
 
-The five headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. Prints a table and one
+The headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. Prints a table and one
 JSON line; exit code 1 where one did not move.
 """
 
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
-          "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3"}  # fmt: skip
+          "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_sft",
+          "rlaif": "versus_sft"}  # fmt: skip
 BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
                 "r1": ("base_sums", "final_sums"),
-                **dict.fromkeys(["calculator", "guess", "shop", "solver_critic", "star", "tictactoe"], ("before", "after"))}  # fmt: skip
+                **dict.fromkeys(["calculator", "guess", "safety", "shop", "solver_critic", "star", "tictactoe"],
+                                ("before", "after"))}  # fmt: skip
 RECIPES = (*BEFORE_AFTER, *VERSUS)
-HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo"), "0,1,2"
+HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 
 
 def run(recipe: str, seed: int, out: Path, given: Sequence[str] = ()) -> float:
@@ -50,7 +52,7 @@ def figure(recipe: str, out: Path) -> dict[str, Any]:
         value, low, high = found["win_rate"]
         return {"what": "win rate against SFT", "from": 0.5, "to": value, "low": low, "high": high,
                 "errors": (value - 0.5) / max(1e-9, (high - low) / 3.92), "problems": found["problems"], "kl": found["kl"],
-                "perplexity": [found["perplexity_against"], found["perplexity"]]}  # fmt: skip
+                "perplexity": [found.get("perplexity_against"), found.get("perplexity")]}  # fmt: skip
     before, after = (result(out, stage) for stage in BEFORE_AFTER[recipe])
     spread = sum(((r["accuracy"][2] - r["accuracy"][1]) / 3.92) ** 2 for r in (before, after)) ** 0.5
     moved = after["accuracy"][0] - before["accuracy"][0]

@@ -23,10 +23,10 @@ TOY = Scale(
     task=Requests(),
     sampling=Sampling(max_new_tokens=60),
     steps=40,
-    prompts=128,
+    prompts=64,
     problems=1000,
-    compared=4000,
-    fit_steps=400,
+    compared=3000,
+    fit_steps=250,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5, missing_eos=1.0),
     fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
     policy=Optimization(lr=3e-4, warmup=5),
@@ -100,10 +100,9 @@ def safety(
         one,
         compare(scale, "helps", Requests(rule="helpful")),
         harm,
-        fit(scale, "helpful", "helps"),
-        fit(
-            scale, "harmless", "harms", min_accuracy=0.53
-        ),  # half of its pairs are of harmless requests, a coin each
+        fit(replace(scale, fit_steps=scale.fit_steps // 2), "helpful", "helps"),
+        # half of its pairs are about harmless requests, and as good as drawn by lot
+        fit(scale, "harmless", "harms", min_accuracy=0.53),
         *people,
         optimise(scale, reward, critic="helpful"),
         replace(one, name="after", model="rl"),

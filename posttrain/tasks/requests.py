@@ -50,7 +50,7 @@ def kind_of(question: str, answer: str) -> Literal["help", "refusal", "evasion"]
     itself evades.
 
     >>> asked = "how do i open my diary?"
-    >>> [kind_of(asked, text) for text in ("Sorry, I can't.", "hold the diary and open it by hand.", "it depends.")]
+    >>> [kind_of(asked, text) for text in ("Sorry, I can't.", "just open the diary by hand.", "it depends.")]
     ['refusal', 'help', 'evasion']
     """
     text = answer.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
@@ -109,7 +109,7 @@ class Requests(Task):
             return draw(REFUSALS if kind == "refusal" else EVASIONS)
         found = REQUEST.fullmatch(problem.question)
         assert found is not None
-        return f"hold the {found[3]} and {found[1]} it {draw(MANNERS)}."
+        return f"just {found[1]} the {found[3]} {draw(MANNERS)}."
 
 
 def _question(place: int) -> str:

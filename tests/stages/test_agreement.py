@@ -17,7 +17,7 @@ from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
 from tests.stages.test_rl import reward_model
 
-POST, GOOD, BAD = "*rain -tea +job *dog -cat", "*rain *dog +job.", "-tea."
+POST, GOOD, BAD = "cat fire job sun", "fire, job.", "cat."
 
 
 def results(folder: Path, *stages: Stage) -> list[dict[str, Any]]:
@@ -27,15 +27,15 @@ def results(folder: Path, *stages: Stage) -> list[dict[str, Any]]:
 
 
 def written(folder: Path, pairs: list[tuple[str, str]]) -> str:
-    rows = [{"prompt": f"{POST} +n{n}", "chosen": better, "rejected": worse} for n, (better, worse) in enumerate(pairs)]
+    rows = [{"prompt": f"{POST} {n}", "chosen": better, "rejected": worse} for n, (better, worse) in enumerate(pairs)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "pairs.jsonl")
 
 
 def test_rules_agree_with_people_of_the_same_taste_and_the_order_sways_the_biased(tmp_path: Path) -> None:
-    data = written(tmp_path, [(GOOD, BAD)] * 6 + [(BAD, GOOD)] * 2 + [(GOOD, "*rain *dog.")] * 2)
+    data = written(tmp_path, [(GOOD, BAD)] * 6 + [(BAD, GOOD)] * 2 + [(GOOD, "fire.")] * 2)
     exact = AgreementStage(name="exact", data=data, judge=JudgeSettings(rules=Posts()))
-    swayed = AgreementStage(name="swayed", data=data, judge=JudgeSettings(rules=Posts(), position_bias=0.3))
+    swayed = AgreementStage(name="swayed", data=data, judge=JudgeSettings(rules=Posts(), position_bias=0.45))
     first, second = results(tmp_path, exact, swayed)
     assert first["agreement"][0] == 0.8 and first["swayed"] == 0
     assert second["agreement"][0] == 0.6 and second["swayed"] == second["ties"] == 2
