@@ -3,6 +3,7 @@
     python benchmarks/real_models.py unpack model.gguf DIR                       # once: stages load a directory in seconds
     python benchmarks/real_models.py run gsm8k OUT model=DIR data=FOLDER seed=0
     python benchmarks/real_models.py run r1_zero OUT model=DIR
+    python benchmarks/real_models.py run code OUT model=DIR data=FOLDER          # mbpp-sanitized.json.gz and humaneval.jsonl.gz
     python benchmarks/real_models.py run dpo OUT model=DIR data=PAIRS.jsonl seed=1
     python benchmarks/real_models.py run instructgpt OUT model=DIR rl.steps=60   # a setting of one stage needs pydantic and PyYAML
     python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
@@ -90,6 +91,7 @@ def run(name: str, out: Path, settings: dict[str, str]) -> dict[str, Any]:
             "lenient": {s: lenient(context, s) for s in ("before", "after")} if name == "gsm8k" and not stopped else None,
             "r1": r1_table.table(Path(folder) / "run") if name == "r1" and not stopped else None,
             "answers": examples(context, recipe.after) if recipe.after and not stopped else None,
+            "answers_before": examples(context, recipe.before) if recipe.before and not stopped else None,
             "compared": {stage.name: sentences(context, stage.name) for stage in stages
                          if "win_rate" in (context.result(stage.name) or {})},
         }  # fmt: skip
@@ -176,7 +178,7 @@ def lenient(context: Any, stage: str) -> dict[str, list[float]]:
 def examples(context: Any, stage: str) -> list[dict[str, Any]]:
     """A few answers, to look at."""
     return [{key: row[key] for key in ("question", "answer", "responses", "outcomes")} | {"responses": row["responses"][:1]}
-            for row in problems(context, stage)[:3]]  # fmt: skip
+            for row in problems(context, stage)[:15]]  # fmt: skip
 
 
 def sentences(context: Any, stage: str) -> list[dict[str, Any]]:
@@ -192,14 +194,13 @@ def rows(figures: dict[str, Any]) -> list[str]:
         return "" if value is None else f"{value[0]:.1%} [{100 * value[1]:.1f}, {100 * value[2]:.1f}]"
 
     stages, who = figures["stages"], f"{figures['name']}, seed {figures['seed']}"
-    for first, second in (("before", "after"), ("base", "trained")):
+    for first, second in (("before", "after"), ("before_greedy", "after_greedy"), ("base", "trained")):
         if first in stages and second in stages:
             a, b = stages[first], stages[second]
             what = "greedy accuracy" if len(a["pass_at"]) == 1 else "pass@1"
             made.append(f"| {who} | {what}, {a['problems']} problems | {share(a['accuracy'])} | {share(b['accuracy'])} |")
-            top = max(a["pass_at"], key=int)
-            if len(a["pass_at"]) > 1:
-                made.append(f"| {who} | pass@{top} | {share(a['pass_at'][top])} | {share(b['pass_at'][top])} |")
+            for k in sorted(({"10", max(a["pass_at"], key=int)} & {*a["pass_at"]}) - {"1"}, key=int):
+                made.append(f"| {who} | pass@{k} | {share(a['pass_at'][k])} | {share(b['pass_at'][k])} |")
     for stage in ("before", "after") if figures.get("lenient") else ():
         found = figures["lenient"][stage]
         made.append(f"| {who} | {stage}: last number / has a box | {share(found['accuracy'])} | {share(found['boxed'])} |")

@@ -24,7 +24,7 @@ VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling"
           "rlaif": "versus_sft"}  # fmt: skip
 BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
                 "r1": ("base_sums", "final_sums"),
-                **dict.fromkeys(["calculator", "guess", "safety", "shop", "solver_critic", "star", "tictactoe"],
+                **dict.fromkeys(["calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe"],
                                 ("before", "after"))}  # fmt: skip
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"

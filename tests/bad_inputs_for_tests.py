@@ -648,7 +648,7 @@ BAD_NUMBERS: list[tuple[dict[str, Any], str, Any, str]] = [
     (SFT, "algorithm", {"name": "grpo"}, "sft: grpo learns from rollouts; use an rl stage"),
     (RL, "task", {"name": "arithmetic", "level": 99}, "level"),
     (RL, "task", {"name": "nothing:x"}, "unknown task 'nothing:x'"),
-    (RL, "task", QUESTIONS | {"held_out": 1.5}, "jsonl: held_out is a share below 1"),
+    (RL, "task", QUESTIONS | {"held_out": 1.5}, "jsonl: held_out is a share, 0 for none"),
     (RL, "task", PROMPTS | {"held_out": 20}, "leaves none to train on"),
     (RL, "task", QUESTIONS | {"score_seconds": 0}, "score_seconds must be positive"),
     (RL, "critic", "x", "rl: critic is given, but this algorithm has none"),

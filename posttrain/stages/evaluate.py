@@ -25,7 +25,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
 
 ALONE = "one problem says nothing of the spread over problems; at least 2 are needed"
-KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+KS = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128, 256)
 
 
 def answer_problems(

@@ -8,9 +8,19 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from posttrain.data.records import find_file
 from posttrain.errors import UserError
+from posttrain.tasks._judged import Part
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Problem
+
+
+def local(data: str, name: str, task: str) -> tuple[Part, Part | None]:
+    """The records of a file, or of the file called `name` in a folder, in place of the hub's."""
+    folder = Path(data).expanduser().is_dir()
+    return Jsonl(find_file(data, (name,), task) if folder else data).parts()
 
 
 def fenced(program: str) -> str:

@@ -65,14 +65,14 @@ class Judged(Questions):
     style: str = ""
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
-    held_out: float = 0.1  # the share for evaluation, where there is no part for it; 0: none
+    held_out: float = 0.1  # the share for evaluation, where there is no part for it; 1: all
     score_seconds: float = 10.0  # the time limit of a reward of yours
 
     def check_settings(self, task: str) -> None:
         check(self.reward, self.options)
         self.check_style(task, "marked")
-        share = 0 <= self.held_out < 1
-        require(share, f"{task}: held_out is a share below 1, 0 for none, not {self.held_out}")
+        share = 0 <= self.held_out <= 1
+        require(share, f"{task}: held_out is a share, 0 for none, 1 for all, not {self.held_out}")
         fine = self.score_seconds > 0
         require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")
 
@@ -83,8 +83,8 @@ class Judged(Questions):
     def pool(self, split: str) -> tuple[Problem, ...]:
         first, second = self.parts()
         train = self._read(first)
-        if second is None and not self.held_out:
-            return train.problems if split == "train" else ()
+        if second is None and self.held_out in (0, 1):
+            return train.problems if (split == "test") == bool(self.held_out) else ()
         if second is None:
             return one_side(train, self.held_out, split, first.name)
         if split == "train":

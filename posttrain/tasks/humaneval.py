@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.tasks._code_data import checked, fenced, parsed
+from posttrain.tasks._code_data import checked, fenced, local, parsed
+from posttrain.tasks._judged import Part
 from posttrain.tasks._questions import pick_text
 from posttrain.tasks.hub import Hub
 from posttrain.types import Problem
@@ -15,13 +16,18 @@ FIELDS = ("prompt", "entry_point", "canonical_solution", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class HumanEval(Hub):
-    """The set has no training part: a share of it, `held_out`, is for evaluation."""
+    """The set has no training part: a share of it, `held_out`, is for evaluation; 1 is all of it. `data` is a file in place of the
+    hub's copy, or a folder with humaneval.jsonl, also as .gz."""
 
     dataset: str = "openai/openai_humaneval"
     train_split: str = "test"
     test_split: str = ""
+    data: str = ""
     reward: str = "code"
     held_out: float = 0.5
+
+    def parts(self) -> tuple[Part, Part | None]:
+        return local(self.data, "humaneval", "humaneval") if self.data else super().parts()
 
     @staticmethod
     def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import require
-from posttrain.tasks._code_data import checked, parsed
+from posttrain.tasks._code_data import checked, local, parsed
+from posttrain.tasks._judged import Part
 from posttrain.tasks._questions import pick_text
 from posttrain.tasks.hub import Hub
-from posttrain.types import Problem
+from posttrain.types import Message, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mbpp(Hub):
-    """The sanitized configuration unless `config` says `full`."""
+    """The sanitized configuration unless `config` says `full`. `data` is a file in place of the hub's copy, or a folder with
+    mbpp-sanitized.json, also as .gz; all of its problems are in one file, of which a share `held_out` is for evaluation."""
 
     dataset: str = "google-research-datasets/mbpp"
     config: str = "sanitized"
+    data: str = ""
     reward: str = "code"
+    shown: int = 0  # assertions that the prompt shows; they say in which form arguments come
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.shown >= 0, f"mbpp: shown must not be negative, not {self.shown}")
+
+    def parts(self) -> tuple[Part, Part | None]:
+        return local(self.data, "mbpp-sanitized", "mbpp") if self.data else super().parts()
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        tests = problem.facts["tests"][: self.shown]
+        said = "\n".join([problem.question, *(["It must pass:"] if tests else []), *tests])
+        return super().prompt(replace(problem, question=said))
 
     @staticmethod
     def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:
@@ -35,4 +51,6 @@ class Mbpp(Hub):
         used = sorted({place.id for place in places if isinstance(place, ast.Name)} & defined)
         require(bool(used), f"{where}: no assertion calls a function of the reference solution")
         question += f"\nName it {' and '.join(used)}."
-        return checked(name, question, solution, "\n".join([*imports, tests, ""]), used, used)
+        check = "\n".join([*imports, tests, ""])
+        made = checked(name, question, solution, check, used, used)
+        return replace(made, facts={**made.facts, "tests": tests.split("\n")})

@@ -77,3 +77,12 @@ def test_the_one_split_is_shared_between_training_and_evaluation(tmp_path: Path,
 def test_broken_records_are_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         HumanEval.make({**HUMANEVAL, **change}, "row 0", "test/0")
+
+
+def test_all_of_a_local_file_can_be_held_out(tmp_path: Path) -> None:
+    rows = [{**HUMANEVAL, "prompt": HUMANEVAL["prompt"].replace("sum", f"sum, version {n}")} for n in range(4)]
+    (tmp_path / "humaneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = HumanEval(data=str(tmp_path), held_out=1.0)
+    assert [len(task.problems(split)) for split in ("train", "test")] == [0, 4]
+    with pytest.raises(UserError, match="there is no data file nowhere"):
+        HumanEval(data="nowhere").problems("test")

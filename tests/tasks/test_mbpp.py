@@ -105,3 +105,21 @@ def test_pass_at_k_of_programs() -> None:
     made = [replace(rollout([segment([1], False), segment([2], True)], 0.0), score=score) for score in scores]
     found = Evaluation((Group(problem, (made[0], made[1], made[1], made[1])),))
     assert (found.accuracy.value, found.passed(2).value, found.passed(4).value) == (0.25, 0.5, 1.0)
+
+
+def test_a_file_or_its_folder_takes_the_place_of_the_hub_and_a_share_is_held_out(tmp_path: Path) -> None:
+    rows = [{**MBPP, "prompt": f"{MBPP['prompt']} Version {n}."} for n in range(40)]
+    file = tmp_path / "mbpp-sanitized.json"
+    file.write_text(json.dumps(rows))
+    for place in (tmp_path, file):
+        task = Mbpp(data=str(place), test_split="", held_out=0.25)
+        train, test = ({p.question for p in task.problems(split)} for split in ("train", "test"))
+        assert len(train) + len(test) == 40 and len(test) > 2 and not train & test
+
+
+def test_the_prompt_shows_as_many_assertions_as_asked_and_the_others_stay_hidden() -> None:
+    problem, tests = Mbpp.make(MBPP, "row 0", "train/0"), MBPP["test_list"]
+    shown = [[test in Mbpp(shown=n).prompt(problem)[-1].content for test in tests] for n in (0, 1, 2)]
+    assert shown == [[False] * 3, [True, False, False], [True, True, False]]
+    with pytest.raises(UserError, match="shown must not be negative"):
+        Mbpp(shown=-1)
