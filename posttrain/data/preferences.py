@@ -105,6 +105,7 @@ class _Row:
     margins: bool = False
     tools: Tools = None
     steps: list[str] | None = None
+    joint: str = JOINT
     labels: list[float] | None = None
 
 
@@ -243,24 +244,29 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
     if len({e.ids.tobytes() for e in examples}) < len(examples):
         raise _Skip("equal")
     if row.steps is not None and row.labels is not None:
-        labels = _step_labels(examples[0], row.steps, row.labels, decoder, where)
+        labels = _step_labels(examples[0], row.steps, row.joint, row.labels, decoder, where)
         return (replace(examples[0], steps=labels),)
     return tuple(examples)
 
 
 def _step_labels(
-    example: Example, steps: list[str], labels: list[float], decoder: Decoder, where: str
+    example: Example,
+    steps: list[str],
+    joint: str,
+    labels: list[float],
+    decoder: Decoder,
+    where: str,
 ) -> np.ndarray:
     """Each label at the token in which its step ends, NaN elsewhere."""
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
-    begin = text.find(JOINT.join(steps))
+    begin = text.find(joint.join(steps))
     missing = f"{where}: the steps are not found in the text that the tokenizer makes of them"
     require(begin >= 0, missing)
     label_T = np.full(len(example.ids), np.nan, np.float32)
-    end = begin - len(JOINT)
+    end = begin - len(joint)
     for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
-        end += len(JOINT) + len(step)
+        end += len(joint) + len(step)
         token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
         free = bool(np.isnan(label_T[token]))
         require(free, f"{where}: steps {number} and {number + 1} end in the same token")
@@ -365,8 +371,10 @@ def _read_steps(record: dict[str, Any]) -> _Row:
     require(inside, f"labels of steps lie between 0 and 1, unlike {labels}")
     if not all(step.strip() for step in steps) or not steps:
         raise _Skip("empty")
-    prompt, response = _given_prompt(record["prompt"]), JOINT.join(steps)
-    return _Row(prompt, [response], [math.nan], steps=steps, labels=values)
+    joint = record.get("separator", JOINT)
+    require(isinstance(joint, str), f"separator must be a text, not {joint!r}")
+    prompt, response = _given_prompt(record["prompt"]), joint.join(steps)
+    return _Row(prompt, [response], [math.nan], steps=steps, joint=joint, labels=values)
 
 
 def _given_prompt(prompt: Any) -> Any:

@@ -74,7 +74,7 @@ def code(
         name="rl",
         model=first,
         task=task,
-        steps=given(steps, 40 if real else 30),
+        steps=given(steps, 40 if real else 50),
         seconds=seconds,
         prompts=given(prompts, 32 if real else 8),
         sampling=Sampling(tokens),

@@ -118,6 +118,15 @@ def test_single_responses_with_a_label(tmp_path: Path) -> None:
     assert "2 desirable, 2 not" in found.lines()[0]
 
 
+def test_steps_are_joined_by_the_separator_of_their_row(tmp_path: Path) -> None:
+    for steps, separator in ((["ab", ",c"], ""), (["ab", "c"], ",")):
+        ((example,),) = read(tmp_path, {"prompt": "hi", "completions": steps, "labels": [1, 0], "separator": separator}).units
+        assert example.steps is not None
+        ends = [int(t) for t in np.flatnonzero(~np.isnan(example.steps))]
+        begin, tokenizer = int(example.mask.argmax()), byte_level(CHATML)
+        assert [tokenizer.decode(example.ids[begin : t + 1]) for t in ends] == ["ab", "ab,c"]
+
+
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, None])
 def test_labels_of_steps_stand_where_the_steps_end(tmp_path: Path, template: str | None) -> None:
     steps = ["12+34=46", "你好 fox", "x"]
@@ -216,6 +225,7 @@ REFUSED = [
     (LABEL, {"prompt": "hi", "completion": "a"}, "line 2: no label"),
     (STEPS, {**STEPS, "labels": [True]}, "line 2: 1 labels for 2 steps"),
     (STEPS, {**STEPS, "labels": [True, 2]}, "line 2: labels of steps lie between 0 and 1"),
+    (STEPS, {**STEPS, "separator": 3}, "line 2: separator must be a text, not 3"),
     (STEPS, {**STEPS, "completions": "a"}, "line 2: completions must be a list of texts"),
 ]
 

@@ -1,0 +1,115 @@
+"""Outcome against process reward: Monte-Carlo labels of steps, a process reward model, RL with it and without it, and search by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.process_reward_model import ProcessRewardModel
+from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes.base import Recipe
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_sources import ProcessRewardModels
+from posttrain.stages.rl import RLStage
+from posttrain.stages.search import SearchStage
+from posttrain.stages.step_labels import StepLabelsStage
+from posttrain.tasks.arithmetic import SEPARATOR, Arithmetic
+from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
+
+TOKENS, GROUP, PROMPTS = 24, 16, 16
+
+
+def process(
+    size: str = "nano",
+    steps: int = 60,
+    solutions: int = 1200,
+    completions: int = 8,
+    problems: int = 500,
+    samples: int = 16,
+    lr: float = 3e-4,
+) -> Recipe:
+    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums only where no digit carries. `solutions`
+    of its own, two to a problem, are labelled step by step by `completions` from there on; `prm` learns the steps' labels, `orm` the
+    outcomes of the same solutions alone. Then, each on `problems` held-out sums:
+
+    - `search`: majority, best of N by either model, beam search by `prm`, N = `samples`;
+    - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, paid by the task for the right
+      answer, or by `prm` for each step. `outcome_longer` has as many more steps as the completions of the labels would have paid for.
+    """
+    task, sampling = Arithmetic(level=3, min_level=3), Sampling(TOKENS)
+    labels = StepLabelsStage(
+        name="labels",
+        model="sft",
+        task=task,
+        prompts=solutions // 2,
+        samples=2,
+        completions=completions,
+        steps=SEPARATOR,
+        sampling=sampling,
+    )
+    prm = RewardModelStage(
+        name="prm",
+        model="sft",
+        data=("labels",),
+        algorithm=ProcessRewardModel(),
+        batch=32,
+        steps=400,
+        optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+        checkpoint_every=0,
+    )
+    measured = EvaluateStage(
+        name="before",
+        model="sft",
+        task=task,
+        problems=problems,
+        sampling=Sampling(TOKENS, temperature=0.0),
+    )
+    outcome = RLStage(
+        name="outcome",
+        model="sft",
+        task=task,
+        steps=steps,
+        prompts=PROMPTS,
+        sampling=sampling,
+        algorithm=GRPO(group=GROUP, beta=0.0, reduction="token_mean"),
+        optimizer=Optimization(lr=lr, warmup=5),
+        evaluate_every=10,
+        evaluate_problems=problems,
+        checkpoint_every=0,
+    )
+    # two of a solution's three steps are completed
+    spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
+    stages = (
+        imitating(size, *SUMS),
+        measured,
+        labels,
+        replace(labels, name="outcomes", completions=0),
+        prm,
+        replace(prm, name="orm", data=("outcomes",)),
+        SearchStage(
+            name="search",
+            model="sft",
+            task=task,
+            process="prm",
+            outcome="orm",
+            problems=problems,
+            samples=samples,
+            step_tokens=12,
+            steps=SEPARATOR,
+            sampling=sampling,
+        ),
+        outcome,
+        replace(outcome, name="outcome_longer", steps=steps + spent, evaluate_every=20),
+        replace(
+            outcome,
+            name="process",
+            algorithm=replace(outcome.algorithm, supervision="process"),
+            reward=ProcessRewardModels(models=("prm",), steps=SEPARATOR),
+        ),
+        replace(measured, name="after_outcome", model="outcome"),
+        replace(measured, name="after_outcome_longer", model="outcome_longer"),
+        replace(measured, name="after_process", model="process"),
+    )
+    return Recipe(stages, "before", "after_process", "posttrain run process seed=1")

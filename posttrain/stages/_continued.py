@@ -1,0 +1,67 @@
+"""Answers that go on from a beginning which was sampled before: its ids are given as they are, and only the rest is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from posttrain.data.steps import steps_of
+from posttrain.data.text import Decoder
+from posttrain.tasks.base import Generate, Task
+from posttrain.types import Problem, Rollout, Score, Segment
+
+GIVEN, BEGIN = "given_ids", "given_begin"
+
+
+def beginning(rollout: Rollout, end: int) -> Problem:
+    """The problem of going on after the first `end` ids of a rollout of one turn."""
+    ids, prompt = rollout.ids[:end], rollout.segments[0]
+    facts = {**rollout.problem.facts, GIVEN: ids.tolist(), BEGIN: len(prompt.ids)}
+    return replace(rollout.problem, facts=facts)
+
+
+@dataclass(frozen=True)
+class Continued(Task):
+    """The task, for problems that `beginning` made."""
+
+    task: Task
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return ()
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout:
+        await generate(problem.facts[GIVEN], last=True)
+        return generate.rollout(answer=joined(generate.rollout(), generate.decoder).judged)
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        return ()
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return self.task.score(problem, response)
+
+
+def joined(rollout: Rollout, decoder: Decoder) -> Rollout:
+    """A continued rollout as if it had been sampled at once: the prompt, and all that the policy wrote. Others stay as they are."""
+    if BEGIN not in rollout.problem.facts:
+        return rollout
+    given, turn = rollout.segments
+    begin = rollout.problem.facts[BEGIN]
+    ids = np.concatenate([given.ids[begin:], turn.ids])
+    text, offsets = decoder.decode(ids)
+    prompt = Segment(given.ids[:begin], decoder.decode(given.ids[:begin])[0], False)
+    response = Segment(ids, text, True, offsets=offsets, finish=turn.finish)
+    return Rollout(rollout.problem, rollout.sample, (prompt, response), Score.pending())
+
+
+def cut(rollout: Rollout, count: int, steps: str, decoder: Decoder) -> Rollout:
+    """The rollout up to the end of its step number `count`, the separator included; as it is where it has no more of them."""
+    found = steps_of(rollout, steps)
+    if len(found) <= count:
+        return rollout
+    prompt, response = rollout.segments
+    ids = response.ids[: found[count - 1].through + 1 - len(prompt.ids)]
+    text, offsets = decoder.decode(ids)
+    shorter = Segment(ids, text, True, offsets=offsets, finish="step")
+    return replace(rollout, segments=(prompt, shorter))

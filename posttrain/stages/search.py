@@ -1,0 +1,185 @@
+"""Search at inference: one of several answers is chosen, by vote or by reward models, or a process reward model searches steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Annotated
+
+from posttrain.collect import rate_groups
+from posttrain.data.text import Decoder
+from posttrain.engine.random import derive
+from posttrain.errors import Count, Range
+from posttrain.evals.best_of_n import frontier
+from posttrain.evals.evaluate import Evaluation, prompts
+from posttrain.evals.statistics import share_interval
+from posttrain.models.policy import Policy
+from posttrain.stages._answers import AnswerStage
+from posttrain.stages._continued import Continued, beginning, cut, joined
+from posttrain.stages.base import Context, load_reward_model, model_places
+from posttrain.train.rating import ProcessRating
+from posttrain.types import JSON, Group, Problem, Rollout, Score
+
+# what the chances of its steps say of an answer
+RULES: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "product": prod,
+    "last": lambda chances: chances[-1],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchStage(AnswerStage):
+    """`samples` = N answers of `model` to each of `problems` held-out problems. For n = 1, 2, 4, ..., N: the accuracy of the most
+    frequent of n (majority), of the best of n by the reward model `outcome`, and by the process reward model `process`, where an
+    answer is worth the least, the product or the last of its steps' chances; pass@n is what a perfect choice would reach.
+
+    Beam search over steps: N candidates for the first step, of which the best `beams` are kept, N / beams candidates for the next
+    step of each, and so on, by the chance of the last step; the best answer that is finished counts. A candidate is at most
+    `step_tokens` long. `tokens` in the result are those sampled for a problem: N answers, and N / beams x beams a round.
+    """
+
+    process: str  # a process reward model: a stage or a directory
+    outcome: str = ""  # a model of the same kind that was trained on outcomes alone
+    problems: Annotated[int, Range(ge=2)] = 500
+    samples: Annotated[int, Range(ge=2)] = 16
+    beams: Count = 4
+    step_tokens: Count = 64
+    max_steps: Count = 32  # rounds of beam search
+    steps: str = "\n"  # what ends a step, as in reward=process
+
+    def mistakes(self) -> Iterator[str]:
+        if self.sampling.temperature == 0:
+            yield "several answers at temperature 0 are all the same; raise the temperature"
+        if self.samples % self.beams:
+            yield f"samples={self.samples} must be a multiple of beams={self.beams}"
+        if self.task.isolated:
+            yield "beginnings of a task that is scored in worker processes cannot be continued yet; use another task"
+
+    def named_scorers(self) -> dict[str, tuple[str, ...]]:
+        outcome = {"outcome": (self.outcome,)} if self.outcome else {}
+        return {"process": (self.process,), **outcome}
+
+    def reads_ids(self) -> tuple[str, ...]:
+        return tuple(name for names in self.named_scorers().values() for name in names)
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        def seed(first: int) -> int:
+            return derive(context.seed, 65, first) >> 1
+
+        policy, problems = self.load(context), list(self.task.problems("test")[: self.problems])
+        groups = list(self.ask(context, policy, problems, self.samples, seed))
+        finals = tuple(tuple(self.task.final(r.judged) for r in g.rollouts) for g in groups)
+        whole = Evaluation(tuple(groups), finals)
+        ns = [2**power for power in range(self.samples.bit_length())]
+        found: dict[str, dict[str, JSON]] = {"pass": {str(n): whole.passed(n).row() for n in ns}}
+        votes = {str(n): whole.majority(n) for n in ns} if whole.has_finals else {}
+        found["majority"] = {n: vote.row() for n, vote in votes.items() if vote}
+        rating = self.rating(context, policy, self.process)
+        chosen = {f"process_{rule}": (rating, rule) for rule in RULES}
+        if self.outcome:
+            chosen["outcome"] = (self.rating(context, policy, self.outcome), "last")
+        for name, (by, rule) in chosen.items():
+            points = frontier(ruled(rate_groups(by, groups), rule), ns=ns)
+            found[name] = {str(point.n): point.gold.row() for point in points}
+        ends, tokens = self.beam_search(context, policy, rating, problems)
+        right = [float(self.task.score(r.problem, r.judged).solved) for r in ends]
+        found["beam"] = {str(self.samples): share_interval(right, prompts(groups)).row()}
+        context.write_lines(
+            self.name, (json.dumps(row(r, v)) for r, v in zip(ends, right, strict=True))
+        )
+        top = str(self.samples)
+        said = ", ".join(
+            f"{name} {rows[top][0]:.3f}" for name, rows in found.items() if top in rows
+        )
+        context.announce(self.name, [f"{self.model}, accuracy with {top} samples: {said}"])
+        sampled = sum(r.length for g in groups for r in g.rollouts)
+        spent = {"answers": sampled / len(groups), "beam": tokens / len(groups)}
+        return {"model": self.model, "problems": len(groups), "accuracy": found, "tokens": spent}
+
+    def rating(self, context: Context, policy: Policy, name: str) -> ProcessRating:
+        scorers = [load_reward_model(place, context) for place in model_places(name, context)]
+        return ProcessRating(scorers, tokenizer=policy.tokenizer, separator=self.steps)
+
+    def beam_search(
+        self, context: Context, policy: Policy, rating: ProcessRating, problems: Sequence[Problem]
+    ) -> tuple[list[Rollout], int]:
+        """The best end that was found for each problem, and how many tokens were sampled in all."""
+        limit = min(self.step_tokens, self.sampling.max_new_tokens)
+        first = replace(self, sampling=replace(self.sampling, max_new_tokens=limit))
+        later = replace(first, task=Continued(self.task))
+        decoder, tokens = Decoder(policy.tokenizer), 0
+        kept: list[list[Rollout]] = [[] for _ in problems]
+        for number in range(1, self.max_steps + 1):
+
+            def seed(place: int, number: int = number) -> int:
+                return derive(context.seed, 66, number, place) >> 1
+
+            live = [(n, r) for n, beams in enumerate(kept) for r in beams if self.open_ended(r)]
+            if number == 1:
+                asked, each = list(range(len(problems))), self.samples
+                groups = first.ask(context, policy, problems, each, seed)
+            else:
+                asked, each = [n for n, _ in live], self.samples // self.beams
+                begun = [beginning(r, len(r.ids)) for _, r in live]
+                groups = later.ask(context, policy, begun, each, seed)
+            candidates = [[r for r in beams if not self.open_ended(r)] for beams in kept]
+            for n, group in zip(asked, groups, strict=True):
+                tokens += sum(r.length for r in group.rollouts)
+                whole = [joined(r, decoder) for r in group.rollouts]
+                candidates[n] += [cut(r, number, self.steps, decoder) for r in whole]
+            kept = self.best(candidates, rating)
+            if not any(self.open_ended(r) for beams in kept for r in beams):
+                break
+        return [beams[0] for beams in kept], tokens
+
+    def open_ended(self, rollout: Rollout) -> bool:
+        return rollout.finish != "stop" and rollout.length < self.sampling.max_new_tokens
+
+    def best(
+        self, candidates: Sequence[Sequence[Rollout]], rating: ProcessRating
+    ) -> list[list[Rollout]]:
+        """For each problem the `beams` candidates with the best last steps, best first; equal ones too, as they stand for more."""
+        scores = iter(rating.rate([r for own in candidates for r in own]))
+        kept = []
+        for own in candidates:
+            values = [worth(next(scores), "last") for _ in own]
+            order = sorted(range(len(own)), key=lambda n: -values[n])
+            kept.append([own[n] for n in order[: self.beams]])
+        return kept
+
+
+def worth(score: Score, rule: str) -> float:
+    """What a process reward model's score of an answer is worth; a failure less than anything else."""
+    chances = [chance for _, chance in score.steps]
+    if score.value is None:
+        return -1.0
+    return RULES[rule](chances) if chances else score.value
+
+
+def ruled(groups: Sequence[Group], rule: str) -> list[Group]:
+    """Rated groups, with answers worth what `rule` makes of their steps."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(r, score=replace(r.score, value=worth(r.score, rule)))
+                for r in group.rollouts
+                if r.score.valid
+            ),
+        )
+        for group in groups
+    ]
+
+
+def row(rollout: Rollout, right: float) -> dict[str, JSON]:
+    problem = rollout.problem
+    return {
+        "problem": problem.id,
+        "question": problem.question,
+        "answer": problem.answer,
+        "responses": [rollout.response],
+        "values": [right],
+    }

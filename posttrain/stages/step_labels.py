@@ -1,0 +1,134 @@
+"""Labels of steps without people: a step is as good as the share of completions from there that end solved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from posttrain.data.steps import Step, steps_of
+from posttrain.engine.random import derive
+from posttrain.errors import Whole, require
+from posttrain.models.policy import Policy
+from posttrain.stages._answers import AskingStage
+from posttrain.stages._continued import Continued, beginning
+from posttrain.stages.base import Context
+from posttrain.types import JSON, Group, Problem, Rollout
+
+# what becomes of solutions
+KINDS = ("written", "repeated", "truncated", "failed", "empty", "unlabelled")
+Key = tuple[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLabelsStage(AskingStage):
+    """`prompts` training problems, `samples` solutions to each. From the end of every step but the last `completions` are sampled, and
+    the label of the step is the share of them that solve the problem, or 1 where `any` does (Wang et al. 2023, arXiv:2312.08935: soft
+    and hard estimation); the last step has the outcome of the solution itself. Equal beginnings are completed once. With
+    `completions=0` a solution is one step, labelled by its outcome: what an outcome reward model learns from.
+
+    Written to `data.jsonl`, for a reward_model stage with algorithm=process_reward_model that names this stage as its data.
+    """
+
+    completions: Whole = 8
+    label: Literal["share", "any"] = "share"
+    steps: str = "\n"  # what ends a step, as in reward=process
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.sampling.temperature == 0:
+            yield "completions at temperature 0 are all the same; raise the temperature"
+        if self.task.isolated:
+            yield "the completions of a task that is scored in worker processes cannot be scored yet; use another task"
+
+    def run(self, context: Context) -> dict[str, JSON]:
+        policy, counts = self.load(context), dict.fromkeys(KINDS, 0)
+
+        def seed(first: int) -> int:
+            return derive(context.seed, self.skip, first) >> 1
+
+        groups = self.ask(context, policy, self.training_problems(), self.samples, seed)
+        solutions = [(r, steps) for group in groups for r, steps in self.solutions(group, counts)]
+        none = f"{self.name}: no answer of {self.model} could be labelled; raise max_new_tokens, or look at the task's scores"
+        require(bool(solutions), none)
+        shares, tokens = self.complete(context, policy, solutions)
+        rows = [row for r, steps in solutions if (row := self.row(r, steps, shares)) is not None]
+        counts["written"], counts["unlabelled"] = len(rows), len(solutions) - len(rows)
+        require(bool(rows), none)
+        context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
+        labels = [value for row in rows for value in row["labels"]]
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        said += f"; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
+        context.announce(self.name, [f"{said}; {len(shares) * self.completions:,} completions"])
+        spent = tokens + sum(rollout.length for rollout, _ in solutions)
+        return {
+            **counts,
+            "steps": len(labels),
+            "mean": sum(labels) / len(labels),
+            "completions": len(shares) * self.completions,
+            "tokens": spent,
+        }
+
+    def solutions(
+        self, group: Group, counts: dict[str, int]
+    ) -> Iterator[tuple[Rollout, list[Step]]]:
+        """The different solutions of a problem that can be labelled, with their steps; the others are counted."""
+        seen: set[str] = set()
+        for rollout in group.rollouts:
+            steps = steps_of(rollout, self.steps) if rollout.response.strip() else []
+            kind = "written"
+            if rollout.finish == "length":
+                kind = "truncated"
+            elif not rollout.score.valid:
+                kind = "failed"
+            elif not steps:
+                kind = "empty"
+            elif rollout.response in seen:
+                kind = "repeated"
+            counts[kind] += 1
+            seen.add(rollout.response)
+            if kind == "written":
+                yield rollout, steps if self.completions else steps[-1:]
+
+    def complete(
+        self, context: Context, policy: Policy, solutions: Sequence[tuple[Rollout, list[Step]]]
+    ) -> tuple[dict[Key, float], int]:
+        """The label of every beginning that ends a step but the last, and how many tokens were sampled for them."""
+        begun: dict[Key, Problem] = {}
+        for rollout, steps in solutions:
+            for step in steps[:-1]:
+                begun.setdefault(key_of(rollout, step), beginning(rollout, step.through + 1))
+
+        def seed(first: int) -> int:
+            return derive(context.seed, self.skip, first, 1) >> 1
+
+        going_on = replace(self, task=Continued(self.task))
+        groups = going_on.ask(context, policy, [*begun.values()], self.completions, seed)
+        shares, tokens = {}, 0
+        for key, group in zip(begun, groups, strict=True):
+            solved = [r.score.solved for r in group.rollouts if r.score.valid]
+            if solved:
+                share = sum(solved) / len(solved)
+                shares[key] = float(share > 0) if self.label == "any" else share
+            tokens += sum(rollout.length for rollout in group.rollouts)
+        return shares, tokens
+
+    def row(
+        self, rollout: Rollout, steps: Sequence[Step], shares: dict[Key, float]
+    ) -> dict[str, JSON] | None:
+        """A row of data; None where no completion of a step could be scored. A step begins with the separator before it, so that
+        nothing need join them."""
+        ends = [step.position for step in steps]
+        texts = [rollout.response[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        keys = [key_of(rollout, step) for step in steps[:-1]]
+        if not all(key in shares for key in keys):
+            return None
+        labels = [shares[key] for key in keys]
+        prompt = [m.row() for m in self.task.prompt(rollout.problem)]
+        last = float(rollout.score.solved)
+        return {"prompt": prompt, "completions": texts, "labels": [*labels, last], "separator": ""}
+
+
+def key_of(rollout: Rollout, step: Step) -> Key:
+    return rollout.problem.id, rollout.ids[: step.through + 1].tobytes()
