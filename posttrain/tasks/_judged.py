@@ -30,10 +30,20 @@ from posttrain.tasks._questions import (
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
-JUDGING = ("answer", "arithmetic_steps", "code", "math")  # rewards that say right or wrong
-BOXED = ("math", "arithmetic_steps")  # rewards that look for a box unless they have a marker
+JUDGING = (
+    "answer",
+    "arithmetic_steps",
+    "code",
+    "math",
+    "math_verify",
+)  # rewards that say right or wrong
+BOXED = (
+    "math",
+    "math_verify",
+    "arithmetic_steps",
+)  # rewards that look for a box unless they have a marker
 # rewards that pay 1 for the gold answer in the form that they look for
-CERTAIN = ("math", "answer")
+CERTAIN = ("math", "math_verify", "answer")
 TRIED = 8  # demonstrations that are scored before a run
 
 
@@ -157,7 +167,7 @@ class Judged(Questions):
 
     def final(self, response: str) -> str | None:
         """The final answer that a shipped reward would look at; None where a reward looks at the whole response."""
-        if self.reward == "math":
+        if self.reward in ("math", "math_verify"):
             return canonical(final_answer(response, MathReward(**self.options)))
         if self.reward == "answer":
             return after_marker(response, str(self.options.get("marker", MARKER)))
@@ -205,7 +215,8 @@ class Judged(Questions):
 
     @property
     def isolated(self) -> bool:
-        return any(code_place(name) is not None or name == "code" for name, _ in self.rewards())
+        slow = ("code", "math_verify")
+        return any(code_place(name) is not None or name in slow for name, _ in self.rewards())
 
     @property
     def seconds(self) -> float:

@@ -9,12 +9,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posttrain.data.records import parse_messages, read_split
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, check_fields, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.math import UNPARSEABLE, MathReward, final_answer, grade
+from posttrain.rewards.math_verify import math_verify
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem, Score
@@ -220,8 +221,11 @@ class Published(Questions):
     style: str = "boxed"  # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
+    # math is ours; math_verify is the package's, for figures to be compared with those of others
+    grader: Literal["math", "math_verify"] = "math"
 
     def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}: ")
         self.check_style(self.name, *self.more_styles)
         paired = bool(self.data) or not self.test_data
         require(paired, f"{self.name}: test_data goes with data, the training file")
@@ -240,13 +244,24 @@ class Published(Questions):
         return _read_published(type(self), self.data, self.test_data)[split == "test"].problems
 
     def score(self, problem: Problem, response: str) -> Score:
-        """The found answer against the gold one, by the math grader."""
+        """The found answer against the gold one, by the math grader; math_verify finds it by itself."""
+        if self.grader == "math_verify":
+            return math_verify(problem.question, response, problem.answer)
         if self.style == "boxed":
             return grade(response, problem.answer, question=problem.question)
         answer = found_answer(self.style, response)
         if answer is None:
             return UNPARSEABLE if problem.answer.strip() else grade("", problem.answer)
         return grade(f"\\boxed{{{answer}}}", problem.answer, question=problem.question)
+
+    @property
+    def isolated(self) -> bool:
+        return self.grader == "math_verify"
+
+    def ready(self) -> tuple[str, ...]:
+        if self.grader == "math_verify":
+            math_verify("", "\\boxed{1}", "1")  # or refuse, where the package is missing
+        return super().ready()
 
     def final(self, response: str) -> str | None:
         return canonical(found_answer(self.style, response))

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from posttrain.errors import Share, check_fields
+from posttrain.errors import Share
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.math import UNPARSEABLE
 from posttrain.tasks._programs import as_program
@@ -31,10 +31,6 @@ class Gsm8k(Published):
 
     # the share of the value that an answer in the asked form earns, right or wrong
     format_weight: Share = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self, "gsm8k: ")
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
