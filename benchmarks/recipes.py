@@ -22,10 +22,8 @@ from typing import Any
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
           "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_sft",
           "rlaif": "versus_sft"}  # fmt: skip
-BEFORE_AFTER = {"quickstart": ("before", "after"), "r1_zero": ("base", "trained"), "iterate": ("before", "after"),
-                "r1": ("base_sums", "final_sums"),
-                **dict.fromkeys(["calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe"],
-                                ("before", "after"))}  # fmt: skip
+WITH_BOTH = ("quickstart", "iterate", "calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe")
+BEFORE_AFTER = {"r1_zero": ("base", "trained"), "r1": ("base_sums", "final_sums"), **dict.fromkeys(WITH_BOTH, ("before", "after"))}
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 

@@ -10,6 +10,7 @@ from posttrain.errors import Several, require
 from posttrain.stages._answers import AskingStage, assistant
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
+from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.hinted import ANSWER, Hinted
 from posttrain.types import JSON, Group, Problem, Rollout
@@ -52,7 +53,13 @@ class SampleStage(AskingStage):
         return [Hinted(self.task, self.hint) if self.hint else self.task]
 
     def dry_run(self) -> DryRun:
-        return fewer(self, self.counts, min_score=0.0)  # any answer will do
+        cut = fewer(self, self.counts, min_score=0.0)  # any answer will do
+        if not self.labels:
+            return cut
+        # feedback of one kind, as on the answers of an untrained model, is refused: of two answers one is better
+        sampling = replace(self.sampling, temperature=self.sampling.temperature or 1.0)
+        asked = {name: getattr(cut.stage, name) for name in ("name", "model", "task", "prompts")}
+        return replace(cut, stage=ComparisonsStage(**asked, sampling=sampling))
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts, problems = dict.fromkeys(KINDS, 0), self.training_problems()

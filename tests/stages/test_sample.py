@@ -151,6 +151,8 @@ def test_feedback_is_every_answer_and_whether_it_is_good(tmp_path: Path) -> None
     assert all(row["label"] == (int(row["prompt"][0]["content"]) % 2 == 0) for row in rows)
     assert (context.result("kto") or {})["trained_on"] == sum(bool(row["completion"][0]["content"].strip()) for row in rows)
     assert (context.result("sampled") or {})["good"] == sum(row["label"] for row in rows)
+    cut = stage.dry_run().stage
+    assert isinstance(cut, ComparisonsStage) and cut.name == stage.name, "feedback of one kind would be refused"
     with pytest.raises(UserError, match="no feedback on the model; leave out hint or labels"):
         sample(labels=True, hint="{answer}")
 
