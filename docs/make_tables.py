@@ -65,6 +65,8 @@ class Facts:
 
     @property
     def reward(self) -> str:
+        if "teacher" in self.default.roles:
+            return "a teacher's distribution, and any reward on top"
         if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
             return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
@@ -100,7 +102,7 @@ class Facts:
     def models(self) -> str:
         """Besides what scores: a reward model, where it is the reward, is one more."""
         first = "reward model" if self.kind.trains == "scorer" else "policy"
-        names = [first, *(n for n in ("reference", "critic") if n in self.default.roles)]
+        names = [first, *(n for n in ("reference", "critic", "teacher") if n in self.default.roles)]
         more = f"; {len(names) + 1} with a reward model" if self.kind.learns_from == "rollouts" else ""
         return f"{len(names)}: {', '.join(names)}{more}"
 
@@ -153,6 +155,8 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
   never err.
 - **No anchor** (beta = 0, best_of_n, raft, simpo on verdicts that never err): the best response takes all. **orpo** orders
   responses by the reward and keeps more than one; **kto** keeps the good ones, as labels say no more.
+- **distillation**, whatever its divergence: the teacher, where the student can be it. With `reward_weight` w and the reverse KL,
+  exact or sampled, responses of one token: q exp(w r) / Z, the teacher in the place of the reference.
 - **reward_model**: the reward behind the pairs, up to a constant. **process_reward_model**: the log-odds of the labels.
   **sft**: the frequencies of its demonstrations.
 """
