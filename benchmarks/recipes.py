@@ -23,7 +23,11 @@ VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling"
           "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_sft",
           "rlaif": "versus_sft"}  # fmt: skip
 WITH_BOTH = ("quickstart", "iterate", "calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe")
-BEFORE_AFTER = {"r1_zero": ("base", "trained"), "r1": ("base_sums", "final_sums"), **dict.fromkeys(WITH_BOTH, ("before", "after"))}
+BEFORE_AFTER = {
+    "r1_zero": ("base", "trained"),
+    "r1": ("base_sums", "final_sums"),
+    **dict.fromkeys(WITH_BOTH, ("before", "after")),
+}
 RECIPES = (*BEFORE_AFTER, *VERSUS)
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 

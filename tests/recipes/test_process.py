@@ -38,7 +38,7 @@ def test_the_toy_runs_from_labels_to_search_and_rl(tmp_path: Path) -> None:
         "outcomes": {"prompts": 8},
         "prm": {"steps": 1},
         "orm": {"steps": 1},
-        **dict.fromkeys(("outcome", "process", "outcome_longer"), {"steps": 1, "evaluate_every": 0, "prompts": 2}),
+        **{key: {"steps": 1, "evaluate_every": 0, "prompts": 2} for key in ("outcome", "process", "outcome_longer")},
     }
     made = process(completions=2, problems=4, samples=4).stages
     task = Coin(level=3, min_level=3)
