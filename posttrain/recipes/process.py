@@ -66,6 +66,7 @@ def process(
         problems=problems,
         sampling=Sampling(TOKENS, temperature=0.0),
     )
+    algorithm = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
     outcome = RLStage(
         name="outcome",
         model="sft",
@@ -73,7 +74,7 @@ def process(
         steps=steps,
         prompts=PROMPTS,
         sampling=sampling,
-        algorithm=GRPO(group=GROUP, beta=0.0, reduction="token_mean"),
+        algorithm=algorithm,
         optimizer=Optimization(lr=lr, warmup=5),
         evaluate_every=10,
         evaluate_problems=problems,
@@ -105,7 +106,7 @@ def process(
         replace(
             outcome,
             name="process",
-            algorithm=replace(outcome.algorithm, supervision="process"),
+            algorithm=replace(algorithm, supervision="process"),
             reward=ProcessRewardModels(models=("prm",), steps=SEPARATOR),
         ),
         replace(measured, name="after_outcome", model="outcome"),
