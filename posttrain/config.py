@@ -78,6 +78,8 @@ class Settings(Checked):
     processes: Several = 1
     # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    # neighbours of the processes that divide each layer of a model, which is to learn, where it is too large for parallel=fsdp alone
+    tensor_parallel: Several = 1
     # ray: one of this machine, which ends with the run; or HOST:PORT of one that runs. It has places for what `processes` and
     # rl.sampler start
     cluster: str = ""
@@ -98,6 +100,17 @@ class Settings(Checked):
         check_machine(self.seed, self.device)
         super().__post_init__()
         check_threads(self.threads, "threads")
+        if self.tensor_parallel > 1:
+            whole = f"tensor_parallel={self.tensor_parallel} divides weights"
+            require(
+                self.parallel != "ddp",
+                f"{whole}, and parallel=ddp has all of them in each process; leave one out",
+            )
+            adapted = [stage.name for stage in self.recipe.stages if getattr(stage, "lora", None)]
+            require(
+                not adapted,
+                f"{whole}, and those with adapters ({', '.join(adapted)}) are not divided yet; leave one out",
+            )
         if self.cluster:
             check_address(self.cluster)
         if self.cluster in ("", LOCAL):

@@ -167,6 +167,9 @@ def check_processes(settings: Settings, count: int) -> None:
     """Refuse more processes than there are GPUs, or than a step of a stage has something to do for."""
     if count > 1 and not settings.cluster and machine.device(settings.device).startswith("cuda"):
         processes.check_devices(min(count, settings.processes) if settings.processes > 1 else 1)
+    tensor = settings.tensor_parallel
+    few = f"tensor_parallel={tensor}: {count} process(es) are not a multiple of it"
+    require(count % tensor == 0, f"{few}; use processes={max(1, round(count / tensor)) * tensor}")
     for stage in (stage for stage in settings.recipe.stages if stage.shares):
         there = getattr(stage, stage.shares)
         few = (
@@ -302,7 +305,8 @@ def joined(settings: Settings) -> AbstractContextManager[World]:
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
     sharding = {"auto": "auto", "ddp": "never", "fsdp": "always"}[settings.parallel]
     identity = {**versions(), "settings": digest[:12]}
-    return processes.joined(machine.device(settings.device), sharding, identity)
+    device = machine.device(settings.device)
+    return processes.joined(device, sharding, identity, settings.tensor_parallel)
 
 
 def versions() -> dict[str, str]:

@@ -148,7 +148,7 @@ def widen(model: nn.Module) -> None:
     """Norms that stay in float64: those of transformers round to float32 whatever the model's dtype, and would hide 1e-10."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child).__name__ == "LlamaRMSNorm":
+            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=WIDE)
                 norm.weight = child.weight
                 setattr(module, name, norm)

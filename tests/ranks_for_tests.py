@@ -33,11 +33,11 @@ class Ended:
     raised: list[str]
 
 
-def run(count: int, function: Callable[..., Any], *given: Any, sharding: str = "never") -> list[Any]:
+def run(count: int, function: Callable[..., Any], *given: Any, sharding: str = "never", tensor: int = 1) -> list[Any]:
     """What `function(world, *given)` returns in each of `count` processes that have joined, as JSON."""
 
     def joining() -> Any:
-        with processes.joined("cpu", sharding, {}) as world:
+        with processes.joined("cpu", sharding, {}, tensor) as world:
             return function(world, *given)
 
     return finished(start(count, joining, grouped=True))

@@ -124,7 +124,8 @@ def _linear(projection: Projection, x: Tensor) -> Tensor:
 def fused_body(network: Network) -> FusedBody | None:
     """The fused pass of a policy or a scorer on CUDA in half precision, where it computes what the module computes; else None, which
     is reported once."""
-    if not available(next(network.model.parameters()), 64, None):
+    divided = network.sharded is not None and network.sharded.divided
+    if divided or not available(next(network.model.parameters()), 64, None):
         return None
     described = _fitting(network)
     reason = described

@@ -13,7 +13,7 @@ _HARMLESS = """
     name device deterministic threads processes parallel trackers checkpoint_hook checkpoint_sync checkpoint_keep token_budget
     checkpointing release_cache max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every
     reference_device watch_kl monitor sampler sampler_processes
-    prometheus cluster cluster_spread worker_cpus worker_gpus on_failed_node
+    tensor_parallel prometheus cluster cluster_spread worker_cpus worker_gpus on_failed_node
 """
 HARMLESS = frozenset(_HARMLESS.split())
 # of which these decide what a stage with keep=best exports, and where one with stop.plateau ends

@@ -18,6 +18,12 @@ class World:
     rank = 0
     size = 1
     sharding = "never"  # of the weights that learn: auto, always, never
+    tensor = 1  # neighbours that divide the layers of a model, and have the same share of a step
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a step is cut."""
+        return self.size // self.tensor
 
     @property
     def first(self) -> bool:

@@ -23,7 +23,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.system.world import ALONE, current
 from posttrain.train import checkpoint
-from posttrain.train.parts import is_sharded, own_part, part_of, whole
+from posttrain.train.parts import copies, is_sharded, own_part, part_of, rows_of, whole
 
 BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
 MIN_NARROW = 4096  # a tensor with fewer numbers keeps moments of 32 bits
@@ -152,6 +152,9 @@ class Optimizer:
         if not gradients and not self.sharded:
             return torch.zeros(())
         norms = [n.float() for n in torch._foreach_norm(gradients, 2.0)]
+        if self.sharded and current().tensor > 1:  # what several have counts once
+            there = [self.parameters[n] for n, m in self.masters.items() if m.grad is not None]
+            norms = [n / math.sqrt(copies(like)) for n, like in zip(norms, there, strict=True)]
         found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         if self.sharded:
             squared = found.double().square()
@@ -198,17 +201,17 @@ class Optimizer:
     def own_state(self) -> dict[str, Tensor]:
         """The same, of sharded weights the part of this process; what every process has is the first one's."""
         first = current().first
-        return {
-            n: t for n, t in self._tensors(gathered=False) if first or (self.sharded and t.ndim)
-        }
+        return {n: t for n, t in self._tensors(rows_of) if first or (self.sharded and t.ndim)}
 
-    def _tensors(self, gathered: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(
+        self, put: Callable[[Tensor, Tensor], Tensor] = whole
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.masters.items():
-            like = self.parameters[name] if gathered else None
+            like = self.parameters[name]
             if master is not self.parts[name]:
-                yield f"master.{name}", whole(master, like)
+                yield f"master.{name}", put(master, like)
             for key, value in self.adam.state.get(master, {}).items():
-                parts = {"": value if value.ndim == 0 else whole(value, like)}
+                parts = {"": value if value.ndim == 0 else put(value, like)}
                 if hasattr(value, "codes"):
                     parts = {"_codes": value.codes, "_scale": value.scale}
                 yield from ((f"{key}{part}.{name}", tensor) for part, tensor in parts.items())
@@ -275,7 +278,7 @@ class Learner:
         first, sharded = current().first, self.network.sharded
         model = self.network.model if sharded is None else sharded.reshard()
         found = checkpoint.weights(model).items()
-        own = {n: own_part(t) for n, t in found if first or is_sharded(t)}
+        own = {n: rows_of(t, t) if is_sharded(t) else t for n, t in found if first or is_sharded(t)}
         return self._named(own), self._named(self.optimizer.own_state())
 
     def moments(self) -> dict[str, Tensor]:

@@ -41,10 +41,10 @@ def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch
     """The micro-batches of this process, and those that add nothing. With `equal`, where every pass of a model is one of all
     processes, there are as many passes in each: who has fewer repeats the shortest unit of the step, with a loss of 0 times it."""
     world = current()
-    if world.size == 1:
+    if world.shares == 1:
         return micro_batches(batch, token_budget), []
-    cut = [micro_batches(share, token_budget) for share in shares(batch, world.size)]
-    own, longest = cut[world.rank], max(map(len, cut))
+    cut = [micro_batches(share, token_budget) for share in shares(batch, world.shares)]
+    own, longest = cut[world.rank // world.tensor], max(map(len, cut))
     if not equal or len(own) == longest:
         return own, []
     ends = unit_ends(batch)
@@ -95,7 +95,7 @@ def sum_metrics(metrics: Sequence[Metric]) -> list[Metric]:
         [m.name, float(m.total), None if m.count is None else float(m.count), m.largest]
         for m in metrics
     ]
-    return [Metric(*row) for rows in world.gather(own) for row in rows]
+    return [Metric(*row) for rows in world.gather(own)[:: world.tensor] for row in rows]
 
 
 def join_columns(columns: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def join_columns(columns: Mapping[str, Tensor], batch: Batch) -> dict[str, Tenso
     if world.size == 1:
         return dict(columns)
     shared = world.gather({name: column.cpu().numpy() for name, column in columns.items()})
-    there = [own for own in shared if own]
+    there = [own for own in shared[:: world.tensor] if own]
     device = batch.ids_T.device
     return {
         name: torch.cat([torch.from_numpy(own[name]) for own in there]).to(device)

@@ -1,8 +1,10 @@
-"""The part of a tensor that this process keeps where it is sharded (a DTensor, rows of its first dimension), and the whole of it."""
+"""The part of a tensor that this process keeps where it is sharded (a DTensor), and the whole of it. Files have rows of its first
+dimension, as many from each process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -31,10 +33,41 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     """What of a whole tensor this process keeps, where `like` is sharded."""
     if not is_sharded(like):
         return tensor
-    rows = -(-len(tensor) // current().size)
-    found = tensor[rows * current().rank : rows * (current().rank + 1)]
-    assert found.shape == own_part(like).shape
-    return found
+    placed: Any = like
+    # a layer is divided first, and FSDP has rows of what is left
+    for dimension, placement in reversed([*enumerate(placed.placements)]):
+        if not placement.is_replicate():
+            count, own = (
+                placed.device_mesh.size(dimension),
+                placed.device_mesh.get_local_rank(dimension),
+            )
+            tensor = _slice(tensor, placement.dim, count, own)
+    assert tensor.shape == own_part(like).shape
+    return tensor
+
+
+def rows_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """What of the part of a sharded tensor, or of the tensor itself, this process writes into a checkpoint: its rows of the whole. All
+    processes must ask for it."""
+    if current().tensor == 1:
+        return own_part(tensor)
+    return _slice(whole(own_part(tensor), like), 0, current().size, current().rank).clone()
+
+
+def _slice(tensor: Tensor, dimension: int, count: int, number: int) -> Tensor:
+    """One of `count` slices, of which the last may be smaller or empty."""
+    length = tensor.shape[dimension]
+    size = -(-length // count)
+    start = min(size * number, length)
+    return tensor.narrow(dimension, start, min(size, length - start))
+
+
+def copies(like: Tensor) -> int:
+    """How many processes have the same part of a sharded tensor."""
+    placed: Any = like
+    sizes = enumerate(placed.placements)
+    parts: int = prod(placed.device_mesh.size(n) for n, one in sizes if not one.is_replicate())
+    return current().size // parts
 
 
 def plain_network(network: N) -> N:

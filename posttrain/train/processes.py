@@ -30,8 +30,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Processes(World):
     """This process among `size`. What they say to each other goes through host memory; gradients go by the device's own way."""
 
-    def __init__(self, rank: int, size: int, sharding: str, store: Any):
+    def __init__(self, rank: int, size: int, sharding: str, store: Any, tensor: int = 1):
         self.rank, self.size, self.sharding, self.store = rank, size, sharding, store
+        self.tensor = tensor
         self.works = 0  # that were begun
 
     def same(self, value: JSON) -> JSON:
@@ -163,7 +164,9 @@ def check_devices(count: int) -> None:
 
 
 @contextmanager
-def joined(device: str, sharding: str, identity: Mapping[str, str]) -> Iterator[World]:
+def joined(
+    device: str, sharding: str, identity: Mapping[str, str], tensor: int = 1
+) -> Iterator[World]:
     """Work with the processes that were started together, until the block ends. Refuses processes whose `identity` differs: versions,
     settings."""
     if size() == 1 and (sharding != "always" or "WORLD_SIZE" not in os.environ):
@@ -176,7 +179,7 @@ def joined(device: str, sharding: str, identity: Mapping[str, str]) -> Iterator[
         not missing,
         f"{', '.join(missing)} is not in the environment; start the processes by torchrun or processes=N",
     )
-    world = _connect(device, sharding)
+    world = _connect(device, sharding, tensor)
     try:
         with _explained(), using(world):
             _check_same(world, identity)
@@ -186,7 +189,7 @@ def joined(device: str, sharding: str, identity: Mapping[str, str]) -> Iterator[
             dist.destroy_process_group()
 
 
-def _connect(device: str, sharding: str) -> Processes:
+def _connect(device: str, sharding: str, tensor: int) -> Processes:
     address, port, wait = (
         os.environ["MASTER_ADDR"],
         os.environ["MASTER_PORT"],
@@ -223,7 +226,8 @@ def _connect(device: str, sharding: str) -> Processes:
         raise UserError(
             f"process {rank()} of {size()} did not reach the others at {address}:{port}: {text[:200]}"
         ) from None
-    return Processes(rank(), size(), sharding, dist.distributed_c10d._get_default_store())
+    shared = dist.distributed_c10d._get_default_store()
+    return Processes(rank(), size(), sharding, shared, tensor)
 
 
 def _check_same(world: Processes, identity: Mapping[str, str]) -> None:

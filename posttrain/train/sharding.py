@@ -1,26 +1,35 @@
 """Weights that learn, spread over the processes (FSDP2): each keeps a part of every tensor with its gradient and moments.
 
-torch's `fully_shard` gathers the weights of a layer for its pass and sums gradients while the backward pass goes on. What needs whole
-weights gets them from `Sharded`: a checkpoint, an export, and the copy that the engine generates with.
+torch's `fully_shard` gathers the weights of a layer for its pass and sums gradients while the backward pass goes on. With
+tensor_parallel, the linear layers of a decoder layer are first divided over neighbours by torch's `parallelize_module`. What needs
+whole weights gets them from `Sharded`: a checkpoint, an export, and the copy that the engine generates with.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
 )
 
 from posttrain.errors import require
@@ -33,14 +42,23 @@ from posttrain.train.memory import learning_bytes, weight_bytes
 from posttrain.train.parts import whole
 from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
 
+LAYER = "layers.*."  # of the names in a family's plan
+# those of a plan; a norm of the heads sees the heads of this process, the third dimension, and its weight's gradient is summed
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": partial(
+        SequenceParallel, sequence_dim=2, use_local_output=True
+    ),
+}
 ROOM = 0.5  # of a device: weights, gradients and moments beyond this are spread
 
 
 def wanted(network: Network, count: int, moments: float) -> bool:
     """Whether the weights of a network that learns are to be spread: as set, or where they would take half of a GPU."""
     world = current()
-    if world.sharding != "auto" or network.device.type != "cuda":
-        return world.sharding == "always"
+    if world.tensor > 1 or world.sharding != "auto" or network.device.type != "cuda":
+        return world.tensor > 1 or world.sharding == "always"
     learning = sum(size for _, size in learning_bytes(network, count, moments))
     whole = torch.cuda.get_device_properties(network.device).total_memory
     return world.any(weight_bytes(network) + learning > ROOM * whole)
@@ -68,15 +86,20 @@ class Sharded:
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
             for p in model.parameters()
         }
-        self.network, self.device = network, network.device
+        self.network, self.device, self.divided = network, network.device, current().tensor > 1
         self.plain: Policy | Scorer = replace(network, model=copy.deepcopy(model, memo))
         self.plain.events = network.events
-        mesh = init_device_mesh(self.device.type, (current().size,))
+        mesh = self._mesh()
         narrow = network.dtype in (torch.bfloat16, torch.float16)
         # sums over processes are made in float32
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
         kinds = set(getattr(model, "_no_split_modules", None) or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        if self.divided:
+            plan = tensor_plan(model, current().tensor)
+            for layer in layers:
+                parallelize_module(layer, mesh["tensor"], plan)
+            mesh = mesh["data"]
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
             # the weights of the loss are those of the whole step: gradients add
@@ -84,6 +107,13 @@ class Sharded:
             module.set_force_sum_reduction_for_comms(True)
             module.within = MethodType(_within, module)
             register_fsdp_forward_method(module, "within")
+
+    def _mesh(self) -> DeviceMesh:
+        world = current()
+        if not self.divided:
+            return init_device_mesh(self.device.type, (world.size,))
+        shape, names = (world.shares, world.tensor), ("data", "tensor")
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def weights(self, every: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by name, one at a time; all processes must take them. Those that learn and persistent buffers, as
@@ -112,6 +142,24 @@ class Sharded:
         for name, buffer in self.plain.model.named_buffers():
             buffer.data = buffers[name].detach().to(device)
         return self.plain
+
+
+def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
+    """How the modules of a decoder layer are divided, by their names in it: as the model's family says in its configuration."""
+    config = model.config.get_text_config()
+    given = getattr(config, "base_model_tp_plan", None) or {}
+    found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
+    where = f"tensor_parallel={count}: {type(model).__name__}"
+    known = bool(found) and set(found.values()) <= STYLES.keys()
+    require(
+        known, f"{where} has no layers that can be divided by rows and columns; use parallel=fsdp"
+    )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, name)
+        require(
+            size % count == 0, f"{where} has {name}={size}, which {count} processes do not divide"
+        )
+    return {name: STYLES[kind]() for name, kind in found.items()}
 
 
 def _within(model: nn.Module, function: Any, *given: Any) -> tuple[list[Tensor], Any]:
