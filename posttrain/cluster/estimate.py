@@ -27,6 +27,7 @@ OTHER = 1.2  # scoring, weight updates, waiting
 LAYER, LAYER_DIVIDED, LAYER_APART = 30e-6, 80e-6, 250e-6
 ROOM = 0.9  # of a GPU's memory, the rest is for CUDA and fragments
 RECOMPUTED = 8 / 6  # forward, backward, and forward again where activations are kept by layer
+EXCHANGED = 1.15  # times longer where GPUs exchange keys and values, or activations, in every layer
 GB = 1e9
 LEARNING = 18.0  # bytes of a weight that learns: itself 2, gradient 4, master 4, moments 8
 
@@ -182,14 +183,16 @@ ALGORITHMS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the work lies on the GPUs: all of them train, weights divided over `shards` and a sequence over `context` of them; generation
-    has copies on `tensor` GPUs each, at a time when the states of training wait in host memory where `offloaded`."""
+    """How the work lies on the GPUs: all of them train, weights divided over `shards`, a layer while it works over `divided` of those,
+    and a sequence over `context`; generation has copies on `tensor` GPUs each, at a time when the states of training wait in host
+    memory where `offloaded`."""
 
     gpus: int
     shards: int
     tensor: int
     offloaded: bool
     context: int = 1
+    divided: int = 1
 
     def text(self) -> str:
         how = (
@@ -197,6 +200,8 @@ class Layout:
             if self.shards == 1
             else f"FSDP2 over {self.shards} GPUs"
         )
+        if self.divided > 1:
+            how += f", each layer over {self.divided} of them (tensor_parallel={self.divided})"
         how += (
             f", a sequence over {self.context} (context parallelism, planned)"
             if self.context > 1
@@ -229,16 +234,21 @@ class Estimate:
         return OTHER * (self.train + self.generate)
 
 
-def layouts(gpus: int, gpu: GPU, samples: bool) -> list[Layout]:
-    """All that are considered."""
+def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
+    """All that are considered; experts are not divided."""
     tensors = [t for t in (1, 2, 4, 8, 16, 32) if t <= gpus and gpus % t == 0] if samples else [0]
     shards, contexts = (
         sorted({1, min(gpu.node, gpus), gpus}),
         [c for c in (1, 2, 4, 8) if gpus % c == 0],
     )
     kept = (False, True)[: 1 + samples]
-    every = product(contexts, kept, tensors, shards)
-    return [Layout(gpus, s, t, offloaded, c) for c, offloaded, t, s in every]
+    divided = (1, 2, 4, 8) if dense else (1,)
+    every = product(contexts, divided, kept, tensors, shards)
+    return [
+        Layout(gpus, s, t, offloaded, c, d)
+        for c, d, offloaded, t, s in every
+        if d == 1 or (d <= gpu.node and s % d == 0)
+    ]
 
 
 def memory_of(
@@ -249,14 +259,15 @@ def memory_of(
     learning = models.learners * LEARNING * shape.weights / shards
     frozen = models.frozen * 2.0 * shape.weights / shards
     tokens = (work.prompt + work.longest) / layout.context  # a micro-batch of the longest sequence
-    # one layer at work, of about 34 numbers of width H a token
-    layer = 2.0 * 34 * shape.hidden * tokens
+    # one layer at work, of about 34 numbers of width H a token, of which 10 are those of its inputs
+    layer = 2.0 * (10 + 24 / layout.divided) * shape.hidden * tokens
+    gathered = 3 * 2.0 * shape.weights / shape.layers / layout.divided
     training = {
         "weights that learn, gradients, moments": learning,
         "frozen models": frozen,
         "activations by layer": 2.0 * shape.layers * shape.hidden * tokens + layer,
         "logits": 6.0 * min(tokens * shape.vocabulary, 1 << 28),
-        "a gathered layer": 0.0 if shards == 1 else 3 * 2.0 * shape.weights / shape.layers,
+        "a gathered layer": 0.0 if shards == 1 else gathered,
     }
     if not layout.tensor:
         return training, {}
@@ -300,7 +311,8 @@ def train_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> float:
     # of a token: half of the positions, scores and values
     attention = 2.0 * shape.layers * shape.hidden * length
     flops = passes * work.tokens * (2.0 * shape.active + attention)
-    slower = 1.0 if layout.context == 1 else 1.15  # keys and values go around
+    slower = 1.0 if layout.context == 1 else EXCHANGED  # keys and values go around
+    slower *= 1.0 if layout.divided == 1 else EXCHANGED  # sums of activations
     return slower * flops / (layout.gpus * gpu.flops * 1e12 * share)
 
 
@@ -324,9 +336,8 @@ def generate_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout, cached:
 
 def best(shape: Shape, work: Work, gpu: GPU, gpus: int) -> Estimate | None:
     """The fastest layout that fits."""
-    found = [
-        estimate(shape, work, gpu, layout) for layout in layouts(gpus, gpu, work.models.samples)
-    ]
+    considered = layouts(gpus, gpu, work.models.samples, shape.active == shape.weights)
+    found = [estimate(shape, work, gpu, layout) for layout in considered]
     return min((one for one in found if one is not None), key=lambda one: one.step, default=None)
 
 

@@ -49,6 +49,19 @@ def test_memory_by_hand() -> None:
     assert generation["weights that learn, moments"] == pytest.approx(18 * 70e9 / 64)
 
 
+def test_a_layer_that_is_divided_takes_less_while_it_works() -> None:
+    """405B for RLVR: a gathered layer of 19 GB on each GPU is what does not fit on 128."""
+    whole, divided = (memory_of(shape_of("405B"), Work("rlvr"), Layout(128, 128, 16, False, 1, d))[0] for d in (1, 8))
+    assert divided["a gathered layer"] == pytest.approx(whole["a gathered layer"] / 8)
+    same = "weights that learn, gradients, moments"
+    assert divided[same] == whole[same] and divided["activations by layer"] < whole["activations by layer"]
+    slower = [estimate(shape_of("70B"), Work("sft"), H100, Layout(64, 64, 0, False, 1, d)) for d in (1, 2)]
+    assert slower[0] is not None and slower[1] is not None and slower[1].train > slower[0].train
+    assert "FSDP2 over 64 GPUs, each layer over 2 of them (tensor_parallel=2)" in slower[1].layout.text()
+    experts = best(shape_of("235B-A22B"), Work("grpo", prompts=32), H100, 256)
+    assert experts is not None and experts.layout.divided == 1
+
+
 def test_time_by_hand() -> None:
     """SFT of 8B on 8 GPUs: forward, backward and forward again are 8 FLOP a weight and token, and attention 2 L H S a pass."""
     shape, work = shape_of("8B"), Work("sft", prompts=64, prompt=100, response=924)

@@ -170,3 +170,28 @@ def test_a_model_that_cannot_be_divided_says_why() -> None:
     other.config.base_model_tp_plan = {"layers.*.mlp.experts": "moe_tp_experts"}
     with pytest.raises(UserError, match="has no layers that can be divided by rows and columns; use parallel=fsdp"):
         tensor_plan(other, 2)
+
+
+def over_a_sequence(world: Any, kernel: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    parts = [torch.randn(1, 2, 32, 16) for _ in range(3)]
+    places = {"buffers": parts, "buffer_seq_dims": [2, 2, 2]}
+    with sdpa_kernel(getattr(SDPBackend, kernel)), context_parallel(init_device_mesh("cpu", (2,)), **places):
+        try:
+            torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        except (NotImplementedError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [("FLASH_ATTENTION", "does not have a sharding strategy registered"), ("MATH", "mixed torch.Tensor and DTensor")],
+)
+def test_torch_has_no_context_parallelism_on_a_cpu_yet(kernel: str, said: str) -> None:
+    """The reason that there is none here: it cannot be compared with one process. Once this fails, it can."""
+    assert all(said in found for found in ranks.run(2, over_a_sequence, kernel))
