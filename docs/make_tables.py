@@ -160,6 +160,26 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
 - **reward_model**: the reward behind the pairs, up to a constant. **process_reward_model**: the log-odds of the labels.
   **sft**: the frequencies of its demonstrations.
 """
+OPTIONS = """
+Methods of papers that are an option of the algorithms above, not an algorithm of their own:
+
+| method | paper | where |
+|---|---|---|
+| dual clip | arXiv:1912.09729 | `dual_clip=3` of ppo and of every policy gradient with a clipped objective |
+| IcePop | arXiv:2510.18855 | `correction=decoupled mask_low=0.5 mask_high=5` of ppo and of every policy gradient |
+| rewards normalised one by one (GDPO) | arXiv:2601.05242 | `parts` and `part_weights` of grpo |
+| pass@k advantages | arXiv:2508.10751 | `pass_k` of grpo |
+| lambda by the length of a response (VAPO) | arXiv:2504.05118 | `lam_alpha=0.05 lam=1` of ppo |
+| KL in the loss of PPO | - | `kl_in=loss` of ppo |
+| values of steps in PPO | - | `supervision=process` or `both` of ppo: each enters GAE at the token its step ends in |
+| a reference that moves (TR-DPO) | arXiv:2404.09656 | `reference_ema`, `reference_every` of rl, preference and offline_rl stages |
+| group algorithms on saved groups | - | the stage `offline_rl` ([data-formats.md](data-formats.md)) |
+
+TRPO (arXiv:1502.05477) is no algorithm of the table, because it is another optimizer: `posttrain/train/trust_region.py` takes its
+step for a plain module of at most 5,000,000 weights. It refuses larger ones: an update is a dozen backward passes through the
+graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO ([results.md](results.md)). Of VAPO, clip-higher (ppo has
+one clip for both sides) and the likelihood term on right answers are left out.
+"""
 FAMILIES = ("Policy gradients", "From the best samples", "From preferences", "Reward models", "From demonstrations")
 
 
@@ -185,6 +205,7 @@ def algorithms_page() -> str:
             for f in found if f.family == family
         ]  # fmt: skip
         lines += ["", f"## {family}", "", *table(heads, rows)]
+    lines += ["", "## Options and relatives", "", *OPTIONS.strip().splitlines()]
     lines += ["", "## Where they converge", "", *CONVERGENCE.strip().splitlines()]
     lines += ["", "## Settings and their defaults", ""]
     lines += table(["name", "settings"], [[f.name, f.settings] for f in found])

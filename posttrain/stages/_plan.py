@@ -298,7 +298,7 @@ def savings(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
     if not stage.max_staleness:  # whose sampler goes on while the model learns
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
-    if stage.lora is None:
+    if stage.lora is None and not stage.moves:  # a reference that moves has weights of its own
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
     now = memory(stage).total
     found = [(way, now - memory(other).total) for way, other in ways]

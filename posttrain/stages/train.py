@@ -251,7 +251,10 @@ class ReferenceStage(TrainStage):
         return {"reference": self.reference_bytes(policy)}
 
     def reference_bytes(self, policy: Policy) -> float:
-        return Reference.price(policy, self.reference_device == "same" and not self.shared)
+        resident = self.reference_device == "same" and not self.shared
+        # the mean of weights of 16 bits, in float32
+        averaged = resident and self.reference_ema > 0 and policy.dtype.itemsize < 4
+        return Reference.price(policy, resident) + 4.0 * policy.parameters * averaged
 
 
 @dataclass(frozen=True, kw_only=True)

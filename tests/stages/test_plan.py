@@ -131,3 +131,13 @@ def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
     trained = RewardModelStage(name="rm", model="x", data=("y.jsonl",), members=3)
     one = stage(algorithm=PPO(), reward=RewardModels(models=("rm", str(tmp_path))))
     assert plan.reward_bytes(one, POLICY, {"rm": trained}) == 3 * 4.0 * COUNT + 1000.0
+
+
+def test_a_reference_that_moves_is_planned_with_weights_of_its_own() -> None:
+    """No adapters are advised, on whose frozen weights it could not move; the mean of weights of 16 bits has 4 bytes each."""
+    one = stage(reference_ema=0.9)
+    (line,) = plan.savings(one, lambda other: plan.rl_memory(other, POLICY, 100, 7.0, 0.0))
+    assert "reference_device=cpu" in line and "lora" not in line
+    narrow = small_policy(dtype=torch.bfloat16)
+    assert items(one)["reference"] == 4.0 * COUNT and items(one, policy=narrow)["reference"] == 6.0 * COUNT
+    assert items(stage(reference_every=5), policy=narrow)["reference"] == 2.0 * COUNT
