@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.algorithms.ppo import PPO
+from posttrain.recipes.base import given
 from posttrain.stages._material import Data
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.comparisons import ComparisonsStage
@@ -38,6 +39,26 @@ class Scale:
     unseen: tuple[Data, ...] = ()  # text whose perplexity is what was paid
     problems: int = 500
     checkpoint_every: int = 25
+
+    def changed(
+        self,
+        steps: int | None,
+        prompts: int | None,
+        problems: int | None,
+        compared: int | None,
+        beta: float | None,
+        lr: float | None,
+    ) -> Scale:
+        """The same with what the user gave."""
+        return replace(
+            self,
+            steps=given(steps, self.steps),
+            prompts=given(prompts, self.prompts),
+            problems=given(problems, self.problems),
+            compared=given(compared, self.compared),
+            algorithm=replace(self.algorithm, beta=given(beta, self.algorithm.beta)),
+            policy=replace(self.policy, lr=given(lr, self.policy.lr)),
+        )
 
 
 def compare(

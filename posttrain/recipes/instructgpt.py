@@ -78,16 +78,9 @@ def instructgpt(
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")
     usual, people = REAL if model else TOY, annotator == "people"
-    scale = replace(
-        usual,
-        steps=given(steps, usual.steps),
-        prompts=given(prompts, usual.prompts),
-        problems=problems,
-        compared=given(compared, 200 if people else usual.compared),
-        data=data,
-        algorithm=replace(usual.algorithm, ptx=ptx, beta=given(beta, usual.algorithm.beta)),
-        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
-    )
+    compared = given(compared, 200) if people else compared
+    scale = usual.changed(steps, prompts, problems, compared, beta, lr)
+    scale = replace(scale, data=data, algorithm=replace(scale.algorithm, ptx=ptx))
     first, again = _reviews.beginning(size), ""
     if model:
         own = [(Data(file=file),) for file in (ordinary or "ordinary", unseen or "unseen")]

@@ -8,7 +8,7 @@ from typing import Literal
 from posttrain.errors import require
 from posttrain.recipes._feedback import compare, fit, optimise, versus
 from posttrain.recipes._posts import beginning
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe
 from posttrain.stages.agreement import AgreementStage, JudgeSettings
 from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
@@ -60,15 +60,7 @@ def rlaif(
         not (model and people),
         "rlaif: labels=people is for the toy; see instructgpt for a file of people's comparisons",
     )
-    scale = replace(
-        scale,
-        steps=given(steps, scale.steps),
-        prompts=given(prompts, scale.prompts),
-        problems=given(problems, scale.problems),
-        compared=given(compared, scale.compared),
-        algorithm=replace(scale.algorithm, beta=given(beta, scale.algorithm.beta)),
-        policy=replace(scale.policy, lr=given(lr, scale.policy.lr)),
-    )
+    scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     asked = JudgeSettings(model=judge, url=url, rubric=rubric) if model else JUDGE
     known: list[Stage] = []
     if not model and not pairs:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes._feedback import Scale, compare, fit, optimise
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe
 from posttrain.stages._material import Data
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
@@ -66,15 +66,7 @@ def safety(
     a file of pairs in which people prefer the less harmful answer: the accuracy of the harmless reward model on it is measured.
     """
     usual = replace(REAL, start=model, sampling=Sampling(tokens)) if model else TOY
-    scale = replace(
-        usual,
-        steps=given(steps, usual.steps),
-        prompts=given(prompts, usual.prompts),
-        problems=given(problems, usual.problems),
-        compared=given(compared, usual.compared),
-        algorithm=replace(usual.algorithm, beta=given(beta, usual.algorithm.beta)),
-        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
-    )
+    scale = usual.changed(steps, prompts, problems, compared, beta, lr)
     one = EvaluateStage(
         name="before",
         model=scale.start,

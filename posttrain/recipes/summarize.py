@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from posttrain.errors import require
 from posttrain.recipes._feedback import compare, fit, optimise, versus
 from posttrain.recipes._posts import beginning
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe
 from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
@@ -42,15 +40,7 @@ def summarize(
     needs = "summarize: a real model needs posts, data (comparisons that people made) and judge"
     require(not model or bool(data and judge), needs)
     require(bool(model) or not judge, "summarize: a judge is for a real model: give one as model")
-    scale = replace(
-        scale,
-        steps=given(steps, scale.steps),
-        prompts=given(prompts, scale.prompts),
-        problems=given(problems, scale.problems),
-        compared=given(compared, scale.compared),
-        algorithm=replace(scale.algorithm, beta=given(beta, scale.algorithm.beta)),
-        policy=replace(scale.policy, lr=given(lr, scale.policy.lr)),
-    )
+    scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     learned = (*first, *(() if data else (compare(scale),)), fit(scale, data=data or "comparisons"))
     if model:
         judged: list[Stage] = [versus(scale, judge=JudgeSettings(model=judge, url=url))]

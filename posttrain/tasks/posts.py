@@ -31,7 +31,7 @@ POINTS = {
     **dict.fromkeys(PLANS, 2),
     **dict.fromkeys(words("cat hat nap sun"), 1),  # small talk
 }
-LENGTH, WANTED, MOST = (
+LENGTH, WANTED, MAX_STATED = (
     4,
     2,
     3,
@@ -110,7 +110,7 @@ class Posts(Task):
         said = sorted(facts, key=lambda fact: -facts[fact])
         if self.summary == "any":
             seed, said, left = stable_hash("summary", problem.id), [], list(facts)
-            seed, count = divmod(seed, MOST)
+            seed, count = divmod(seed, MAX_STATED)
             for _ in range(count + 1):
                 seed, place = divmod(seed, len(left))
                 said.append(left.pop(place))
