@@ -26,6 +26,7 @@ WITH_BOTH = ("quickstart", "iterate", "calculator", "code", "guess", "safety", "
 BEFORE_AFTER = {
     "r1_zero": ("base", "trained"),
     "r1": ("base_sums", "final_sums"),
+    "distill": ("after_sft", "after"),
     **dict.fromkeys(WITH_BOTH, ("before", "after")),
 }
 RECIPES = (*BEFORE_AFTER, *VERSUS)
