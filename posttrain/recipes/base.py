@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from posttrain.errors import require, unknown
 from posttrain.stages.base import Stage
@@ -119,7 +119,10 @@ def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, st
     if isinstance(value, tuple):
         return tuple(_renamed(inner, number, own, first) for inner in value)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in fields(value) if f.init]
+        hints = get_type_hints(type(value))  # a word of a fixed list is not the name of a stage
+        names = [
+            f.name for f in fields(value) if f.init and get_origin(hints[f.name]) is not Literal
+        ]
         changed = {name: _renamed(getattr(value, name), number, own, first) for name in names}
         changed = {name: new for name, new in changed.items() if new != getattr(value, name)}
         return replace(value, **changed) if changed else value

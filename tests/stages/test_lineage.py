@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli, config, pipeline
+from posttrain.algorithms.ppo import PPO
 from posttrain.errors import Interrupted, UserError
 from posttrain.recipes.base import Recipe, best_round, repeat
 from posttrain.recipes.iterative_dpo import iterative_dpo
@@ -18,6 +19,8 @@ from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, Stage, data_place, run_stages
 from posttrain.stages.best import BestStage
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import JSON
 
 RAN: list[str] = []
@@ -288,6 +291,12 @@ def test_rounds_carry_what_they_made_into_the_next() -> None:
     ):
         with pytest.raises(UserError, match=words):
             repeat(inside, **bad)  # type: ignore[arg-type]
+
+
+def test_a_word_of_a_fixed_list_is_not_the_name_of_a_stage() -> None:
+    (stage,) = repeat([RLStage(name="reward", model="reward", task=Arithmetic(), algorithm=PPO(kl_in="reward"))], 1)
+    assert isinstance(stage, RLStage) and isinstance(stage.algorithm, PPO)
+    assert (stage.name, stage.model, stage.algorithm.kl_in) == ("reward_1", "reward_1", "reward")
 
 
 def test_iterative_dpo_is_what_it_was() -> None:
