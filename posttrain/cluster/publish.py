@@ -14,6 +14,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -179,7 +180,9 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     blocks = (words[:whole].view(-1, ROW), words[None, whole:], rest[None])
     for start, block in enumerate(blocks):
         for dimension, sums in enumerate(_sums(block) if block.numel() else ()):
-            found = found + (sums * _multipliers(len(sums), 2 * start + dimension, sums)).sum()
+            found = (
+                found + (sums * _multipliers(len(sums), 2 * start + dimension, sums.device)).sum()
+            )
     return found
 
 
@@ -194,9 +197,12 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
     return columns.sum(0), torch.cat(found)
 
 
-def _multipliers(count: int, kind: int, like: Tensor) -> Tensor:
+@lru_cache(
+    maxsize=64
+)  # on a GPU to make them anew takes longer than the sums: a kernel for each operation
+def _multipliers(count: int, kind: int, device: torch.device) -> Tensor:
     """Odd integers that look random."""
-    place = torch.arange(1 + (kind << 40), 1 + (kind << 40) + count, device=like.device)
+    place = torch.arange(1 + (kind << 40), 1 + (kind << 40) + count, device=device)
     mixed = place * (MULTIPLIER - (1 << 64))
     mixed = (mixed ^ (mixed >> 29)) * (MULTIPLIER - (1 << 64))
     return mixed | 1
