@@ -151,6 +151,7 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
   favour branches that move far from the reference. With the KL in the reward this does not happen.
 - **dpo** on Bradley-Terry pairs, **online_dpo** with `loss.labels=soft`: pi*. With verdicts that never err both run away to
   the best response. **dpo** with `form=robust` on labels of which the share `label_smoothing` was exchanged: pi* too.
+  **xpo** with `loss.labels=soft` ends near pi*, on the side away from the reference: by alpha, exactly at pi* with alpha = 0.
 - **ipo** with `length=sum`: ref exp(p / tau) / Z with p the chance to beat a response of the data; finite also where verdicts
   never err.
 - **No anchor** (beta = 0, best_of_n, raft, simpo on verdicts that never err): the best response takes all. **orpo** orders
@@ -274,6 +275,7 @@ TRAINERS = {
     "GRPOTrainer": "pt.grpo(model=..., prompts=..., reward=...)",
     "RLOOTrainer": 'pt.rl(algorithm="rloo", model=..., prompts=..., reward=...).train()',
     "PPOTrainer": "pt.ppo(model=..., prompts=..., reward=...)",
+    "XPOTrainer": 'pt.rl(algorithm="xpo", model=..., prompts=..., reward=...).train()',
     "OnlineDPOTrainer": 'pt.rl(algorithm="online_dpo", model=..., prompts=..., reward=...).train()',
 }
 

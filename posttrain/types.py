@@ -404,6 +404,7 @@ class Batch(_Columns):
     weight_N     the same for losses per sequence or per unit
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled
     baseline_N   what a sequence's own figure is compared with
+    bonus_N      weight of a term for exploration, beside that of weight_N
     vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
     part/NAME_N  float32: a part of the score, where the algorithm learns from parts; NaN where there is no score
     paid_T       float32: what a turn was paid, at its last token; a part of reward_N, there only where turns were paid

@@ -54,6 +54,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ipo": [{"length": "sum"}],
     "kto": [{"desirable": 1.3, "undesirable": 0.7, "beta": 0.5}],
     "simpo": [{"gamma": 0.0}],
+    "xpo": [{"alpha": 0.5, "max_weight": 1.05}, {"group": 4, "alpha": 0.1}],
     "grpo": [
         {"beta": 0.0},
         {"beta": 0.0, "reduction": "token_mean", "clip_high": 0.28},

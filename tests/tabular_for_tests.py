@@ -136,10 +136,11 @@ class Enumeration:
     def weighted(self, prepared: Batch, policy: Policy) -> Batch:
         """The prepared step with each sequence's weight times the likelihood of its draw."""
         factor_N = self.draws * torch.from_numpy(self.likelihood(self.drawn_NG, policy))
-        weight_T, weight_N = (prepared.columns.get(name) for name in ("weight_T", "weight_N"))
+        weight_T, weight_N, bonus_N = (prepared.columns.get(name) for name in ("weight_T", "weight_N", "bonus_N"))
         return prepared.replace(
             weight_T=None if weight_T is None else weight_T * factor_N[prepared.sequence_T],
             weight_N=None if weight_N is None else weight_N * factor_N,
+            bonus_N=None if bonus_N is None else bonus_N * factor_N,
         )
 
 

@@ -1,0 +1,84 @@
+"""Exploratory preference optimisation: online DPO with a bonus for what the reference would not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.algorithms.dpo import DPO
+from posttrain.errors import NotNegative, Range
+from posttrain.ops.weights import sequence_lengths, sequence_sums
+from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class XPO(Algorithm):
+    """Sample pairs of responses, prefer the one of the higher reward, and make responses of the reference less likely: optimism, so
+    that the next samples are of what neither has tried.
+
+        L = sum_pairs w l(y_w, y_l) + alpha E_(y ~ ref) log pi(y | x)
+        E_(y ~ ref) log pi(y | x) = E_(y ~ mu) [ ref(y | x) / mu(y | x) ] log pi(y | x)
+          about 1/N sum_i min(max_weight, ref(y_i | x) / mu(y_i | x)) log pi(y_i | x)
+
+    with l the pairwise loss of `loss`, a DPO unless another is named, and mu the policy that sampled. The paper draws y from the
+    reference, and one member of each pair too; here both members are the policy's, and the expectation under the reference is
+    estimated from them by importance weights, which are exact up to the bound `max_weight` and need no second sampler. Samples are
+    paired in the order they were drawn; a pair of equal rewards prefers nothing and takes part in the bonus alone. The bonus has no
+    lower bound by itself: the preferences hold it, so alpha is small (the paper: 1e-5 and 5e-6). alpha = 0 is online DPO on pairs.
+    Use it where online DPO stops at the best of what the first model already says.
+    """
+
+    paper = "Xie et al. 2024, arXiv:2405.21046"
+    unit = "pair"
+
+    group: Annotated[
+        int, Range(ge=2, le=65_536, text="at least 2 and even (responses are paired)")
+    ] = 2
+    alpha: NotNegative = 1e-5  # coefficient of the bonus
+    max_weight: Annotated[float, Range(ge=1)] = 10.0  # bound of ref / mu
+    loss: Algorithm = field(default_factory=DPO)
+
+    def mistakes(self) -> Iterator[str]:
+        if self.group % 2:
+            yield f"group must be even, as responses are paired, not {self.group}"
+        if self.loss.learns_from != "pairs" or self.loss.trains != "policy":
+            kind = type(self.loss).__name__
+            yield f"loss must learn a policy from pairs, as dpo does, unlike {kind}"
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return self.loss.roles | {"reference"}
+
+    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
+        return (sampling,) * self.group
+
+    def select(self, groups: Sequence[Group], state: State) -> Selection:
+        scored = [(g, [r for r in g.rollouts if r.score.value is not None]) for g in groups]
+        pairs = [
+            Group(g.problem, pair)
+            for g, valid in scored
+            for pair in zip(valid[::2], valid[1::2], strict=False)
+        ]
+        tied = sum(len(set(pair.rewards)) < 2 for pair in pairs)
+        return Selection(tuple(pairs), metrics=(Metric("pairs/tied", tied, len(pairs)),))
+
+    def prepare(self, step: Batch, state: State) -> Batch:
+        scored_N, members = torch.isfinite(step.reward_N), (step.sequence_T, step.sequences)
+        # pairs that prefer nothing keep their tokens, for the bonus
+        mask_T = step.mask_T & scored_N[step.sequence_T]
+        ratio_T = step.reference_T.where(mask_T, 0.0) - step.behaviour_T.where(mask_T, 0.0)
+        ratio_N = sequence_sums(ratio_T, mask_T, *members).clamp(max=math.log(self.max_weight))
+        filled_N = sequence_lengths(mask_T, *members) > 0
+        bonus_N = ratio_N.exp().where(filled_N, 0.0) / filled_N.sum().clamp(min=1)
+        return self.loss.prepare(step, state).replace(mask_T=mask_T, bonus_N=bonus_N)
+
+    def terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        found, members = self.loss.terms(outputs, batch), (batch.sequence_T, batch.sequences)
+        logprob_N = sequence_sums(outputs.logprob_T, batch.mask_T, *members)
+        bonus = Term("exploration", logprob_N, self.alpha * batch.bonus_N)
+        return Terms((*found.terms, bonus), found.metrics)
