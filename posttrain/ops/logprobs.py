@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
 CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
+KEPT = 0.1  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +58,32 @@ def token_logprobs(
     With z = logits / temperature and p = softmax(z):
         logprob = z[target] - logsumexp(z),            d logprob / d z_j = 1[j = target] - p_j
         entropy = logsumexp(z) - sum_j p_j z_j,        d entropy / d z_j = -p_j (log p_j + entropy)
-    The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens.
+    The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens. On CUDA d logprob / d z of
+    the first chunks, rounded to the weights' type, is kept in their place, as far as `kept_room` goes.
     """
     if chunk_logits is None:
         chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     rows = rows // 256 * 256 or rows  # whole tiles of a product
-    settings = (head.scale, head.softcap, temperature, rows)
+    kept = 0
+    if hidden_NH.is_cuda and hidden_NH.dtype.itemsize < 4 and _plain(head):
+        chunk = rows * head.weight_VH.shape[0] * hidden_NH.dtype.itemsize
+        kept = int(kept_room(hidden_NH.device) // chunk)
+    settings = (head.scale, head.softcap, temperature, rows, kept)
     given = (hidden_NH, head.weight_VH, head.bias_V, target_N, settings)
     return _TokenLogprobs.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def kept_room(device: torch.device) -> float:
+    """Bytes of a CUDA device for what is kept of the logits. They depend on its size and not on what is free, so that a run and its
+    repetition compute the same; 0 where it is not here."""
+    if not torch.cuda.is_available():
+        return 0.0
+    return KEPT * float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _plain(head: Head) -> bool:
+    return head.softcap is None and head.bias_V is None and head.scale == 1.0
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -76,18 +94,25 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         target_N: Tensor,
-        settings: tuple[float, float | None, float, int],
+        settings: tuple[float, float | None, float, int, int],
     ) -> tuple[Tensor, Tensor]:
-        scale, softcap, temperature, rows = ctx.settings = settings
+        scale, softcap, temperature, rows, kept = ctx.settings = settings
+        ctx.set_materialize_grads(False)
         head = Head(weight_VH, bias_V, scale, softcap)
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logprob_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=wide)
         entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
+        ctx.kept = list[Tensor]()
+        kept = kept if any(ctx.needs_input_grad) else 0
         for part in chunks(hidden_NH, rows):
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
                 found = (logprob_N[part], entropy_N[part], normaliser_N[part])
                 statistics(logits, target_N[part], temperature, found)
+                if len(ctx.kept) < kept:
+                    ones, zeros = torch.ones_like(found[0]), torch.zeros_like(found[0])
+                    parts = [target_N[part].contiguous(), found[2], found[1], ones, zeros]
+                    ctx.kept.append(logits_gradient(logits, parts, temperature, weight_VH.dtype))
                 continue
             scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
@@ -99,12 +124,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # a second derivative through the saved statistics would be wrong, so it is refused
-    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Any, ...]:
         hidden_NH, weight_VH, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
-        scale, softcap, temperature, rows = ctx.settings
+        kept = ctx.kept if grad_entropy_N is None else []
+        grad_logprob_N = torch.zeros_like(entropy_N) if grad_logprob_N is None else grad_logprob_N
+        grad_entropy_N = torch.zeros_like(entropy_N) if grad_entropy_N is None else grad_entropy_N
+        scale, softcap, temperature, rows, _ = ctx.settings
         head = Head(weight_VH, bias_V, scale, softcap)
         found = HeadGradients(hidden_NH, head, ctx.needs_input_grad)
-        for part in chunks(hidden_NH, rows):
+        for number, part in enumerate(chunks(hidden_NH, rows)):
+            if number < len(kept):
+                found.add_scaled(part, kept[number], grad_logprob_N[part, None])
+                continue
             logits = head_logits(hidden_NH[part], head)
             if found.by_kernel:
                 columns = (target_N, normaliser_N, entropy_N, grad_logprob_N, grad_entropy_N)
@@ -128,8 +161,7 @@ class HeadGradients:
     def __init__(self, hidden_NH: Tensor, head: Head, needs: Sequence[bool]):
         self.hidden_NH, self.head = hidden_NH, head
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        plain = head.softcap is None and head.bias_V is None and head.scale == 1.0
-        self.by_kernel = hidden_NH.is_cuda and wide == torch.float32 and plain
+        self.by_kernel = hidden_NH.is_cuda and wide == torch.float32 and _plain(head)
         weight_VH, bias_V = head.weight_VH, head.bias_V
         self.hidden = torch.empty_like(hidden_NH) if needs[0] else None
         self.weight = torch.zeros_like(weight_VH, dtype=wide) if needs[1] else None
@@ -156,6 +188,16 @@ class HeadGradients:
             add_product_float32(self.weight, narrow_NV.t(), self.hidden_NH[part])
         elif self.weight is not None:
             self.weight += narrow_NV.t() @ self.hidden_NH[part]
+
+    def add_scaled(self, part: slice, narrow_NV: Tensor, factor_N1: Tensor) -> None:
+        """The same of a gradient that is still to be multiplied by a factor of its row: d hidden = f (D W), d W = D^T (f hidden)."""
+        weight_VH = self.head.weight_VH
+        if self.hidden is not None:
+            product = torch.mm(narrow_NV, weight_VH, out_dtype=torch.float32)
+            self.hidden[part] = factor_N1 * product
+        if self.weight is not None:
+            scaled_NH = (factor_N1 * self.hidden_NH[part]).to(weight_VH.dtype)
+            add_product_float32(self.weight, narrow_NV.t(), scaled_NH)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden states, weight and bias; None where not needed."""

@@ -42,7 +42,7 @@ class Judge:
             packed = pack_examples(flat, trainer.policy.device, algorithm.unit != "sequence")
             packed = packed.replace(group_N=torch.tensor(prompts, device=packed.group_N.device))
             batch = algorithm.prepare(trainer.fill(packed), algorithm.start())
-            for piece in micro_batches(with_loss(batch), trainer.settings.token_budget):
+            for piece in micro_batches(with_loss(batch), trainer.token_budget):
                 outputs, start = trainer.outputs(piece), 0
                 for part in micro_batches(piece, 1) if by_unit else [piece]:
                     terms = algorithm.terms(outputs.take(start, start + part.tokens), part)

@@ -16,8 +16,10 @@ from posttrain.train.memory import (
     activation_bytes,
     at_hand,
     checkpointing_pays,
+    choose_budget,
     learning_bytes,
     logits_bytes,
+    step_bytes,
     weight_bytes,
 )
 from posttrain.train.optimizer import Optimization
@@ -126,6 +128,19 @@ def training_memory(
     return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
 
 
+def planned_budget(stage: DataStage | RLStage, policy: Policy, reserved: float = 0.0) -> int:
+    """Tokens of a micro-batch, as the trainer will choose them where the device is here. Roles that learn are not counted."""
+    adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
+    optimizer, count = stage.optimizer, adapters or policy.parameters
+    learning = sum(size for _, size in learning_bytes(policy, count, optimizer.moment_bytes))
+
+    def need(tokens: int) -> float:
+        layered = optimizer.checkpointing == "layer"
+        return reserved + step_bytes([policy], learning, tokens, layered)
+
+    return choose_budget(optimizer.token_budget, need, at_hand(policy.device))
+
+
 def sft_plan(
     stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]
 ) -> list[str]:
@@ -144,7 +159,7 @@ def sft_plan(
         for source, report in zip(there, material.reports, strict=True)
         for n, line in enumerate(report.lines())
     ]
-    tokens = min(stage.optimizer.token_budget, stage.batch * max(lengths))
+    tokens = min(planned_budget(stage, policy), stage.batch * max(lengths))
     return [
         f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
         f"{total:,} examples{f', {len(material.held_out):,} held out' if material.held_out else ''}",
@@ -191,7 +206,7 @@ def preference_plan(
         train, held_out = stage.limited(policy).split(context, policy.tokenizer)
     units, whole, stage = [*train, *held_out], stage, stage.counted(len(train))
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
-    tokens = min(stage.optimizer.token_budget, stage.batch * max(sizes))
+    tokens = min(planned_budget(stage, policy), stage.batch * max(sizes))
     others = stage.role_bytes(policy, tokens)
     average = stage.batch * sum(sizes) // len(units)
     return [
@@ -208,7 +223,10 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
     group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
     samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches
     longest, new = stage.longest(policy.tokenizer), stage.sampling.max_new_tokens
-    budget = stage.optimizer.token_budget
+    budget = planned_budget(stage, policy, stage.cache_bytes(policy))
+    automatic, here = stage.optimizer.token_budget == "auto", at_hand(policy.device) is not None
+    elsewhere = automatic and policy.device.type == "cuda" and not here
+    size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # a prompt is computed once for its group
     share = (longest + (group - 1) * new) / (group * longest)
     tokens = round(share * min(budget, samples * longest))
@@ -228,7 +246,7 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
         f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
-        f"{-(-samples * longest // budget)} micro-batch(es) of up to {budget} tokens (this changes memory, never the gradient)",
+        f"{-(-samples * longest // budget)} micro-batch(es) of up to {size} (this changes memory, never the gradient)",
         f"{many(stage.steps, 'step')} = {many(stage.steps * samples, 'response')} and "
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",

@@ -140,7 +140,7 @@ class RewardModelStage(UnitStage):
     def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:
         """A scorer's verdicts on units that it has not learned from."""
         by_step = self.algorithm.learns_from == "step_labels"
-        return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.token_budget)
+        return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.plain_budget)
 
     def gate(self, context: Context, verdicts: Verdicts, member: int) -> None:
         accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))

@@ -231,7 +231,7 @@ class RLStage(ReferenceStage):
         context.announce(self.name, untrained_tags(policy, tags), "warning")
         roles = self.make_roles(context, policy)
         reference = next((role.policy for role in roles if isinstance(role, Reference)), None)
-        rating = self.reward.make(context, policy, self.name, self.optimizer.token_budget)
+        rating = self.reward.make(context, policy, self.name, self.optimizer.plain_budget)
         reserved = self.cache_bytes(policy)
         if policy.device.type == "cuda" and context.cluster is None:
             reserved += self.sampler_bytes(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.errors import require
 from posttrain.models.fused_body import takes_fused_pass
 from posttrain.models.policy import Network
-from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA
+from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA, kept_room
 
 MARGIN = 0.08  # of the device's memory that an estimate leaves alone
+# tokens of a micro-batch, of which the largest that fits is taken: larger products are no faster
+BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288)
+PLAIN_BUDGET = 8192  # where memory does not decide, or nothing larger fits
+SAFETY = 1.15  # an estimate, by which a budget is chosen, may be that much too small
 
 
 def weight_bytes(policy: Network) -> float:
@@ -53,11 +57,13 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
 
 
 def logits_bytes(policy: Network, tokens: int) -> float:
-    """Logits of a chunk of the tokens, which are never there for all of them, and their gradients."""
+    """Logits of a chunk of the tokens, which are never there for all of them, and their gradients; on CUDA also what is kept of them
+    for the backward pass."""
     size = int(policy.model.config.get_text_config().vocab_size)
-    on_cuda = policy.device.type == "cuda"
-    each, chunk = (6.0, CHUNK_LOGITS_CUDA) if on_cuda else (8.0, CHUNK_LOGITS)
-    return each * min(tokens * size, chunk)
+    if policy.device.type != "cuda":
+        return 8.0 * min(tokens * size, CHUNK_LOGITS)
+    kept = min(float(policy.dtype.itemsize * tokens * size), kept_room(policy.device))
+    return 6.0 * min(tokens * size, CHUNK_LOGITS_CUDA) + kept
 
 
 def cache_bytes(policy: Network, rows: int, length: int) -> float:
@@ -90,6 +96,18 @@ def step_bytes(
     a chunk of logits."""
     activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
     return learning + logits_bytes(models[0], tokens) + activations
+
+
+def choose_budget(asked: int | str, need: Callable[[int], float], have: float | None) -> int:
+    """Tokens of a micro-batch: as asked, or for `auto` the most of which `need` says that they fit into what a device has.
+
+    >>> [choose_budget(asked, float, have) for asked, have in ((700, 1e9), ("auto", 4e4), ("auto", 9.0), ("auto", None))]
+    [700, 32768, 8192, 8192]
+    """
+    if isinstance(asked, int):
+        return asked
+    fitting = (n for n in BUDGETS if have is not None and SAFETY * need(n) <= have)
+    return next(fitting, PLAIN_BUDGET)
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:

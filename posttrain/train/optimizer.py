@@ -23,6 +23,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.system.world import ALONE, current
 from posttrain.train import checkpoint
+from posttrain.train.memory import choose_budget
 from posttrain.train.parts import copies, is_sharded, own_part, part_of, rows_of, whole
 
 BLOCK = 256  # numbers that share a scale where moments are kept in 8 bits
@@ -50,7 +51,8 @@ class Optimization(Checked):
     epsilon: float = 1e-8
     weight_decay: NotNegative = 0.0
     clip_norm: Annotated[float, Range(gt=0, text="positive (inf for none)", infinite=True)] = 1.0
-    token_budget: Count = 8192  # tokens in a micro-batch; changes memory, never the gradient
+    # tokens in a micro-batch; changes memory, never the gradient. auto: 8192, on a GPU up to 65536 by what memory it has left
+    token_budget: Count | Literal["auto"] = "auto"
     # never, layer (compute activations again in backward), or auto: where memory asks for it
     checkpointing: Literal["auto", "never", "layer"] = "auto"
     # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
@@ -68,6 +70,11 @@ class Optimization(Checked):
         if self.moments == "int8":
             require(importlib.util.find_spec("torchao") is not None, NO_TORCHAO)
             check_compiler(device)
+
+    @property
+    def plain_budget(self) -> int:
+        """Tokens of a micro-batch where no estimate of memory chooses them."""
+        return choose_budget(self.token_budget, float, None)
 
     @property
     def moment_bytes(self) -> float:

@@ -23,7 +23,13 @@ from posttrain.system.processes import HALVED
 from posttrain.system.world import current
 from posttrain.train import parallel
 from posttrain.train.forward import PASSES
-from posttrain.train.memory import at_hand, checkpointing_pays, set_checkpointing, step_bytes
+from posttrain.train.memory import (
+    at_hand,
+    checkpointing_pays,
+    choose_budget,
+    set_checkpointing,
+    step_bytes,
+)
 from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
@@ -57,7 +63,8 @@ class Trainer:
     of which some learn too.
 
     `reserved_bytes` is memory of the device that others will take while it trains, such as the engine's cache: with it, and with what
-    is free, `checkpointing: auto` decides. `token_budget` is that of the settings until memory runs out; then it is halved, once.
+    is free, `token_budget: auto` and `checkpointing: auto` decide. `token_budget` is what was chosen until memory runs out; then it is
+    halved, once.
     """
 
     def __init__(
@@ -75,19 +82,25 @@ class Trainer:
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
         # then every pass is one of all processes
         self.sharded = any(learner.network.sharded is not None for learner in self.learners)
-        self.token_budget = settings.token_budget
+        self.events, self.reserved_bytes = events or Events(), reserved_bytes
+        have, layered = at_hand(policy.device), settings.checkpointing == "layer"
+        chosen = choose_budget(settings.token_budget, partial(self._need, layered), have)
+        self.first_budget = self.token_budget = min(map(int, current().gather(chosen)))
         if self.sharded and HALVED in os.environ and self.token_budget > 1:
             self.token_budget //= 2
-        self.events = events or Events()
-        self.checkpointed = self._choose_checkpointing(reserved_bytes)
+        self.checkpointed = self._choose_checkpointing(have)
 
-    def _choose_checkpointing(self, reserved_bytes: float) -> bool:
+    def _need(self, checkpointed: bool, tokens: int) -> float:
+        """Bytes that a step with micro-batches of so many tokens takes, with what others take."""
         networks = [learner.network for learner in self.learners]
-        have, chosen = at_hand(self.policy.device), self.settings.checkpointing
-        need = reserved_bytes
+        learning = sum(learner.state_bytes for learner in self.learners)
+        return self.reserved_bytes + step_bytes(networks, learning, tokens, checkpointed)
+
+    def _choose_checkpointing(self, have: float | None) -> bool:
+        networks = [learner.network for learner in self.learners]
+        chosen, need = self.settings.checkpointing, 0.0
         if chosen == "auto" and have is not None:
-            learning = sum(learner.state_bytes for learner in self.learners)
-            need += step_bytes(networks, learning, self.token_budget, False)
+            need = self._need(False, self.token_budget)
         on = current().any(checkpointing_pays(chosen, need, have))
         for network in networks:
             set_checkpointing(network.model, on)
@@ -108,7 +121,9 @@ class Trainer:
         try:
             found.append(work())
         except torch.OutOfMemoryError as error:
-            halved = self.token_budget < self.settings.token_budget or self.token_budget < 2
+            asked = self.settings.token_budget
+            whole = self.first_budget if asked == "auto" else asked
+            halved = self.token_budget < whole or self.token_budget < 2
             if halved:
                 raise
             seen = " ".join(str(error).split())[:120]

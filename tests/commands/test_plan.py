@@ -132,7 +132,7 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
     one = config.parse(str(recipe), []).recipe.stages[0]
     assert isinstance(one, RLStage)
     longest = one.longest(character_tokenizer(Arithmetic().alphabet))
-    tokens = round((longest + 7 * 20) / (8 * longest) * min(one.optimizer.token_budget, 512 * longest))
+    tokens = round((longest + 7 * 20) / (8 * longest) * min(one.optimizer.plain_budget, 512 * longest))
     vocabulary = len(character_tokenizer(Arithmetic().alphabet))
     expected = {
         "weights": 2.0 * count,
@@ -147,6 +147,7 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
     assert f"model {stage['model']}: {count:,} parameters, bfloat16" in text
     assert ", ".join(f"{name} {size_text(size)}" for name, size in expected.items()) in text
     assert "activation checkpointing: chosen by the memory of the GPU, which is not here" in text and "CPU;" not in text
+    assert "of up to 8192 tokens, or more by the memory of the GPU, which is not here (this changes memory" in text
     assert cli.main(["plan", str(recipe), "device=cpu"]) == 0
     assert "float32" in (plain := capsys.readouterr().out) and "never on a CPU" in plain and "master" not in plain
 

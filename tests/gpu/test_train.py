@@ -133,3 +133,25 @@ def test_the_fused_pass_of_a_scorer_against_its_module_in_float32() -> None:
         (score_T * torch.linspace(-1, 1, batch.tokens, device="cuda")).sum().backward()
         found.append((score_T.detach(), torch.cat([p.grad.flatten().float() for p in scorer.model.parameters()])))
     assert all(relative(mine, exact) < 0.03 for mine, exact in zip(*found, strict=True))
+
+
+def test_what_is_kept_of_the_logits_gives_the_gradient_of_logits_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chunks, some, none; and none where the entropy is learned from too."""
+    torch.manual_seed(0)
+    hidden, target = torch.randn(2000, 64, device=CUDA).bfloat16(), torch.randint(0, 3000, (2000,), device=CUDA)
+    weight, factor = (torch.randn(3000, 64, device=CUDA) * 0.3).bfloat16(), torch.randn(2, 2000, device=CUDA)
+
+    def gradients(room: float, entropy: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr("posttrain.ops.logprobs.kept_room", lambda device: room)
+        given = [t.clone().requires_grad_() for t in (hidden, weight)]
+        logprob, spread = token_logprobs(given[0], target, Head(given[1]), 0.7, chunk_logits=512 * 3000)
+        loss = (logprob * factor[0]).sum()
+        (loss + (spread * factor[1]).sum() if entropy else loss).backward()
+        return [logprob.detach(), *(t.grad for t in given if t.grad is not None)]
+
+    for entropy in (False, True):
+        again = gradients(0.0, entropy)
+        for room in (1e9, 2 * 2 * 512 * 3000.0):
+            found = gradients(room, entropy)
+            assert torch.equal(found[0], again[0]) and len(found) == 3
+            assert max(relative(a, b) for a, b in zip(found, again, strict=True)) < (0.006 if not entropy else 1e-6)

@@ -203,6 +203,21 @@ def weights_after(algorithm: SFT, budget: int, steps: int = 2) -> tuple[Trainer,
     return trainer, list(trainer.policy.model.parameters()), [merge(u.metrics)["loss"] for u in updates]
 
 
+def test_an_automatic_token_budget_is_what_memory_allows_and_8192_where_nobody_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own needs, those of others, and what a halved one leaves."""
+    policy = small_policy()
+
+    def chosen(**given: float) -> int:
+        return Trainer(policy, SFT(), Optimization(checkpointing="never"), **given).token_budget
+
+    assert chosen() == 8192, "the CPU"
+    trainer = Trainer(policy, SFT(), Optimization(token_budget=48))
+    need = trainer._need(False, 32768)
+    monkeypatch.setattr("posttrain.train.trainer.at_hand", lambda device: 1.2 * need)
+    assert chosen() == 32768 and Trainer(policy, SFT(), Optimization(token_budget=48)).token_budget == 48
+    assert chosen(reserved_bytes=0.5 * need) == 16384 and chosen(reserved_bytes=2 * need) == 8192
+
+
 def test_without_memory_the_token_budget_is_halved_once_with_the_same_gradient() -> None:
     """To the last bit the step of a trainer that had half the budget from the start, and to rounding that of the whole budget; the
     first micro-batch's gradient, which was there when memory ran out, does not count twice."""
