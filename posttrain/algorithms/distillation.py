@@ -16,6 +16,8 @@ from posttrain.ops.divergence import vocabulary_divergence
 from posttrain.ops.kl import kl_estimate
 from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
+Divergence = Literal["reverse", "forward", "jensen_shannon", "sampled"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(PolicyGradient):
@@ -45,7 +47,7 @@ class Distillation(PolicyGradient):
     min_group = 1
 
     group: Several = 1
-    divergence: Literal["reverse", "forward", "jensen_shannon", "sampled"] = "reverse"
+    divergence: Divergence = "reverse"
     jsd_beta: Annotated[float, Range(gt=0, lt=1)] = 0.5
     temperature: Positive | None = None
     reward_weight: NotNegative = 0.0

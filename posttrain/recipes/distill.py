@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.algorithms.distillation import Distillation
+from posttrain.algorithms.distillation import Distillation, Divergence
 from posttrain.errors import require
 from posttrain.recipes._toys import imitating
 from posttrain.recipes.base import Recipe, given
@@ -30,7 +30,7 @@ def distill(
     steps: int | None = None,
     prompts: int | None = None,
     lr: float | None = None,
-    divergence: str = "forward",
+    divergence: Divergence = "forward",
     tokens: int | None = None,
     problems: int | None = None,
 ) -> Recipe:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from posttrain.stages.base import Context, Stage
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
-    from posttrain.stages.train import DataStage, UnitStage
+    from posttrain.stages.train import DataStage, TrainStage, UnitStage
 
 STEPS = 3  # of a dry run; the first one warms up
 ITEMS = 32  # problems, prompts or pairs of a dry run of a stage without steps
@@ -128,7 +128,7 @@ def training_memory(
     return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
 
 
-def planned_budget(stage: DataStage | RLStage, policy: Policy, reserved: float = 0.0) -> int:
+def planned_budget(stage: TrainStage, policy: Policy, reserved: float = 0.0) -> int:
     """Tokens of a micro-batch, as the trainer will choose them where the device is here. Roles that learn are not counted."""
     adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
     optimizer, count = stage.optimizer, adapters or policy.parameters
