@@ -276,6 +276,7 @@ TRAINERS = {
     "RLOOTrainer": 'pt.rl(algorithm="rloo", model=..., prompts=..., reward=...).train()',
     "PPOTrainer": "pt.ppo(model=..., prompts=..., reward=...)",
     "XPOTrainer": 'pt.rl(algorithm="xpo", model=..., prompts=..., reward=...).train()',
+    "GKDTrainer": 'pt.rl(algorithm="distillation", teacher=..., model=..., task=...).train()',
     "OnlineDPOTrainer": 'pt.rl(algorithm="online_dpo", model=..., prompts=..., reward=...).train()',
 }
 

@@ -78,10 +78,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "distillation": [
         {"divergence": "forward", "temperature": 1.3, "reduction": "sequence_mean"},
         {"divergence": "jensen_shannon", "jsd_beta": 0.3, "beta": 0.1, "entropy": 0.01},
-        {"divergence": "sampled", "clip_low": 0.1, "clip_high": 0.1, "mini_batches": 2},
-        {"divergence": "sampled", "reward_weight": 0.5, "group": 4, "correction": "token", "cap": 1.05},
-        {"divergence": "sampled", "truncated": "mask", "drop": "mean", "bound": 0.12},
-        {"reward_weight": 2.0, "group": 4, "kl_in": "reward", "beta": 0.1},
+        {"divergence": "sampled", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.1, "mini_batches": 2, "truncated": "mask"},
+        {"divergence": "sampled", "drop": "mean", "bound": 0.12, "mask_low": 0.9, "mask_high": 1.1},
+        {"reward_weight": 2.0, "group": 4, "kl_in": "reward", "beta": 0.1, "correction": "token", "cap": 1.05},
     ],
     "dppo": [{"ratio_cap": 1.05, "divergence": "kl", "delta": 0.05}],
     "sapo": [{"tau_positive": 3.0, "tau_negative": 5.0, "epochs": 2}],

@@ -72,8 +72,8 @@ def rl(
     a dict, which `weights` adds up. `reward_models` are runs or paths whose mean is taken, by `weights` where there is no `reward`.
     Settings are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr, max_new_tokens, held_out, ...;
     `batch` prompts a step), and of the run (seed, device, again, ...). KL is measured from `reference`, the model itself unless another
-    is named; PPO's critic begins as `critic`, a reward model, if given. `tools` are functions with type hints and a docstring, names of
-    shipped tools or settings, which the policy may call before it answers.
+    is named; PPO's critic begins as `critic`, a reward model, if given; distillation's `teacher` is a model. `tools` are functions with
+    type hints and a docstring, names of shipped tools or settings, which the policy may call before it answers.
     """
     require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
@@ -84,7 +84,9 @@ def rl(
     scored = with_tools(scored, tools, settings) if tools else scored
     if "batch" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("batch")
-    settings |= {k: as_model(settings[k]) for k in ("reference", "critic") if settings.get(k)}
+    settings |= {
+        k: as_model(settings[k]) for k in ("reference", "critic", "teacher") if settings.get(k)
+    }
     given = {"model": as_model(model, tokenizer), "algorithm": chosen, "task": scored}
     return _run(RLStage, {"name": "rl", **given, "reward": source}, settings, files, callback)
 
