@@ -39,8 +39,8 @@ def code(
     """With a `model` (a hub name, a directory) and `data` (a folder with mbpp-sanitized.json and humaneval.jsonl, also as .gz; without
     it the hub's copies are read) one GPU with 80 GB or more and 16 cores for the sandbox, about 6 minutes: 32 problems x 16 programs a
     step. 15% of MBPP is held out to choose settings by, and its greedy accuracy is the curve `accuracy/test`; HumanEval is measured
-    before and after, with `samples` programs a problem (pass@1, pass@10) and greedily, and decides nothing. `seconds` ends RL early;
-    a program has `wall` seconds for all of its tests in `sandbox` (docs/rewards-code.md). Without a model a toy on a CPU: a small one
+    before and after, with `samples` programs a problem (pass@1, pass@10) and greedily, and decides nothing. `seconds` ends RL early.
+    A program has `wall` seconds for all of its tests in `sandbox` (docs/rewards-code.md). Without a model a toy on a CPU: a small one
     that has learned to write three-line functions from demonstrations of which half have a bug.
 
     The reward is 1 where every test passes, else 0. The prompt shows one assertion of an MBPP problem, in which form arguments come;

@@ -23,16 +23,16 @@ TOKENS, GROUP, PROMPTS = 24, 16, 16
 
 def process(
     size: str = "nano",
-    steps: int = 60,
-    solutions: int = 1200,
-    completions: int = 8,
-    problems: int = 500,
-    samples: int = 16,
+    steps: int = 30,
+    solutions: int = 2400,
+    completions: int = 4,
+    problems: int = 200,
+    samples: int = 8,
     lr: float = 3e-4,
 ) -> Recipe:
-    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums only where no digit carries. `solutions`
-    of its own, two to a problem, are labelled step by step by `completions` from there on; `prm` learns the steps' labels, `orm` the
-    outcomes of the same solutions alone. Then, each on `problems` held-out sums:
+    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums only where no digit carries. It writes as
+    many `solutions`, two to a problem. From the end of each step as many `completions` are sampled, which label it. `prm` learns the
+    labels of steps, `orm` the outcomes of the same solutions alone. Then, each on `problems` held-out sums:
 
     - `search`: majority, best of N by either model, beam search by `prm`, N = `samples`;
     - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, paid by the task for the right
@@ -56,7 +56,7 @@ def process(
         algorithm=ProcessRewardModel(),
         batch=32,
         steps=400,
-        optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
         checkpoint_every=0,
     )
     measured = EvaluateStage(

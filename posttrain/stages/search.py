@@ -37,7 +37,7 @@ class SearchStage(AnswerStage):
     answer is worth the least, the product or the last of its steps' chances; pass@n is what a perfect choice would reach.
 
     Beam search over steps: N candidates for the first step, of which the best `beams` are kept, N / beams candidates for the next
-    step of each, and so on, by the chance of the last step; the best answer that is finished counts. A candidate is at most
+    step of each, and so on, by the chance of the last step; what is best at the end counts. A candidate is at most
     `step_tokens` long. `tokens` in the result are those sampled for a problem: N answers, and N / beams x beams a round.
     """
 
@@ -45,8 +45,8 @@ class SearchStage(AnswerStage):
     outcome: str = ""  # a model of the same kind that was trained on outcomes alone
     problems: Annotated[int, Range(ge=2)] = 500
     samples: Annotated[int, Range(ge=2)] = 16
-    beams: Count = 4
-    step_tokens: Count = 64
+    beams: Count = 4  # beginnings that are kept after each step
+    step_tokens: Count = 64  # of a step in beam search at most
     max_steps: Count = 32  # rounds of beam search
     steps: str = "\n"  # what ends a step, as in reward=process
 

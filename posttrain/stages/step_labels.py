@@ -13,8 +13,10 @@ from posttrain.errors import Whole, require
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
 from posttrain.stages._continued import Continued, beginning
+from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
-from posttrain.types import JSON, Group, Problem, Rollout
+from posttrain.tasks.base import Task
+from posttrain.types import JSON, Group, Message, Problem, Rollout, Score
 
 # what becomes of solutions
 KINDS = ("written", "repeated", "truncated", "failed", "empty", "unlabelled")
@@ -31,8 +33,10 @@ class StepLabelsStage(AskingStage):
     Written to `data.jsonl`, for a reward_model stage with algorithm=process_reward_model that names this stage as its data.
     """
 
-    completions: Whole = 8
-    label: Literal["share", "any"] = "share"
+    completions: Whole = 8  # sampled from the end of each step
+    label: Literal["share", "any"] = (
+        "share"  # of completions that solve the problem, or whether any does
+    )
     steps: str = "\n"  # what ends a step, as in reward=process
 
     def mistakes(self) -> Iterator[str]:
@@ -41,6 +45,10 @@ class StepLabelsStage(AskingStage):
             yield "completions at temperature 0 are all the same; raise the temperature"
         if self.task.isolated:
             yield "the completions of a task that is scored in worker processes cannot be scored yet; use another task"
+
+    def dry_run(self) -> DryRun:
+        # a model of a few steps solves nothing, and labels that are all alike teach nothing
+        return fewer(self, self.counts, task=EitherOutcome(self.task))
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy, counts = self.load(context), dict.fromkeys(KINDS, 0)
@@ -128,6 +136,22 @@ class StepLabelsStage(AskingStage):
         prompt = [m.row() for m in self.task.prompt(rollout.problem)]
         last = float(rollout.score.solved)
         return {"prompt": prompt, "completions": texts, "labels": [*labels, last], "separator": ""}
+
+
+@dataclass(frozen=True)
+class EitherOutcome(Task):
+    """The problems of a task, where answers of an odd length are right: for a dry run."""
+
+    task: Task
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        return self.task.problems(split, level)
+
+    def prompt(self, problem: Problem) -> tuple[Message, ...]:
+        return self.task.prompt(problem)
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(float(len(response) % 2))
 
 
 def key_of(rollout: Rollout, step: Step) -> Key:

@@ -109,6 +109,15 @@ def test_without_completions_a_solution_is_one_step_with_its_outcome(sampler: Sc
     assert [row["labels"] for row in rows] == [[float(row["completions"] == ["a\na\na"])] for row in rows]
 
 
+def test_a_dry_run_has_labels_of_both_kinds_though_its_model_solves_nothing(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    sampler.reply = lambda request: completion(
+        [TOKENIZER.convert_tokens_to_ids("x")] * (1 + request.seed % 3) + [TOKENIZER.eos_token_id]
+    )
+    run(tmp_path / "run", labelling(completions=2).dry_run().stage)
+    rows = [json.loads(line) for line in (tmp_path / "run/stages/labels/data.jsonl").open()]
+    assert {label for row in rows for label in row["labels"]} == {0.0, 1.0}
+
+
 class Perfect:
     """Says of every step whether an x stands before its end."""
 
