@@ -134,7 +134,7 @@ def test_with_a_perfect_model_the_best_of_n_is_pass_at_n_and_beam_search_finds_e
     sampler: ScriptedSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SearchStage, "rating", lambda *given: Perfect())
-    settings = {"samples": 8, "beams": 2, "step_tokens": 2, "problems": 40, "sampling": Sampling(16)}
+    settings = {"samples": 8, "beams": 2, "step_tokens": 4, "problems": 40, "sampling": Sampling(16)}
     stage = SearchStage(name="search", model="m", task=NoX(), process="prm", outcome="orm", **settings)
     result = run(tmp_path / "run", stage)
     found = result["accuracy"]
@@ -143,7 +143,8 @@ def test_with_a_perfect_model_the_best_of_n_is_pass_at_n_and_beam_search_finds_e
             assert found[name][n][0] == pytest.approx(row[0]), "the interval is over means of draws, the value the same"
     assert found["pass"]["8"][0] < 0.9 and found["majority"]["8"][0] < found["pass"]["8"][0]
     assert found["beam"]["8"][0] > 0.97, "8 candidates for each step, and two beams of 4"
-    assert result["tokens"] == {"answers": 48.0, "beam": 48.0}, "a line and its separator, or its end, for every candidate"
+    spent = 8 * (4 + 4 + 2)  # two lines, of which the second is cut off, twice, and then the last with its end
+    assert result["tokens"] == {"answers": 48.0, "beam": spent}
 
 
 @pytest.mark.parametrize(
