@@ -296,6 +296,9 @@ FILES = [
             ("no-type", "mine.py:untyped", "tool untyped: the parameter x needs a type hint"),
         )
     ),
+    case("hint-without-answer", [SAMPLE | {"hint": "think"}], "samples: hint='think' has no {answer} in it"),
+    case("hint-too-long", [SAMPLE | {"hint": "1" * 3000 + "{answer}"}], "tiny:nano has 2048 positions"),
+    case("hint-with-labels", [SAMPLE | {"hint": "{answer}", "labels": True}], "samples: an answer that was given with a hint"),
     case("turns-as-data", [SAMPLE | {"task": TOOLS}], "samples: the episodes of this task have several turns"),
     case("tools-none", [RL | {"task": TOOLS | {"tools": []}}], "stages[0].task: tool_use: give at least one tool"),
     case("tools-twice", [RL | {"task": TOOLS | {"task": TOOLS}}], "stages[0].task: tool_use: the task has episodes of its own"),

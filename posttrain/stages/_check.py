@@ -166,7 +166,9 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
 
 def check_problems(stage: Stage, reader: Reader) -> None:
     """Refuse splits without a problem, and prompts that with their responses do not fit the model."""
-    task, sampling = getattr(stage, "task", None), getattr(stage, "sampling", None)
+    # as its model reads it, a hint included
+    task = stage.tasks()[0] if hasattr(stage, "task") else None
+    sampling = getattr(stage, "sampling", None)
     if not isinstance(task, Task):
         return
     with prefixed(f"{stage.name}.task"):
