@@ -11,17 +11,25 @@ EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
-    parser.add_argument("--task", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--task")
+    what.add_argument(
+        "--harness", metavar="TASK", help="tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
+    )
     parser.add_argument("--against", default="", help="another model: who wins on the same prompts")
     add_json(parser)
     text = (
         "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device;"
     )
-    text += " of a win rate also reward_model, judge, judge.KEY"
+    text += " of a win rate also reward_model, judge, judge.KEY;"
+    text += " with --harness limit, fewshot, chat, max_length, seed, device"
     add_settings(parser, text)
 
 
 def call(options: argparse.Namespace) -> None:
+    if options.harness:
+        call_harness(options)
+        return
     from posttrain.commands.inspect import evaluate
     from posttrain.runs.console import figures_table, show
 
@@ -37,3 +45,24 @@ def call(options: argparse.Namespace) -> None:
     if found.paired:
         print_lines([f"  {options.model} less {found.models[1].model}: {found.paired}"])
     print_lines(found.lines)
+
+
+def call_harness(options: argparse.Namespace) -> None:
+    from posttrain.commands.harness import evaluate
+    from posttrain.errors import require
+
+    require(not options.against, "eval: --against compares two models on a --task")
+    found = evaluate(options.model, options.harness.split(","), options.settings)
+    if options.json:
+        print_json({"model": options.model, "tasks": found}, indent=None)
+        return
+    for task, figures in found.items():
+        documents = figures.pop("documents")
+        print_lines([f"{options.model} on {documents} documents of {task}"])
+        for name, value in figures.items():
+            spelled = (
+                f"{value:.4f}"
+                if isinstance(value, float)
+                else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
+            )
+            print_lines([f"  {name:<24} {spelled}"])

@@ -30,18 +30,10 @@ from posttrain.tasks._questions import (
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
-JUDGING = (
-    "answer",
-    "arithmetic_steps",
-    "code",
-    "math",
-    "math_verify",
-)  # rewards that say right or wrong
-BOXED = (
-    "math",
-    "math_verify",
-    "arithmetic_steps",
-)  # rewards that look for a box unless they have a marker
+# rewards that say right or wrong
+JUDGING = ("answer", "arithmetic_steps", "code", "math", "math_verify")
+# rewards that look for a box unless they have a marker
+BOXED = ("math", "math_verify", "arithmetic_steps")
 # rewards that pay 1 for the gold answer in the form that they look for
 CERTAIN = ("math", "math_verify", "answer")
 TRIED = 8  # demonstrations that are scored before a run

@@ -49,7 +49,7 @@ def test_each_end_has_its_code_and_one_line(
         (["list", "algoritms"], "unknown kind of 'posttrain list' 'algoritms'; did you mean 'algorithms' or 'formats'?"),
         (["list", "recipies", "--json"], "unknown kind of 'posttrain list' 'recipies'; did you mean 'recipes'?"),
         (["run"], "the following arguments are required: recipe; see 'posttrain run --help'"),
-        (["eval", "m"], "the following arguments are required: --task; see 'posttrain eval --help'"),
+        (["eval", "m"], "one of the arguments --task --harness is required; see 'posttrain eval --help'"),
         (["doctor", "--jsn"], "unknown argument '--jsn'; see 'posttrain doctor --help'"),
     ],
 )
