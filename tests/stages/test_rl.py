@@ -17,6 +17,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import Interrupted, UserError
+from posttrain.loop import Stop
 from posttrain.models.load import Reader, stop_ids
 from posttrain.models.lora import Lora
 from posttrain.models.policy import wrap_model
@@ -328,3 +329,17 @@ def test_the_sampler_is_closed_with_the_stage(failing: bool, tmp_path: Path, mon
     with pytest.raises(UserError, match="it cannot be scored") if failing else nullcontext():
         run(tmp_path / "run", stage(steps=1, evaluate_every=0))
     assert closed == [True]
+
+
+def test_a_kl_ends_the_stage_in_the_step_that_passes_it_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Also of an algorithm that has no reference of its own: `watch_kl` measures it in every step then."""
+    one = stage(algorithm=GRPO(group=2, beta=0.0), watch_kl=True, stop=Stop(kl=0.01, kl_steps=1), rollouts_every=100)
+    finished = run(tmp_path / "run", one)
+    kls = [row.figures["kl/response"] for row in Run(finished).metrics("rl")]
+    assert len(kls) < one.steps and kls[-1] > 0.01 and all(kl <= 0.01 for kl in kls[:-1])
+    result = json.loads((finished / "stages" / "rl" / "result.json").read_text())
+    assert (
+        result["steps"] == len(kls) and result["stopped"].endswith("(stop.kl=0.01)") and (finished / "summary.json").is_file()
+    )
+    with pytest.raises(UserError, match=r"rl: stop\.kl needs samples and a reference"):
+        stage(algorithm=GRPO(group=2, beta=0.0), stop=Stop(kl=1.0))
