@@ -20,13 +20,13 @@ PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries that people wr
 TOY = Scale(
     task=Posts(),
     sampling=Sampling(max_new_tokens=60),
-    steps=40,
+    steps=25,
     prompts=64,
     problems=1000,
     fit_steps=200,
-    algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5, missing_eos=1.0),
+    algorithm=PPO(epochs=2, mini_batches=2, beta=0.3, critic_warmup=5, missing_eos=1.0),
     fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-    policy=Optimization(lr=5e-4, warmup=5),
+    policy=Optimization(lr=3e-4, warmup=5),
     critic=Optimization(lr=1e-3),
 )
 REAL = Scale(
