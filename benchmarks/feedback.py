@@ -85,7 +85,8 @@ def table(arm: str, rows: list[dict[str, Any]]) -> str:
         asked = [row["kept"]["agreement"] for row in rows]
         lines.append(["pairs decided by the order alone", *(f"{one['swayed']} of {one['judged']}" for one in asked), ""])
     lines.append(["seconds", *(f"{row['seconds']:.0f}" for row in rows), ""])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    columns = len(rows) + (2 if len(rows) > 1 else 1)  # one seed has no mean
+    return "\n".join(f"| {' | '.join(line[:columns])} |" for line in lines)
 
 
 def draw(recipe: str, rows: list[dict[str, Any]], folder: Path) -> None:
@@ -125,8 +126,14 @@ def draw(recipe: str, rows: list[dict[str, Any]], folder: Path) -> None:
 def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
     """Write the figures into the page of a recipe, between its two marks."""
     arms = [arm for arm in ARMS if arm.split()[0] == recipe and any(row["arm"] == arm for row in found["rows"])]
-    lines = ["Held-out prompts, sampled at temperature 1, with 95% intervals over prompts; the last column is the mean over seeds,",
-             f"with Student's interval ({found['date']}, {found['machine']}; `python benchmarks/feedback.py OUT`)."]  # fmt: skip
+    seeds = sorted({row["seed"] for row in found["rows"] if row["arm"] in arms})
+    last = (
+        "the last column is the mean over seeds, with Student's interval"
+        if len(seeds) > 1
+        else "one seed, others are not measured yet"
+    )
+    how = f"{found['date']}, {found['machine']}; `python benchmarks/feedback.py OUT --seeds {','.join(map(str, seeds))}`"
+    lines = [f"Held-out prompts, sampled at temperature 1, with 95% intervals over prompts; {last}", f"({how})."]
     for arm in arms:
         lines += ["", f"`posttrain run {arm} seed=N`:", "", table(arm, found["rows"])]
     text = (folder / f"{recipe}.md").read_text()

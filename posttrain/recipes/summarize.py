@@ -49,4 +49,4 @@ def summarize(
         judged = [versus(scale, task=reader), versus(scale, "versus_writer")]
     again = f"model={model} posts={posts} data={data} judge={judge} " if model else ""
     stages = (*learned, optimise(scale), *judged)
-    return Recipe(stages, next_command=f"posttrain run summarize {again}beta=0.02")
+    return Recipe(stages, next_command=f"posttrain run summarize {again}beta=0.1")
