@@ -78,7 +78,6 @@ REWARDED = named(
     *policy_gradients(beta=BETA, kl_in="reward"),
     PPO(beta=BETA),
     PPO(beta=BETA, lam=1.0, whiten_advantages=False, epochs=1),
-    PPO(beta=BETA, lam_alpha=0.05, lam=1.0),
     Reinforce(beta=BETA, baseline="none"),
     Reinforce(beta=BETA, baseline="running"),
 )
