@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -449,16 +448,13 @@ def published_weights(model: Any, every: bool, merged: bool = False) -> dict[str
 
 
 def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
-    """What the trainer's own forward pass, one of all prompts of a probe, says of every token after each, [P, V]."""
-    prompts, device = probe_prompts(vocabulary), policy.device
-    ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    position_T = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
-    starts = tuple(accumulate(map(len, prompts), initial=0))
+    """What the trainer's own forward pass says of every token after each prompt of a probe, [P, V]."""
+    ids_P, device = torch.tensor(probe_prompts(vocabulary)[-1]), policy.device
+    position_P = torch.arange(len(ids_P), device=device)
     with torch.no_grad():
-        layout = {LAYOUT: Packed(starts, device)}
-        hidden_TH = policy.hidden(ids_T[None], position_T[None], **layout)[0]
-        last_P = torch.tensor(starts[1:], device=device) - 1
-        return head_logits(hidden_TH[last_P], policy.head).log_softmax(-1)
+        layout = {LAYOUT: Packed((0, len(ids_P)), device)}
+        hidden_PH = policy.hidden(ids_P[None].to(device), position_P[None], **layout)[0]
+        return head_logits(hidden_PH, policy.head).log_softmax(-1)
 
 
 def _end(worker: WorkerProcess) -> None:
