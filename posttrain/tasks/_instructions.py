@@ -150,10 +150,10 @@ def number_placeholders(response: str, *, num_placeholders: int) -> bool:
 
 
 def postscript(response: str, *, postscript_marker: str) -> bool:
-    """The marker, in any case and with a space between its letters or none, begins a line or follows a space."""
+    """The marker, in any case, with a space between its letters or none."""
     letters = [letter for letter in postscript_marker.lower() if letter.isalnum()]
     spelled = r"\.\s?".join(map(re.escape, letters)) + (r"\." if len(letters) == 2 else "")
-    return re.search(rf"(?:^|\s){spelled}", response, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(spelled, response, re.IGNORECASE) is not None
 
 
 def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
@@ -179,9 +179,9 @@ def multiple_sections(response: str, *, section_spliter: str, num_sections: int)
 
 def json_format(response: str) -> bool:
     """The whole response, within a fence or not."""
-    fenced = re.fullmatch(r"```(?:json)?\n?(.*?)(?:```)?", response.strip(), re.S | re.IGNORECASE)
+    inner = re.sub(r"^```(?:json)?", "", response.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(fenced[1] if fenced else response)
+        json.loads(inner.removesuffix("```"))
     except (ValueError, RecursionError):
         return False
     return True
