@@ -52,7 +52,7 @@ BOUNDED = {
     "cluster/asynchronous.py: asyncio.gather(*self.tasks.values(), return_exceptions=True)": "of tasks that are cancelled",
     "commands/probe.py: asyncio.run(_score(judged, _cases(judged, split, count), workers))": "the same",
     "episodes.py: asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))": "the same",
-    "episodes.py: asyncio.gather(*(self.episode(draw, n) for n in range(self.samples)))": "the same",
+    "episodes.py: asyncio.gather(*(self.episode(draw, n) for n in range(len(self.samples))))": "the same",
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in members))": "the same",
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in rollouts))": "the same",
     "episodes.py: self.changed.wait()": "the same",

@@ -25,9 +25,9 @@ from posttrain.tasks._procedural import (
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
-NEWS, PLANS = words("fire flu baby win"), words("job exam rent move")
+EVENTS, PLANS = words("fire flu baby win"), words("job exam rent move")
 POINTS = {
-    **dict.fromkeys(NEWS, 3),
+    **dict.fromkeys(EVENTS, 3),
     **dict.fromkeys(PLANS, 2),
     **dict.fromkeys(words("cat hat nap sun"), 1),  # small talk
 }
@@ -129,6 +129,6 @@ def post(split: str, index: int) -> str:
             seed, place = divmod(seed, len(left))
             facts.append(left.pop(place))
         text = " ".join(facts)
-        if set(facts) & set(NEWS) and side("posts", text) == split:
+        if set(facts) & set(EVENTS) and side("posts", text) == split:
             return text
     raise AssertionError("one draw in five at least is of either split")
