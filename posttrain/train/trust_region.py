@@ -95,13 +95,13 @@ def conjugate_gradients(
     dimensions."""
     found, left = torch.zeros_like(target), target.clone()
     along, size = left.clone(), left @ left
-    enough = 1e-20 * size
+    smallest = 1e-20 * size
     for _ in range(iterations):
-        if float(size) <= float(enough):
+        if float(size) <= float(smallest):
             break
-        turned = product(along)
-        share = size / (along @ turned)
-        found, left = found + share * along, left - share * turned
+        product_along = product(along)
+        share = size / (along @ product_along)
+        found, left = found + share * along, left - share * product_along
         following = left @ left
         along, size = left + following / size * along, following
     return found
