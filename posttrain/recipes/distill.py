@@ -46,70 +46,84 @@ def distill(
         bool(model) == bool(teacher),
         "distill: model and teacher go together; give both, or none for the toy",
     )
-    task: Task
-    made = list[Stage]()
     if model:
-        task, start, taught = Gsm8k(data=data), model, teacher
-        steps, prompts, tokens = given(steps, 100), given(prompts, 64), given(tokens, 320)
-        optimizer = Optimization(
+        rate = Optimization(
             lr=given(lr, 1e-5), warmup=5, schedule="linear", final=0.1, token_budget=32768
         )
-        problems = given(problems, 1319)
+        real = Gsm8k(data=data), model, teacher, given(steps, 100), given(prompts, 64), rate
+        stages = compared(*real, divergence, given(tokens, 320), given(problems, 1319))
     else:
-        task, start, taught = Arithmetic(level=3, min_level=3), "start", "teacher"
-        steps, prompts, tokens = given(steps, 150), given(prompts, 32), given(tokens, 40)
-        optimizer = Optimization(lr=given(lr, 2e-3), warmup=10, schedule="linear", final=0.1)
-        problems = given(problems, 1000)
+        rate = Optimization(lr=given(lr, 2e-3), warmup=10, schedule="linear", final=0.1)
+        task = Arithmetic(level=3, min_level=3)
         shown = Data(task=Arithmetic(level=3), counts={1: 200, 2: 1000, 3: 6000})
         few = Data(task=task, counts={3: SHOWN})
-        made = [
+        toy = task, "start", "teacher", given(steps, 150), given(prompts, 32), rate
+        stages = [
             replace(imitating("micro", shown, steps=350), name="teacher"),
             replace(imitating("nano", few, steps=250), name="start"),
+            *compared(*toy, divergence, given(tokens, 40), given(problems, 1000)),
         ]
+    following = "posttrain run distill divergence=jensen_shannon"
+    return Recipe(tuple(stages), "after_sft", "after", following)
+
+
+def compared(
+    task: Task,
+    start: str,
+    teacher: str,
+    steps: int,
+    prompts: int,
+    optimizer: Optimization,
+    divergence: str,
+    tokens: int,
+    problems: int,
+) -> list[Stage]:
+    """SFT on the teacher's samples and distillation on the student's own, from the same start, with what is measured of each."""
+    sampling = Sampling(tokens)
     greedy = EvaluateStage(
         name="before",
         model=start,
         task=task,
         problems=problems,
-        sampling=Sampling(tokens, temperature=0.0),
+        sampling=replace(sampling, temperature=0.0),
     )
-    made += [
+    samples = SampleStage(
+        name="samples",
+        model=teacher,
+        task=task,
+        prompts=steps * prompts,
+        samples=1,
+        min_score=0.0,
+        sampling=sampling,
+    )
+    sft = SFTStage(
+        name="sft",
+        model=start,
+        data=(Data(file="samples"),),
+        steps=steps,
+        batch=prompts,
+        optimizer=optimizer,
+    )
+    distill = RLStage(
+        name="distill",
+        model=start,
+        teacher=teacher,
+        task=task,
+        steps=steps,
+        prompts=prompts,
+        optimizer=optimizer,
+        algorithm=Distillation(divergence=divergence),
+        sampling=sampling,
+        evaluate_every=50,
+        evaluate_problems=200,
+        checkpoint_every=100,
+    )
+    return [
         greedy,
-        replace(greedy, name="of_teacher", model=taught),
-        SampleStage(
-            name="samples",
-            model=taught,
-            task=task,
-            prompts=steps * prompts,
-            samples=1,
-            min_score=0.0,
-            sampling=Sampling(tokens),
-        ),
-        SFTStage(
-            name="sft",
-            model=start,
-            data=(Data(file="samples"),),
-            steps=steps,
-            batch=prompts,
-            optimizer=optimizer,
-        ),
+        replace(greedy, name="of_teacher", model=teacher),
+        samples,
+        sft,
         replace(greedy, name="after_sft", model="sft"),
-        RLStage(
-            name="distill",
-            model=start,
-            teacher=taught,
-            task=task,
-            steps=steps,
-            prompts=prompts,
-            algorithm=Distillation(divergence=divergence),
-            sampling=Sampling(tokens),
-            optimizer=optimizer,
-            evaluate_every=50,
-            evaluate_problems=200,
-            checkpoint_every=100,
-        ),
+        distill,
         replace(greedy, name="after", model="distill"),
     ]
-    return Recipe(
-        tuple(made), "after_sft", "after", "posttrain run distill divergence=jensen_shannon"
-    )
