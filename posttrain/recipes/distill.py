@@ -74,7 +74,7 @@ def compared(
     steps: int,
     prompts: int,
     optimizer: Optimization,
-    divergence: str,
+    divergence: Divergence,
     tokens: int,
     problems: int,
 ) -> list[Stage]:
