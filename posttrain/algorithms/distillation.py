@@ -48,6 +48,7 @@ class Distillation(PolicyGradient):
 
     group: Several = 1
     divergence: Divergence = "reverse"
+    # of jensen_shannon: towards forward at 0, towards reverse at 1
     jsd_beta: Annotated[float, Range(gt=0, lt=1)] = 0.5
     temperature: Positive | None = None
     reward_weight: NotNegative = 0.0
