@@ -76,7 +76,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         values = [one[str(top)] for one in found]
         fewer = f"{100 * mean(one[str(top // 4)][0] for one in found):.1f}%" if str(top // 4) in found[0] else ""
         lines.append([name, fewer, *map(cell, values), cell(over_seeds([v[0] for v in values]))])
-    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
+    several = len(rows) > 1  # a mean of one has no interval
+    return "\n".join(f"| {' | '.join(line if several else line[:-1])} |" if line else "" for line in lines)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
