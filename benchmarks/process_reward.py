@@ -93,7 +93,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             steps, values = zip(*row["curves"][arm], strict=True)
             left.plot(steps, [100 * v for v in values], color=f"C{number}", lw=1, label=ARMS[arm] if n == 0 else None)
     spent = rows[0]["steps"]["outcome_longer"] - rows[0]["steps"]["outcome"]
-    left.set_title(f"RL; the labels cost as much as {spent} steps", fontsize=10)
+    left.set_title(f"RL; the labels cost as much as at most {spent} steps", fontsize=10)
     left.set_xlabel("step of RL")
     for number, (method, name) in enumerate(METHODS.items()):
         ns = sorted(map(int, rows[0]["search"][method]))
