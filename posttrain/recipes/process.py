@@ -19,6 +19,18 @@ from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 TOKENS, GROUP, PROMPTS = 24, 16, 16
+TASK = Arithmetic(level=3, min_level=3)
+ALGORITHM = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
+PRM = RewardModelStage(
+    name="prm",
+    model="sft",
+    data=("labels",),
+    algorithm=ProcessRewardModel(),
+    batch=32,
+    steps=400,
+    optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    checkpoint_every=0,
+)
 
 
 def process(
@@ -38,48 +50,15 @@ def process(
     - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, paid by the task for the right
       answer, or by `prm` for each step. `outcome_longer` has as many more steps as the completions of the labels would have paid for.
     """
-    task, sampling = Arithmetic(level=3, min_level=3), Sampling(TOKENS)
-    labels = StepLabelsStage(
-        name="labels",
-        model="sft",
-        task=task,
-        prompts=solutions // 2,
-        samples=2,
-        completions=completions,
-        steps=SEPARATOR,
-        sampling=sampling,
-    )
-    prm = RewardModelStage(
-        name="prm",
-        model="sft",
-        data=("labels",),
-        algorithm=ProcessRewardModel(),
-        batch=32,
-        steps=400,
-        optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
-        checkpoint_every=0,
-    )
+    labels = _labels(solutions // 2, completions)
     measured = EvaluateStage(
         name="before",
         model="sft",
-        task=task,
+        task=TASK,
         problems=problems,
         sampling=Sampling(TOKENS, temperature=0.0),
     )
-    algorithm = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
-    outcome = RLStage(
-        name="outcome",
-        model="sft",
-        task=task,
-        steps=steps,
-        prompts=PROMPTS,
-        sampling=sampling,
-        algorithm=algorithm,
-        optimizer=Optimization(lr=lr, warmup=5),
-        evaluate_every=10,
-        evaluate_problems=problems,
-        checkpoint_every=0,
-    )
+    outcome = _trained(steps, lr, problems)
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
     stages = (
@@ -87,26 +66,26 @@ def process(
         measured,
         labels,
         replace(labels, name="outcomes", completions=0),
-        prm,
-        replace(prm, name="orm", data=("outcomes",)),
+        PRM,
+        replace(PRM, name="orm", data=("outcomes",)),
         SearchStage(
             name="search",
             model="sft",
-            task=task,
+            task=TASK,
             process="prm",
             outcome="orm",
             problems=problems,
             samples=samples,
             step_tokens=12,
             steps=SEPARATOR,
-            sampling=sampling,
+            sampling=Sampling(TOKENS),
         ),
         outcome,
         replace(outcome, name="outcome_longer", steps=steps + spent, evaluate_every=20),
         replace(
             outcome,
             name="process",
-            algorithm=replace(algorithm, supervision="process"),
+            algorithm=replace(ALGORITHM, supervision="process"),
             reward=ProcessRewardModels(models=("prm",), steps=SEPARATOR),
         ),
         replace(measured, name="after_outcome", model="outcome"),
@@ -114,3 +93,34 @@ def process(
         replace(measured, name="after_process", model="process"),
     )
     return Recipe(stages, "before", "after_process", "posttrain run process seed=1")
+
+
+def _labels(prompts: int, completions: int) -> StepLabelsStage:
+    """Two solutions to each problem, labelled step by step."""
+    return StepLabelsStage(
+        name="labels",
+        model="sft",
+        task=TASK,
+        prompts=prompts,
+        samples=2,
+        completions=completions,
+        steps=SEPARATOR,
+        sampling=Sampling(TOKENS),
+    )
+
+
+def _trained(steps: int, lr: float, problems: int) -> RLStage:
+    """RL that is paid for right answers."""
+    return RLStage(
+        name="outcome",
+        model="sft",
+        task=TASK,
+        steps=steps,
+        prompts=PROMPTS,
+        sampling=Sampling(TOKENS),
+        algorithm=ALGORITHM,
+        optimizer=Optimization(lr=lr, warmup=5),
+        evaluate_every=10,
+        evaluate_problems=problems,
+        checkpoint_every=0,
+    )
