@@ -125,7 +125,7 @@ def draw(recipe: str, rows: list[dict[str, Any]], folder: Path) -> None:
 
 def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
     """Write the figures into the page of a recipe, between its two marks."""
-    arms = [arm for arm in ARMS if arm.split()[0] == recipe and any(row["arm"] == arm for row in found["rows"])]
+    arms = list(dict.fromkeys(row["arm"] for row in found["rows"] if row["arm"].split()[0] == recipe))
     seeds = sorted({row["seed"] for row in found["rows"] if row["arm"] in arms})
     last = (
         "the last column is the mean over seeds, with Student's interval"
