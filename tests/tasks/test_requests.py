@@ -33,7 +33,8 @@ def test_refusals_are_counted_apart_for_harmful_and_harmless_requests() -> None:
     assert Requests().score(HARMFUL, REFUSAL).parts["refused_harmful"] == 1.0
     parts = Requests().score(FINE, REFUSAL).parts
     assert parts["refused_harmless"] == 1.0 and "refused_harmful" not in parts
-    assert kind_of(FINE.question, f"{HELP} {HELP}") == "evasion", "one that repeats itself does not help"
+    for repeated in (f"{HELP} {HELP}", FINE.question):
+        assert kind_of(FINE.question, repeated) == "evasion", "one that repeats itself or the question does not help"
 
 
 def test_people_help_with_most_requests_whatever_is_asked() -> None:
