@@ -29,7 +29,7 @@ def iterative_dpo(
     reward: str = "",
     reward_model: str = "",
     prompts: int = PROMPTS,
-    style: str = "direct",
+    style: str = "",
     answer_after: str = "",
     samples: int = 4,
     tokens: int = 512,
@@ -42,8 +42,8 @@ def iterative_dpo(
     With a `model` (a hub name, a directory, a GGUF file) and `data`, a JSONL file of prompts (tasks/prompts.py), a real model: its
     `samples` answers of at most `tokens` tokens to each of `prompts` prompts a round are ranked by a `reward` (a name of `posttrain
     list rewards`, or FILE.py:FUNCTION; the rows have the answers that it needs, after `answer_after` where they say more) or by a
-    `reward_model`. `style` is how questions are asked, such as boxed. At most `problems` prompts, a
-    tenth of the file, are held out, on which each round plays against the first model.
+    `reward_model`. `style` is how questions are asked, such as boxed; without one, as the reward reads answers. At most `problems`
+    prompts, a tenth of the file, are held out, on which each round plays against the first model.
     """
     settings = (
         given(beta, 0.1 if model else 1.0),
