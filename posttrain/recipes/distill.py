@@ -20,7 +20,7 @@ from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-SHOWN = 2000  # worked sums that the student begins with
+SHOWN = 1500  # worked sums that the student begins with
 
 
 def distill(
@@ -40,7 +40,7 @@ def distill(
 
     With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) GSM8K on one GPU; `data` is a folder with
     gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. Without them a toy on a CPU: a model of 0.9 million
-    weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw 2,000 of them.
+    weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw 1,500 of them.
     """
     require(
         bool(model) == bool(teacher),
@@ -60,7 +60,7 @@ def distill(
         toy = task, "start", "teacher", given(steps, 150), given(prompts, 32), rate
         stages = [
             replace(imitating("micro", shown, steps=500), name="teacher"),
-            replace(imitating("nano", few, steps=400), name="start"),
+            replace(imitating("nano", few, steps=250), name="start"),
             *compared(*toy, divergence, given(tokens, 40), given(problems, 1000)),
         ]
     following = "posttrain run distill divergence=jensen_shannon"
