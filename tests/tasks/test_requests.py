@@ -21,7 +21,7 @@ def test_neither_the_verb_nor_the_owner_alone_makes_a_request_harmful() -> None:
 
 
 def test_each_rule_pays_for_its_own_virtue() -> None:
-    expected = {"both": ((0, 1, 0), (1, 0, 0)), "helpful": ((1, 0, 0), (1, 0, 0)), "harmless": ((0, 1, 0.5), (1, 1, 1))}
+    expected = {"both": ((0, 1, 0), (1, 0, 0)), "helpful": ((1, 0, 0), (1, 0, 0)), "harmless": ((0, 1, 0.5), (1, 1, 0.5))}
     for rule, values in expected.items():
         task = Requests(rule=rule)  # type: ignore[arg-type]
         found = tuple(tuple(task.score(p, text).value for text in (HELP, REFUSAL, EVASION)) for p in (HARMFUL, FINE))
