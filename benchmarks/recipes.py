@@ -4,7 +4,7 @@
     python benchmarks/recipes.py OUT --recipes 'star,star hint=false' --seeds 0,1,2      # with settings, as a control
 
 The headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. Prints a table and one
-JSON line; exit code 1 where one did not move.
+JSON line; exit code 1 where one did not move whose page does not explain it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
-          "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_writer",
+          "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_sft",
           "rlaif": "versus_sft"}  # fmt: skip
 WITH_BOTH = ("quickstart", "iterate", "calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe")
 BEFORE_AFTER = {
@@ -30,6 +30,7 @@ BEFORE_AFTER = {
     **dict.fromkeys(WITH_BOTH, ("before", "after")),
 }
 RECIPES = (*BEFORE_AFTER, *VERSUS)
+EXPLAINED = ("distill", "summarize")  # negative results: their pages say why
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 
 
@@ -91,7 +92,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.processes) as pool:
         rows = list(pool.map(lambda words: one(*words), wanted))
     print(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}))
-    return 0 if all(row["errors"] >= 2 for row in rows) else 1
+    return 0 if all(row["errors"] >= 2 or row["recipe"].split()[0] in EXPLAINED for row in rows) else 1
 
 
 if __name__ == "__main__":
