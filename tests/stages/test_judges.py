@@ -92,7 +92,9 @@ def test_comparisons_by_a_model_in_this_process_are_data_for_dpo(
 
 
 def test_a_task_without_a_score_needs_a_judge() -> None:
-    with pytest.raises(UserError, match="the task scores nothing by itself; give it a reward .task.reward., or name a judge"):
+    with pytest.raises(
+        UserError, match="the task scores nothing by itself; give it a reward .task.reward., or name a reward_model or a judge"
+    ):
         ComparisonsStage(name="c", model="tiny:nano", task=Prompts("prompts.jsonl"))
 
 

@@ -224,7 +224,7 @@ def test_a_missing_file_and_bad_settings() -> None:
     with pytest.raises(UserError, match="style"):
         Jsonl("x", style="rhyme")
     with pytest.raises(UserError, match="held_out"):
-        Jsonl("x", held_out=1.0)
+        Jsonl("x", held_out=1.5)
 
 
 def test_a_reward_file_that_is_missing_or_no_python_is_told_before_a_run(file: str, tmp_path: Path) -> None:
