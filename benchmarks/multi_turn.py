@@ -101,6 +101,7 @@ class Bench:
     policy: Policy
     sizes: Sizes
     device: str
+    asleep: int = 4 * ROWS  # episodes of `sleep`
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.policy, ROWS, processes=1)
@@ -161,8 +162,8 @@ class Bench:
         for name, ordered in (("rounds", True), ("free", False)):
             pairs = []
             for _ in range(2):
-                without = self.seconds(plain, 4 * ROWS, self.sizes.turn, ordered)
-                pairs.append((self.seconds(tool, 4 * ROWS, self.sizes.turn, ordered), without))
+                without = self.seconds(plain, self.asleep, self.sizes.turn, ordered)
+                pairs.append((self.seconds(tool, self.asleep, self.sizes.turn, ordered), without))
             slept, without = min(pairs)
             found |= {f"{name}_plain_seconds": without, f"{name}_cost": 1 - without / slept}
         return found
@@ -222,12 +223,13 @@ def main() -> None:
     parser.add_argument("--size", default="nano", help="of a model made here")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--episodes", type=int, default=4 * ROWS, help="of sleep; the wait of the last ones is never hidden")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     sizes = GPU if arguments.device == "cuda" else CPU
     sizes = Sizes(sizes.prompt, sizes.given, sizes.turn, arguments.repeats or sizes.repeats)
-    bench = Bench(load_policy(arguments), sizes, arguments.device)
+    bench = Bench(load_policy(arguments), sizes, arguments.device, arguments.episodes)
     result: dict[str, Any] = {"device": arguments.device, "model": arguments.model or f"tiny:{arguments.size}"}
     for name in arguments.only:
         began = time.perf_counter()
