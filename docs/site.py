@@ -106,4 +106,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     file = in_repository(page.file.src_uri)
+    markdown = re.sub(r"\A<!--.*?-->\n", "", markdown)  # a page is named after its heading, where that comes first
     return relinked(markdown, file) if file.endswith(".md") and (ROOT / file).is_file() else markdown

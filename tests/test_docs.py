@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -36,6 +38,37 @@ def test_what_a_page_points_to_is_there(path: Path) -> None:
     missing = [link for link in links if not (path.parent / link).exists()]
     missing += [str(name.relative_to(ROOT)) for name in named if not name.exists()]
     assert missing == []
+
+
+def slugs(path: Path) -> set[str]:
+    """The names of a page's headings, as links have them."""
+    headings = re.findall(r"^#+ +(.*?)\s*$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_link_to_a_heading_names_one_that_is_there() -> None:
+    found = [(path, *link) for path in PAGES for link in re.findall(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)", path.read_text())]
+    missing = [
+        f"{path.name}: {place}#{name}"
+        for path, place, name in found
+        if name not in slugs((path.parent / place) if place else path)
+    ]
+    assert len(found) > 20 and missing == []
+
+
+def test_what_the_hosting_site_reads_is_what_the_project_says() -> None:
+    """CITATION.cff and the workflow follow pyproject.toml and .ci/run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    test = workflow["jobs"]["test"]
+    named = {c.rpartition(" :: ")[2] for c in project["classifiers"] if "Python :: 3." in c}
+    assert set(test["strategy"]["matrix"]["python"]) == named
+    assert [step["run"] for step in test["steps"] if "run" in step] == [".ci/run"]
+    assert workflow["permissions"] == {"contents": "read"}
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        assert {"name", "description", "body"} == set(yaml.safe_load(form.read_text()))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
