@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from posttrain import catalogue
@@ -115,14 +115,6 @@ class Facts:
             raise UserError(f"{self.name}: the docstring must say when to use it, in a sentence that begins with 'Use it'")
         return found.group(1).strip()
 
-    @property
-    def settings(self) -> str:
-        values = []
-        for field in fields(self.kind):
-            value = field.default if field.default is not MISSING else type(getattr(self.default, field.name)).__name__ + "()"
-            values.append(f"{field.name} = {value}")
-        return ", ".join(f"`{value}`" for value in values)
-
 
 def can_anchor(kind: type[Algorithm]) -> bool:
     """Whether some beta makes the algorithm ask for a reference."""
@@ -208,8 +200,7 @@ def algorithms_page() -> str:
         lines += ["", f"## {family}", "", *table(heads, rows)]
     lines += ["", "## Options and relatives", "", *OPTIONS.strip().splitlines()]
     lines += ["", "## Where they converge", "", *CONVERGENCE.strip().splitlines()]
-    lines += ["", "## Settings and their defaults", ""]
-    lines += table(["name", "settings"], [[f.name, f.settings] for f in found])
+    lines += ["", "Every setting with its type, default and meaning: [reference/algorithms.md](reference/algorithms.md)."]
     return "\n".join(lines) + "\n"
 
 
@@ -297,8 +288,8 @@ def trl_page() -> str:
     lines += table(["TRL", "here"], rows)
     lines += [
         "",
-        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults are not TRL's: `posttrain list stages rl` and",
-        "`posttrain list algorithms grpo` have every key with its default and meaning.",
+        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults are not TRL's:",
+        "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) have every key.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -79,7 +79,8 @@ def test_every_page_is_in_the_navigation_once_and_folders_are_listed_as_they_are
     site = load_script("docs/site.py", "docs_site")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = [place for place in site.places(site.expanded(config["nav"], DOCS)) if (DOCS / place).exists()]
-    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert sorted(listed) == pages, "list a new page under nav of mkdocs.yml"
     (tmp_path / "guides").mkdir()
     (tmp_path / "guides" / "own-data.md").touch()
     nav = [{"Guides": "guides/*"}, {"Concepts": "concepts/*"}, {"FAQ": "faq.md?"}]
