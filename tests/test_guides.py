@@ -1,0 +1,101 @@
+"""What the guides and other pages tell a user to type is read by the command line, every file of a guide is planned, and links
+to headings lead to one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from posttrain import catalogue, cli, config
+from posttrain.commands import plan
+from posttrain.models.save import save
+from posttrain.models.tiny import character_tokenizer, tiny_model
+from posttrain.stages.base import PRINTABLE
+
+DOCS = Path(__file__).parent.parent / "docs"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+PAGES = [*GUIDES, *(DOCS / name for name in ("faq.md",)), *sorted((DOCS / "concepts").glob("*.md"))]
+FILE = re.compile(r"```yaml\n# (\w+\.yaml)\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"(?:^    |`)(posttrain [a-z]+ [^`\n#]+)", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s:]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FILES = {name: body for path in PAGES for name, body in FILE.findall(path.read_text())}
+COMMANDS = sorted({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
+PLANNED = [line for line in COMMANDS if line.split()[1] in ("plan", "run") and line.split()[2] in catalogue.names("recipe")]
+QUESTIONS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
+PAIRS = [{"prompt": f"say {n}", "chosen": "yes, with pleasure", "rejected": "no"} for n in range(40)]
+ROWS = {
+    "chats.jsonl": [{"prompt": f"say {n}", "completion": "yes"} for n in range(40)],
+    "pairs.jsonl": PAIRS,
+    "helpful.jsonl": PAIRS,
+    "harmless.jsonl": PAIRS,
+    "prompts.jsonl": [{"prompt": f"say {n}"} for n in range(60)],
+    "problems.jsonl": QUESTIONS,
+    "tests.jsonl": [{"question": f"Write f{n}.", "answer": json.dumps([[f"f{n}", [], n]])} for n in range(60)],
+    "FOLDER/gsm8k-train.jsonl": [{**row, "answer": f"work #### {row['answer']}"} for row in QUESTIONS[:40]],
+    "FOLDER/gsm8k-test.jsonl": [{**row, "answer": f"work #### {row['answer']}"} for row in QUESTIONS[40:]],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the model and the files that the pages name."""
+    folder = tmp_path_factory.mktemp("guides")
+    tokenizer = character_tokenizer(PRINTABLE)
+    save(tiny_model(tokenizer, "nano", 0), tokenizer, folder / "DIR")
+    for name, rows in ROWS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for name, body in FILES.items():
+        (folder / name).write_text(body)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_file_of_a_guide_is_planned(name: str) -> None:
+    lines = plan.describe(config.parse(name, []))
+    assert lines[0].startswith("recipe ") and len(lines) > 3
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_is_read_with_all_its_keys(line: str) -> None:
+    words = shlex.split(line)[1:]
+    options = cli.parse(words)
+    if line in PLANNED:
+        recipe, *settings = [word for word in words[1:] if not word.startswith("--")]
+        config.parse(recipe, settings)
+    assert options.command == words[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", PLANNED)
+def test_every_recipe_of_a_guide_is_planned(line: str) -> None:
+    recipe, *settings = [word for word in shlex.split(line)[2:] if not word.startswith("--")]
+    assert plan.describe(config.parse(recipe, settings))
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_a_guide_is_short_and_has_commands(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < 80 and COMMAND.search(text)
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs name them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_every_link_to_a_heading_leads_to_one(path: Path) -> None:
+    links = [(path.parent / page if page else path, heading) for page, heading in LINK.findall(path.read_text())]
+    assert [(str(page), heading) for page, heading in links if heading not in anchors(page)] == []
