@@ -58,13 +58,13 @@ MAY_IMPORT = {
     "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers cluster.placement",
     "pipeline": f"{LOOP} runs loop stages recipes config monitor cluster __version__",
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
-    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.inspect commands.probe commands.replay",
+    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.compare commands.inspect commands.probe commands.replay",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
     "serve": f"{MODELS} engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.statistics system.files "
     "runs.read runs.layout runs.index runs.status "
-    "runs.lock runs.metrics runs.plot runs.resume_policy",
+    "runs.lock runs.metrics runs.plot runs.resume_policy runs.tokens runs.html",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",
     "__init__": "api catalogue algorithms types tasks stages",  # lazily: see the fresh process below

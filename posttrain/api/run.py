@@ -13,9 +13,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from posttrain import config, pipeline
+from posttrain.api.display import Rollouts, rollouts
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.rewards._functions import PREFIX
 from posttrain.runs import read
+from posttrain.runs.html import run_html
+from posttrain.runs.index import Index
 from posttrain.runs.layout import Row
 from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
@@ -25,6 +28,7 @@ from posttrain.types import JSON
 
 if TYPE_CHECKING:
     from posttrain.api.inputs import Files
+    from posttrain.commands.compare import Report as Comparison
     from posttrain.commands.replay import Replay
     from posttrain.loop import Loop, OnStep
     from posttrain.models.policy import Policy
@@ -55,6 +59,14 @@ class Run:
     def __repr__(self) -> str:
         state = "not begun" if self._settings else "at a step" if self._stepper else "done"
         return f"<Run {self.directory}: {state}>"
+
+    def _repr_html_(self) -> str | None:
+        """Whether it learns, and its curves; None, so that the text is shown, before it has begun."""
+        if self._settings is not None:
+            return None
+        index = Index(self._reader())
+        index.read_metrics()
+        return run_html(index)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if getattr(self, "_settings", None) is not None:
@@ -157,8 +169,9 @@ class Run:
         draw(self._reader(), place)
         return place
 
-    def rollouts(self, step: int | None = None, stage: str = "") -> list[dict[str, Any]]:
-        """Responses with their rewards, of a step that was kept; of the last one unless another is named."""
+    def rollouts(self, step: int | None = None, stage: str = "") -> Rollouts:
+        """Responses with their rewards, of a step that was kept; of the last one unless another is named. A list of dicts, which a
+        notebook shows as a table, and each of them as a map of its tokens."""
         reader = self._reader()
         stages = [name for name in reader.stages() if reader.rollout_steps(name)]
         require(bool(stages), f"{self.directory} holds no rollouts")
@@ -169,7 +182,14 @@ class Run:
             wanted in kept,
             f"no rollouts of {stage} step {wanted}; there are those of {', '.join(map(str, kept))}",
         )
-        return [asdict(row) for row in reader.rollouts(stage, wanted)]
+        return rollouts(reader, stage, wanted)
+
+    def compare(self, other: Run, picture: Path | str = "", stage: str = "") -> Comparison:
+        """This run and another, as `posttrain compare`; the curves are drawn to `picture`, compare-RUN-RUN.png unless it is named."""
+        from posttrain.commands.compare import compare_runs
+
+        first, second = self._reader().directory, other._reader().directory
+        return compare_runs(first, second, Path(picture) if picture else None, stage)
 
     def replay(self, place: str, **asked: Any) -> Replay:
         """A step (`"rl/12"`) computed again, with what moved the model in it: `posttrain replay`, with its options as keywords."""

@@ -12,12 +12,14 @@ from pathlib import Path
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
+from posttrain.runs import html
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import flatten, short
 from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
+MAX_TEXT = 20_000  # characters of a report in a notebook
 ROUTINE = ("out", "next_command", "trackers")  # settings that say nothing of what was learned
 
 
@@ -65,6 +67,19 @@ class Report:
     settings: tuple[Difference, ...]
     figures: tuple[str, ...]  # titles of the panels that were drawn
     picture: str  # "" where no figure was recorded by both
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the lines, and the picture where it still is."""
+        said = f"<pre style='{html.WRAP}'>{html.text(str(self)[:MAX_TEXT])}</pre>"
+        drawn = bool(self.picture) and Path(self.picture).is_file()
+        return html.PLAIN.format(
+            said + (html.picture(Path(self.picture), "both runs") if drawn else "")
+        )
 
 
 def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: str = "") -> Report:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -17,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from posttrain.errors import require
 from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.layout import RolloutRow
+from posttrain.runs.tokens import rollout_tokens
 from posttrain.studio.library import require_stage, stages
 from posttrain.studio.replies import (
     Missing,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 SHORT = 600  # characters of a text in a list
 LONGEST = 200_000  # characters of a text on its own page
-TOKENS = 20_000  # of one rollout that are shown one by one
 ANSWER_TOKENS = 256
 INDEX_SECONDS = 0.4  # of indexing within a request; the rest goes on in the next one
 
@@ -120,7 +118,8 @@ def _rollout(studio: Studio, request: Request) -> Response:
         raise Missing("no such rollout")
     group = [one for one in found if (one.problem, one.role) == (mine.problem, mine.role)][:64]
     rows = index.text(group)
-    tokens = _tokens(index, mine, len(found))
+    where = (mine.stage, mine.step, mine.number, mine.length)
+    tokens = rollout_tokens(index.run, *where, len(found))
     return reply(
         {
             "rollout": shown(mine, rows[group.index(mine)], LONGEST),
@@ -130,52 +129,6 @@ def _rollout(studio: Studio, request: Request) -> Response:
             "count": len(found),
         }
     )
-
-
-def _tokens(index: Index, found: Found, count: int) -> JSON:
-    """Text and figures of each token of a rollout, where the step's arrays were kept; None elsewhere."""
-    arrays = index.run.arrays(found.stage, found.step)
-    if arrays is None or arrays.sequences != count:
-        return None
-    held = arrays.sequence(found.number)
-    ids = held["ids"][:TOKENS].tolist()
-    if not ids:
-        return None
-    figures = {
-        name: [_round(v) for v in array[:TOKENS].tolist()]
-        for name, array in held.items()
-        if name != "ids"
-    }
-    if "sampled" not in figures:
-        sampled = np.arange(len(held["ids"])) >= len(held["ids"]) - found.length
-        figures["sampled"] = sampled[:TOKENS].tolist()
-    return {"text": _spell(index.run.directory, ids), "figures": figures}
-
-
-def _round(value: Any) -> JSON:
-    if not isinstance(value, float):
-        return value
-    return round(value, 5) if np.isfinite(value) else None
-
-
-def _spell(directory: Path, ids: Sequence[int]) -> list[str]:
-    """Each token as text, by the tokenizer of one of the run's models."""
-    files = [
-        directory / "export" / "tokenizer.json",
-        *sorted(directory.glob("stages/*/model/tokenizer.json")),
-    ]
-    file = next((f for f in files if f.is_file() and not f.is_symlink()), None)
-    if file is None:
-        return [f"[{n}]" for n in ids]
-    tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
-    return [str(tokenizer.decode([n], skip_special_tokens=False)) for n in ids]
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(file: Path, changed: int) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(file))
 
 
 def _pipeline(studio: Studio, request: Request) -> Response:

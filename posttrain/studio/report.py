@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
-from html import escape
-from pathlib import Path
 
-from posttrain.errors import UserError
-from posttrain.events import printable
+from posttrain.runs.html import curves, listing, table, text, warnings
 from posttrain.runs.index import Filter, Index
-from posttrain.runs.plot import draw
 from posttrain.runs.resume_policy import flatten
-from posttrain.runs.status import alarms, status, verdict
+from posttrain.runs.status import status, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
@@ -30,48 +23,22 @@ ROLLOUTS = 6  # of each kind
 def render(index: Index) -> str:
     """The whole report."""
     run, found = index.run, verdict(index)
-    now = status(run, index.events())
+    now, drawn = status(run, index.events()), curves(index)
     parts = [
-        f"<h1>{_text(run.name)}</h1><p class='dim'>{_text(run.config.get('name', ''))}; {_text(now.kind)}</p>",
-        f"<p class='answer'>{_text(found.headline)}</p>",
-        _list(found.because),
-        _picture(index),
+        f"<h1>{text(run.name)}</h1><p class='dim'>{text(run.config.get('name', ''))}; {text(now.kind)}</p>",
+        f"<p class='answer'>{text(found.headline)}</p>",
+        listing(found.because),
+        f"<h2>Curves</h2>{drawn}" if drawn else "",
         "<h2>Alarms</h2>",
-        _list(str(e.details.get("text", "")) for e in alarms(index.events())) or "<p>None.</p>",
+        warnings(index) or "<p>None.</p>",
         "<h2>Rollouts</h2>",
         *_rollouts(index),
         "<h2>Settings</h2>",
-        _table(flatten(run.config).items()),
+        table(flatten(run.config).items()),
     ]
-    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{_text(run.name)}</title>"
+    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{text(run.name)}</title>"
     meta = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{STYLE}</style></head><body>'
     return f"{head}{meta}{''.join(parts)}</body></html>"
-
-
-def _text(value: object) -> str:
-    """Text that is shown and never obeyed."""
-    return escape(printable(str(value), lines=True))
-
-
-def _list(lines: Iterable[str]) -> str:
-    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _table(rows: Iterable[tuple[object, object]]) -> str:
-    cells = "".join(f"<tr><td>{_text(a)}</td><td>{_text(b)}</td></tr>" for a, b in rows)
-    return f"<table>{cells}</table>"
-
-
-def _picture(index: Index) -> str:
-    with tempfile.TemporaryDirectory() as folder, suppress(UserError):
-        path = Path(folder) / "plot.png"
-        draw(index.run, path)
-        data = base64.b64encode(path.read_bytes()).decode()
-        return (
-            f'<h2>Curves</h2><img alt="the curves of the run" src="data:image/png;base64,{data}">'
-        )
-    return ""
 
 
 def _rollouts(index: Index) -> Iterable[str]:
@@ -85,8 +52,8 @@ def _rollouts(index: Index) -> Iterable[str]:
     here = Filter(stage=stage, step_from=step, step_to=step, failed=False)
     for title, down in (("highest reward", True), ("lowest reward", False)):
         found = index.find(here, "reward", down, ROLLOUTS)
-        yield f"<h3>{_text(stage)} step {step}: {title}</h3>"
+        yield f"<h3>{text(stage)} step {step}: {title}</h3>"
         for one, row in zip(found, index.text(found), strict=True):
             paid = f"reward {one.reward:.3g}, {one.length} tokens, {one.outcome}"
-            said = f"<pre>{_text(row.question)}</pre><pre><b>{_text(row.response)}</b></pre>"
-            yield f"<article><p class='dim'>{_text(paid)}</p>{said}</article>"
+            said = f"<pre>{text(row.question)}</pre><pre><b>{text(row.response)}</b></pre>"
+            yield f"<article><p class='dim'>{text(paid)}</p>{said}</article>"
