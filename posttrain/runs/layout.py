@@ -31,6 +31,7 @@ from posttrain.types import JSON
 CONFIG, METRICS, EVENTS, SUMMARY = "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json"
 LOCK, ROLLOUTS, ALARMS, ANSWERS = "lock", "rollouts", "alarms", "answers.jsonl"
 FORMAT = 2  # of what a run directory holds, in its configuration; the first edition wrote none
+UPGRADE = "pip install --upgrade posttrain"
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -139,10 +140,16 @@ class TokenArrays:
 
 
 def require_run(directory: Path | str) -> None:
-    """Refuse a directory without a run, or with links, pipes or devices in it."""
+    """Refuse a directory without a run, of a newer format, or with links, pipes or devices in it."""
     check_tree(Path(directory))
-    there = (Path(directory) / CONFIG).is_file()
-    require(there, f"no run in {directory}: it has no {CONFIG}")
+    path = Path(directory) / CONFIG
+    require(path.is_file(), f"no run in {directory}: it has no {CONFIG}")
+    with open_file(path) as file:
+        # the first key: it need not be read whole for this
+        found = re.match(rb"format: (\d{1,9})\s", file.read(20))
+    newer = found is not None and int(found[1]) > FORMAT
+    text = "was written by a newer posttrain (format {}; this one reads up to {}): {}"
+    require(not newer, f"{directory} {text.format(found and int(found[1]), FORMAT, UPGRADE)}")
 
 
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:

@@ -248,15 +248,26 @@ def whole(path: Path) -> bool:
 
 
 def newest(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what was wrong with newer ones. The caller must hold the run's lock."""
+    """The newest checkpoint that verifies, and what was wrong with newer ones. The caller must hold the run's lock. One of a newer
+    format is refused: to go on without it would replace it."""
     _recover(directory)
     problems: list[str] = []
     for path in steps(directory):
         problem = verify(path)
+        if problem is not None and _newer(path):
+            raise UserError(f"{problem}: pip install --upgrade posttrain, then resume")
         if problem is None:
             return path, problems
         problems.append(problem)
     return None, problems
+
+
+def _newer(path: Path) -> bool:
+    """Whether a checkpoint was written by a newer version of posttrain."""
+    try:
+        return int(read_json(path / MANIFEST)["format"]) > max(READABLE)
+    except UNREADABLE:
+        return False
 
 
 def size(path: Path) -> int:
