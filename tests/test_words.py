@@ -50,6 +50,7 @@ ALLOWED = {
     "turned_down": "of a curve; a key of published results",
     "wall": "seconds of wall-clock time",
     "end_of_turn": "a special token of Gemma",
+    "push": "the command that sends a model to a hub, as git and transformers call it",
     "turn_starts": "turns of an episode",
     "turn_advantages": "turns of an episode",
     "turn_generalised_advantages": "turns of an episode",

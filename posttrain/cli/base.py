@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # imports numpy
     from pathlib import Path
 
+    from posttrain.commands.export import Chosen
     from posttrain.config import Settings
     from posttrain.types import JSON
 
@@ -27,6 +28,33 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def add_model_of_run(parser: argparse.ArgumentParser) -> None:
+    """Which model of a run is handed on, and what its card says."""
+    parser.add_argument("run")
+    text = "the stage whose model it is; the last one that made one without this"
+    parser.add_argument("--stage", default="", metavar="NAME", help=text)
+    text = "the adapters of LoRA alone, not the model that they are merged into"
+    parser.add_argument("--adapter", action="store_true", help=text)
+    text = "of --adapter: the model on the hub that the adapters are for, where the run began with a copy of it"
+    parser.add_argument("--base", default="", metavar="ORG/NAME", help=text)
+    text = "the hub's identifier, such as apache-2.0; without it the card says that none is stated"
+    parser.add_argument("--license", default="", metavar="ID", help=text)
+    parser.add_argument(
+        "--card", metavar="FILE", help="your own README.md, not the one made from the run"
+    )
+
+
+def chosen_model(options: argparse.Namespace) -> Chosen:
+    from pathlib import Path
+
+    from posttrain.commands.export import Chosen
+
+    card = Path(options.card) if options.card else None
+    return Chosen(
+        Path(options.run), options.stage, options.adapter, options.base, options.license, card
+    )
 
 
 def print_lines(lines: Iterable[str]) -> None:

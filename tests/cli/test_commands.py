@@ -21,7 +21,7 @@ LATER = {"studio"}  # named by the design, not built yet
 def test_the_commands_are_those_of_the_design() -> None:
     assert set(COMMANDS) | LATER == {
         "run", "resume", "plan", "eval", "compare", "sample", "show", "list", "advise", "doctor", "probe", "chat", "label",
-        "serve", "replay", *LATER,
+        "serve", "replay", "export", "push", *LATER,
     }  # fmt: skip
 
 

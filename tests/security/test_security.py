@@ -50,6 +50,7 @@ AUDITED = {
         "data/safe_readers.py",
         "rewards/sandbox/mechanisms.py",
         "commands/doctor.py",
+        "commands/export.py",  # llama.cpp's converter, where the user has installed it
         "cluster/launch.py",
         "cluster/remote.py",
         "cluster/ray_cluster.py",

@@ -1,0 +1,187 @@
+"""The model card of a run: what was trained from what, with which settings, its held-out figures with intervals, and its limits.
+
+Everything in it is read from the run directory. Paths of this machine, and passwords and parameters of addresses, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from posttrain.errors import require
+from posttrain.models.load import HUB_NAME
+from posttrain.runs.read import Run
+from posttrain.types import JSON
+
+DATA = (
+    "task",
+    "data",
+    "pairs",
+    "problems",
+    "pretraining",
+    "text",
+)  # keys that say what was trained on
+SETTINGS = (
+    "format",
+    "name",
+    "seed",
+    "deterministic",
+    "processes",
+    "stages",
+)  # others say where a run is and who watches it
+LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")  # the hub's identifiers: apache-2.0, mit, other
+
+
+def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = False) -> str:
+    """The card as Markdown with the hub's metadata; `base` is the model that adapters are for."""
+    fine = not licence or LICENCE.fullmatch(licence) is not None
+    require(
+        fine,
+        f"license {licence!r} is not an identifier of the hub, such as apache-2.0, mit or other",
+    )
+    stages = [stage for stage in run.config.get("stages", []) if isinstance(stage, dict)]
+    summary = run.summary or {}
+    base = base or next((m for s in stages if HUB_NAME.fullmatch(m := str(s.get("model", "")))), "")
+    algorithms = [
+        str(s["algorithm"]["name"]) for s in stages if isinstance(s.get("algorithm"), dict)
+    ]
+    metadata = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        **({"license": licence} if licence else {}),
+        **({"base_model": base} if base else {}),
+        "tags": list(dict.fromkeys(["posttrain", *algorithms])),
+    }
+    missing = "Not stated. Its publisher must choose one that the base model and the data permit."
+    licensed = f"`{licence}`, as its publisher says." if licence else missing
+    origin = f"`{base}`" if base else "a model that is not on the hub"
+    settings = yaml.safe_dump(
+        published({key: run.config.get(key) for key in SETTINGS}), sort_keys=False
+    )
+    sections = {
+        "Training": _training(stages),
+        "Held-out figures": _figures(summary, stages),
+        "Data": _data(stages, summary),
+        "Limits": _limits(summary),
+        "Licence": [licensed],
+        "All settings": ["Paths are shortened to their last part.", "", f"```yaml\n{settings}```"],
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
+        f"# {_cell(run.config.get('name', 'A model'))}, trained with posttrain",
+        f"{'Adapters (LoRA) for' if adapter else 'Trained from'} {origin}.",
+    ]
+    parts += ["\n".join([f"## {title}", "", *lines]) for title, lines in sections.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def published(value: JSON) -> JSON:
+    """A setting as others may read it: of a path of this machine its last part, of an address neither password nor parameters.
+
+    >>> published({"file": "/home/me/rows.jsonl", "url": "https://me:secret@host/v1?key=1", "model": "org/name", "steps": 2})
+    {'file': 'rows.jsonl', 'url': 'https://host/v1', 'model': 'org/name', 'steps': 2}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): published(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [published(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if re.match(r"~|\.{0,2}[/\\]|[A-Za-z]:[/\\]|file:", value):
+        return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+    return re.sub(r"//[^/@]*@", "//", value).partition("?")[0] if "://" in value else value
+
+
+def _training(stages: list[dict[str, JSON]]) -> Iterator[str]:
+    yield "| stage | kind | from | algorithm | steps | learning rate |"
+    yield "|---|---|---|---|---|---|"
+    for stage in stages:
+        if "steps" in stage and stage.get("algorithm"):
+            rate = (stage.get("optimizer") or {}).get("lr", "")
+            cells = (
+                stage["name"],
+                stage["stage"],
+                published(stage.get("model", "")),
+                stage["algorithm"]["name"],
+                stage["steps"],
+                rate,
+            )
+            yield f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iterator[str]:
+    """Each evaluation: what it measured, on how many problems, with 95% intervals."""
+    tasks = {str(s["name"]): s.get("task") for s in stages}
+    rows = list[str]()
+    for name, result in (summary.get("stages") or {}).items():
+        figures = {key: result.get(key) for key in ("accuracy", "reward")}
+        figures |= {
+            f"pass@{k}": value for k, value in (result.get("pass_at") or {}).items() if k != "1"
+        }
+        for figure, value in figures.items():
+            if (
+                isinstance(value, list)
+                and len(value) == 3
+                and all(isinstance(v, int | float) for v in value)
+            ):
+                task = tasks.get(name)
+                task = task.get("name", "") if isinstance(task, dict) else task or ""
+                interval = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
+                cells = (
+                    name,
+                    result.get("model", ""),
+                    task,
+                    figure,
+                    interval,
+                    result.get("problems", ""),
+                )
+                rows.append(f"| {' | '.join(map(_cell, cells))} |")
+    if not rows:
+        yield "None: no stage of the run evaluated the model on held-out problems."
+        return
+    yield "| evaluation | model of stage | task | figure | value [95% interval] | problems |"
+    yield "|---|---|---|---|---|---|"
+    yield from rows
+
+
+def _data(stages: list[dict[str, JSON]], summary: Mapping[str, JSON]) -> Iterator[str]:
+    results = summary.get("stages") or {}
+    for stage in stages:
+        given = {
+            key: published(stage[key]) for key in DATA if stage.get(key) and stage.get("algorithm")
+        }
+        count = (results.get(stage["name"]) or {}).get("trained_on")
+        more = f"; {count} distinct texts" if count else ""
+        if given:
+            yield f"- {stage['name']}: `{json.dumps(given, ensure_ascii=False).replace('`', '')}`{more}"
+
+
+def _limits(summary: Mapping[str, JSON]) -> Iterator[str]:
+    yield f"- One run with seed {summary.get('seed', 'unknown')}: intervals are over problems, not over seeds."
+    results = (summary.get("stages") or {}).values()
+    failed = sum(int(result.get("failed") or 0) for result in results)
+    seen = sum(int(result.get("contaminated") or 0) for result in results)
+    yield f"- Evaluations: {failed} responses could not be scored, {seen} problems were also trained on."
+    alarms = [str(line) for line in summary.get("alarms") or ()]
+    yield from (f"- Alarm in training: {_cell(line)}" for line in alarms)
+    yield from () if alarms else ["- No alarm in training."]
+    yield "- Measured only on the tasks above. Its safety, its bias and other uses were not evaluated."
+    versions = ", ".join(
+        f"{name} {version}" for name, version in (summary.get("versions") or {}).items()
+    )
+    yield f"- Made in {float(summary.get('seconds') or 0):.0f} s with {versions}; settings sha256 `{summary.get('config_sha256', '')}`."
+
+
+def _cell(value: JSON) -> str:
+    """One cell of a table: what came from a file cannot begin another."""
+    return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+def own_card(path: Path) -> str:
+    """A card that the user wrote."""
+    require(path.is_file(), f"--card {path}: there is no such file")
+    return path.read_text("utf-8")

@@ -1,0 +1,158 @@
+"""Hands a run's model on: a folder with its card, the same on a hub, or a GGUF file made by llama.cpp's converter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.commands.card import model_card, own_card
+from posttrain.errors import UserError, require
+from posttrain.models.load import HUB_NAME, first_line
+from posttrain.models.save import check_target, one_line_when_unwritable
+from posttrain.runs.read import Run
+from posttrain.system.files import atomic_folder, read_json
+
+# what a model consists of; whatever else lies in its folder stays here
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+CONVERTER, LLAMA_CPP = "convert_hf_to_gguf.py", "LLAMA_CPP"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which model of a run, and what its card says."""
+
+    run: Path
+    stage: str = ""  # the one that the run exports, where none is named
+    adapter: bool = False  # the adapters of LoRA alone
+    base: str = ""  # the hub name of the model that they are for
+    licence: str = ""
+    card: Path | None = None  # the user's own
+
+
+def folder_of(chosen: Chosen) -> Path:
+    """The folder of the chosen model."""
+    run, stage = Run(chosen.run), chosen.stage
+    names = [str(one["name"]) for one in run.config.get("stages", [])]
+    require(
+        not stage or stage in names,
+        f"{chosen.run} has no stage {stage!r}; it has {', '.join(names)}",
+    )
+    folder = chosen.run / "stages" / stage / "model" if stage else chosen.run / "export"
+    advice = "let it end (posttrain resume), or choose another with --stage NAME"
+    require((folder / "config.json").is_file(), f"{chosen.run} has no model in {folder}; {advice}")
+    if not chosen.adapter:
+        return folder
+    advice = "its stage was trained without lora; leave out --adapter"
+    require(
+        (folder / "adapter" / "adapter_config.json").is_file(),
+        f"{folder} has no adapters: {advice}",
+    )
+    return folder / "adapter"
+
+
+def write_folder(chosen: Chosen, folder: Path) -> None:
+    """The model's files and README.md, as they are published."""
+    source, base = folder_of(chosen), chosen.base
+    for path in sorted(path for pattern in FILES for path in source.glob(pattern)):
+        shutil.copyfile(path, folder / path.name)
+    if chosen.adapter:
+        settings = read_json(folder / "adapter_config.json")
+        base = base or str(settings.get("base_model_name_or_path", ""))
+        advice = "name it with --base ORG/NAME, or publish the merged model without --adapter"
+        named = HUB_NAME.fullmatch(base) is not None and not Path(base).exists()
+        require(
+            named,
+            f"the adapters are for {base}, which is not the name of a model on the hub; {advice}",
+        )
+        settings["base_model_name_or_path"] = base
+        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    run = Run(chosen.run)
+    text = (
+        own_card(chosen.card)
+        if chosen.card
+        else model_card(run, chosen.licence, base, chosen.adapter)
+    )
+    (folder / "README.md").write_text(text, "utf-8")
+
+
+def export(chosen: Chosen, target: Path) -> Path:
+    """Write to a new folder what `push` would send; it appears whole or not at all."""
+    check_target(target.absolute(), replace=False)
+    with one_line_when_unwritable(target), atomic_folder(target.absolute()) as folder:
+        write_folder(chosen, folder)
+    return target
+
+
+def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]:
+    """Send the model to a hub: the address of the commit. The token is the hub library's: HF_TOKEN, or what `hf auth login` keeps. It
+    is neither read nor written here. A repository that is made is private unless `public`; that of one that is there stays as it is."""
+    from huggingface_hub import HfApi, errors
+
+    fine = HUB_NAME.fullmatch(repository) is not None and "@" not in repository
+    require(fine, f"{repository!r} is not the name of a repository, such as org/name")
+    with tempfile.TemporaryDirectory(prefix="posttrain-push-") as made:
+        write_folder(chosen, Path(made))
+        try:
+            api = HfApi()
+            api.create_repo(repository, private=not public, exist_ok=True)
+            done = api.upload_folder(
+                repo_id=repository, folder_path=made, commit_message="Upload with posttrain"
+            )
+        except (errors.HfHubHTTPError, OSError, ValueError) as error:
+            code = getattr(getattr(error, "response", None), "status_code", None)
+            if code in (401, 403) or "token" in first_line(error).lower():
+                advice = (
+                    "set HF_TOKEN to a token that may write there, or log in with `hf auth login`"
+                )
+                found = f"the hub refuses to write {repository}: {advice}"
+            else:
+                found = f"{repository} cannot be written to the hub ({first_line(error)}); check the network, then push again"
+            raise UserError(found) from None
+    if not chosen.adapter and (folder_of(chosen) / "adapter").is_dir():
+        yield "the adapters were not sent, they are merged into the model; to send them alone: --adapter, to a repository of their own"
+    yield f"{repository}: {getattr(done, 'commit_url', done)}"
+
+
+def to_gguf(chosen: Chosen, target: Path, kind: str) -> Path:
+    """A GGUF file of the chosen model, by llama.cpp's converter, which this only finds and runs."""
+    require(target.suffix == ".gguf", f"{target}: the name of a GGUF file ends in .gguf")
+    require(not target.exists(), f"{target} is there already; give another name")
+    require(not chosen.adapter, "--adapter: GGUF files are made of whole models; leave it out")
+    converter, source = find_converter(), folder_of(chosen)
+    part = target.with_name(f".{target.name}.part.gguf")
+    line = [sys.executable, str(converter), str(source), "--outfile", str(part), "--outtype", kind]
+    try:
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if done.returncode or not part.is_file():
+            last = next(
+                (row for row in reversed(done.stderr.splitlines()) if row.strip()),
+                "it says nothing",
+            )
+            raise UserError(
+                f"{converter} cannot convert {source} (exit {done.returncode}): {last.strip()[:300]}"
+            )
+        part.rename(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def find_converter() -> Path:
+    """llama.cpp's converter: in the folder that LLAMA_CPP names, or on the PATH."""
+    folder = os.environ.get(LLAMA_CPP, "")
+    found = Path(folder, CONVERTER) if folder else Path(shutil.which(CONVERTER) or "")
+    advice = f"clone llama.cpp and set {LLAMA_CPP} to its folder, or put {CONVERTER} on the PATH"
+    require(
+        found.is_file(),
+        f"{f'{found} is not there' if folder else f'{CONVERTER} of llama.cpp is not installed'}; {advice}",
+    )
+    return found
