@@ -4,6 +4,7 @@
     python benchmarks/real_models.py run gsm8k OUT model=DIR data=FOLDER seed=0
     python benchmarks/real_models.py run r1_zero OUT model=DIR
     python benchmarks/real_models.py run code OUT model=DIR data=FOLDER          # mbpp-sanitized.json.gz and humaneval.jsonl.gz
+    python benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts OUT name=thoughts model=DIR    # a recipe in a file
     python benchmarks/real_models.py run dpo OUT model=DIR data=PAIRS.jsonl seed=1
     python benchmarks/real_models.py run instructgpt OUT model=DIR rl.steps=60   # a setting of one stage needs pydantic and PyYAML
     python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
@@ -37,7 +38,7 @@ CURVES = {
     "accuracy/held_out": "Held-out accuracy, pairs", "length": "Response length, tokens", "kl": "KL from the start, nats a token",
     "entropy": "Entropy, nats a token", "reward/format": "Share in the asked form", "reward/answer": "Share of right answers",
     "reward/language": "Share of English words", "loss/held_out": "Held-out loss",
-    "generated_per_second": "Tokens generated a second", "seconds/total": "Seconds a step",
+    "reflection": "Share that questions itself", "generated_per_second": "Tokens generated a second", "seconds/total": "Seconds a step",
 }  # fmt: skip
 KEPT = ("seconds/", "accuracy/", "tokens_per", "mismatch", "grad_norm", "groups/", "truncated")  # beside those that are drawn
 CHECKED = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
@@ -194,11 +195,14 @@ def rows(figures: dict[str, Any]) -> list[str]:
         return "" if value is None else f"{value[0]:.1%} [{100 * value[1]:.1f}, {100 * value[2]:.1f}]"
 
     stages, who = figures["stages"], f"{figures['name']}, seed {figures['seed']}"
-    for first, second in (("before", "after"), ("before_greedy", "after_greedy"), ("base", "trained")):
+    more = [(name, name.replace("before", "after", 1)) for name in stages if name.startswith("before_")]
+    for first, second in (("before", "after"), *more, ("base", "trained")):
         if first in stages and second in stages:
             a, b = stages[first], stages[second]
             what = "greedy accuracy" if len(a["pass_at"]) == 1 else "pass@1"
             made.append(f"| {who} | {what}, {a['problems']} problems | {share(a['accuracy'])} | {share(b['accuracy'])} |")
+            if "length" in a and "reflection" in figures["curves"].get("rl", {}):
+                made.append(f"| {who} | {first}, {second}: mean length, tokens | {a['length']:.0f} | {b['length']:.0f} |")
             for k in sorted(({"10", max(a["pass_at"], key=int)} & {*a["pass_at"]}) - {"1"}, key=int):
                 made.append(f"| {who} | pass@{k} | {share(a['pass_at'][k])} | {share(b['pass_at'][k])} |")
     for stage in ("before", "after") if figures.get("lenient") else ():

@@ -1,0 +1,95 @@
+"""The claims of docs/experiments.md: their toy tasks, their arms, and the table of what was found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from scripts_for_tests import ROOT, load_script
+
+from posttrain.errors import UserError
+from posttrain.tasks.base import validate
+
+
+@pytest.fixture(scope="module")
+def arms() -> ModuleType:
+    return load_script("benchmarks/claim_arms.py")
+
+
+@pytest.fixture(scope="module")
+def claims() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # its neighbours
+    try:
+        return load_script("benchmarks/claims.py")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_demonstrations_of_the_toys_score_1(arms: ModuleType) -> None:
+    for task in (arms.Direct(level=3), arms.Ruled(level=2, min_level=2), arms.Search(style="direct"), arms.Search()):
+        validate(task, count=20)
+
+
+def test_a_wrong_search_has_the_habits_and_never_the_answer(arms: ModuleType) -> None:
+    task = arms.Search(style="wrong")
+    scores = [task.score(p, task.demonstration(p)) for p in task.problems("train")[:50]]
+    assert {score.outcome for score in scores} == {"wrong"}
+    assert sum(score.parts["back_track"] for score in scores) > 50 > 1 > sum(score.parts["check"] for score in scores)
+
+
+def test_a_rule_changes_what_x_stands_for_and_not_the_side_of_a_sum(arms: ModuleType) -> None:
+    sides = {}
+    for split in ("train", "test"):
+        problems = [p for rule in (3, 7) for p in arms.Ruled(level=2, min_level=2, rules=(rule,)).problems(split)[:200]]
+        sides[split] = {frozenset((p.facts["a"], p.facts["b"])) for p in problems}
+        for p in problems:
+            rule, question = p.question[2], p.question[4:]
+            assert question.replace("x", rule) == f"{p.facts['a']}+{p.facts['b']}=" and rule not in question
+    assert not sides["train"] & sides["test"]
+
+
+def test_every_attempt_is_worth_what_it_says(arms: ModuleType) -> None:
+    task = arms.Search()
+    problem = task.problems("train")[0]
+    tried = arms.attempts(tuple(problem.facts["numbers"]))
+    assert any(a.value == problem.facts["target"] for a in tried)
+    for attempt in tried:
+        right = attempt.value == problem.facts["target"]
+        assert task.score(problem, "#" + attempt.expression).solved == right
+
+
+def test_answers_in_words_are_read_from_the_last_line(arms: ModuleType) -> None:
+    task = arms.CountdownInWords()
+    problem = task.problems("train")[0]
+    assert task.score(problem, f"I try. Answer: 1\nWait. Answer: `{problem.answer} = {problem.facts['target']}`.").solved
+    assert task.score(problem, problem.answer).outcome == "unparseable"
+
+
+def test_arms_of_a_claim_begin_with_the_same_base_but_where_the_base_is_the_claim(arms: ModuleType, claims: ModuleType) -> None:
+    for number, claim in claims.CLAIMS.items():
+        made = [getattr(arms, claim.function)(arm=arm).stages for arm in claim.arms]
+        assert len({repr(stages[0]) for stages in made}) == (1 if number not in (1, 3, 6) else 3), number
+        for arm, stages in zip(claim.arms, made, strict=True):
+            names = {stage.name for stage in stages}
+            missing = {column.stage for column in claim.columns} - names
+            assert not missing or claim.function == "thinking", (arm, missing)
+
+
+def test_an_unknown_arm_is_refused_with_those_there_are(arms: ModuleType) -> None:
+    with pytest.raises(UserError, match="no arm 'none'; there are dpo, iterative_dpo, grpo"):
+        arms.explore(arm="none")
+
+
+def test_a_table_has_intervals_by_seed_and_says_what_stopped(claims: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        {"claim": 7, "arm": "grpo", "seed": 0, "stopped": "", "figures": {"accuracy after": [0.5, 0.4, 0.6]}, "curves": {}},
+        {"claim": 7, "arm": "grpo", "seed": 1, "stopped": "", "figures": {"accuracy after": [0.7, 0.6, 0.8]}, "curves": {}},
+        {"claim": 7, "arm": "dpo", "seed": 1, "stopped": "TimeoutExpired", "figures": {}, "curves": {}},
+    ]
+    lines = claims.table(7, rows)
+    assert "| grpo | accuracy after | 0.500 [0.400, 0.600] | 0.700 [0.600, 0.800] | 0.600 [0.000, 1.000] |" in lines
+    assert "- dpo, seed 1 stopped: TimeoutExpired" in lines
+    claims.draw(7, rows, tmp_path / "claim.png")
+    assert (tmp_path / "claim.png").stat().st_size > 1000
