@@ -139,7 +139,7 @@ docs: $(READY) ## write the generated pages anew: algorithms, laws, advice, the 
 	@$(BIN)/python -m docs.make_reference
 
 docs-site: $(SITE)/ready ## build the docs as a site, build/site/index.html; a dead link or a page that is not listed ends it
-	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build  # --quiet would count no warnings, and let dead links pass
 	@echo "open build/site/index.html"
 
 bench: $(PEERS) ## one GRPO step on the CPU, here and in a peer; prints one JSON line last

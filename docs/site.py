@@ -23,7 +23,8 @@ def expanded(nav: Navigation, docs: Path) -> Navigation:
         if isinstance(place, list):
             place = expanded(place, docs)
         elif place.endswith("/*"):
-            place = sorted(str(path.relative_to(docs)) for path in docs.glob(f"{place}.md"))
+            found = (str(path.relative_to(docs)) for path in docs.glob(f"{place}.md"))
+            place = sorted(found, key=lambda page: (not page.endswith("/index.md"), page))
         elif place.endswith("?"):
             place = place[:-1] if (docs / place[:-1]).exists() else ""
         if place:

@@ -3,16 +3,19 @@ every page of docs/ is in the navigation of the site."""
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from runs_for_tests import make_run
 from scripts_for_tests import load_script
 
 from posttrain import catalogue
 from posttrain.commands.keys import Key, Source, keys_of
+from posttrain.runs.read import Run
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -82,9 +85,10 @@ def test_every_page_is_in_the_navigation_once_and_folders_are_listed_as_they_are
     pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
     assert sorted(listed) == pages, "list a new page under nav of mkdocs.yml"
     (tmp_path / "guides").mkdir()
-    (tmp_path / "guides" / "own-data.md").touch()
+    for name in ("chat", "index"):
+        (tmp_path / "guides" / f"{name}.md").touch()
     nav = [{"Guides": "guides/*"}, {"Concepts": "concepts/*"}, {"FAQ": "faq.md?"}]
-    assert site.expanded(nav, tmp_path) == [{"Guides": ["guides/own-data.md"]}]
+    assert site.expanded(nav, tmp_path) == [{"Guides": ["guides/index.md", "guides/chat.md"]}]
 
 
 def test_links_that_leave_the_docs_lead_to_pages_of_the_site() -> None:
@@ -98,3 +102,12 @@ def test_links_that_leave_the_docs_lead_to_pages_of_the_site() -> None:
         == "[x](mdp.md#y) [z](source/examples/README.md)"
     )
     assert site.relinked("[x](../../SECURITY.md)", "docs/reference/a.md") == "[x](../source/SECURITY.md)"
+
+
+def test_the_picture_of_the_console_shows_a_step_and_both_scores_of_a_run(tmp_path: Path) -> None:
+    run = Run(make_run(tmp_path / "quickstart"))
+    svg = html.unescape(load_script("docs/make_console.py").drawn(run)).replace("\xa0", " ")
+    for part in ("posttrain run quickstart", "24/40", "reward", "answer right", "before", "after"):
+        assert part in svg, part
+    drawn = (DOCS / "console.svg").read_text()
+    assert drawn.startswith("<svg") and "url(http" not in drawn.replace('"', "")
