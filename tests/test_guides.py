@@ -20,15 +20,22 @@ from posttrain.stages.base import PRINTABLE
 
 DOCS = Path(__file__).parent.parent / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-PAGES = [*GUIDES, *(DOCS / name for name in ("faq.md",)), *sorted((DOCS / "concepts").glob("*.md"))]
+PAGES = [*GUIDES, *(DOCS / name for name in ("faq.md", "coverage.md")), *sorted((DOCS / "concepts").glob("*.md"))]
 FILE = re.compile(r"```yaml\n# (\w+\.yaml)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:^    |`)(posttrain [a-z]+ [^`\n#]+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s:]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FILES = {name: body for path in PAGES for name, body in FILE.findall(path.read_text())}
 COMMANDS = sorted({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
-PLANNED = [line for line in COMMANDS if line.split()[1] in ("plan", "run") and line.split()[2] in catalogue.names("recipe")]
+PLANNED = [
+    line
+    for line in COMMANDS
+    if line.split()[1] in ("plan", "run") and line.split()[2] in catalogue.names("recipe") and "--sweep" not in line
+]
 QUESTIONS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
+GRADE_SCHOOL = [
+    {"question": f"What is {n} + 1?", "answer": f"It is {n}+1 = <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"} for n in range(3000)
+]
 PAIRS = [{"prompt": f"say {n}", "chosen": "yes, with pleasure", "rejected": "no"} for n in range(40)]
 ROWS = {
     "chats.jsonl": [{"prompt": f"say {n}", "completion": "yes"} for n in range(40)],
@@ -38,9 +45,29 @@ ROWS = {
     "prompts.jsonl": [{"prompt": f"say {n}"} for n in range(60)],
     "problems.jsonl": QUESTIONS,
     "tests.jsonl": [{"question": f"Write f{n}.", "answer": json.dumps([[f"f{n}", [], n]])} for n in range(60)],
-    "FOLDER/gsm8k-train.jsonl": [{**row, "answer": f"work #### {row['answer']}"} for row in QUESTIONS[:40]],
-    "FOLDER/gsm8k-test.jsonl": [{**row, "answer": f"work #### {row['answer']}"} for row in QUESTIONS[40:]],
-}  # fmt: skip
+    "FOLDER/gsm8k-train.jsonl": GRADE_SCHOOL[:2500],
+    "FOLDER/gsm8k-test.jsonl": GRADE_SCHOOL[2500:],
+    "FOLDER/humaneval.jsonl": [
+        {
+            "task_id": f"HumanEval/{n}",
+            "prompt": f"def f{n}():\n",
+            "entry_point": f"f{n}",
+            "canonical_solution": f"    return {n}\n",
+            "test": f"def check(candidate):\n    assert candidate() == {n}\n",
+        }
+        for n in range(20)
+    ],
+    "FOLDER/mbpp-sanitized.json": [
+        {
+            "task_id": n,
+            "prompt": f"Write a function that returns {n}.",
+            "code": f"def g{n}():\n    return {n}",
+            "test_imports": [],
+            "test_list": [f"assert g{n}() == {n}"],
+        }
+        for n in range(60)
+    ],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +78,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save(tiny_model(tokenizer, "nano", 0), tokenizer, folder / "DIR")
     for name, rows in ROWS.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+        text = "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
+        (folder / name).write_text(text + "\n")
     for name, body in FILES.items():
         (folder / name).write_text(body)
     with pytest.MonkeyPatch.context() as patch:
