@@ -8,6 +8,7 @@ READY := $(VENV)/ready
 PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
 ENVIRONMENTS := $(VENV)/environments
+NOTEBOOKS := $(VENV)/notebooks
 VLLM := .vllm
 SITE := $(VENV)/site
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-vllm lint format docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +62,15 @@ $(ENVIRONMENTS)/ready: $(READY) constraints-environments.txt
 		"$$($(ENVIRONMENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/first.pth"
 	@$(ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-environments.txt \
 		-e '.[gymnasium,textarena,openenv,verifiers]'
+	@touch $@
+
+# An environment of its own that sees the packages of the first: a kernel brings IPython and Jupyter's protocol.
+$(NOTEBOOKS)/ready: $(READY)
+	@echo "installing nbclient and a kernel into $(NOTEBOOKS)"
+	@$(PYTHON) -m venv --clear $(NOTEBOOKS)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$($(NOTEBOOKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/first.pth"
+	@$(NOTEBOOKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks]'
 	@touch $@
 
 # An environment of its own: vLLM pins the packages that it was built with. Torch is ours; torchvision from PyPI is a CUDA build, with
@@ -112,6 +122,9 @@ test-peers: $(PEERS) ## the same mathematics in other libraries
 
 test-environments: $(ENVIRONMENTS)/ready ## published environments of Gymnasium, TextArena, OpenEnv and verifiers, played with the real packages
 	@$(ENVIRONMENTS)/bin/python -m pytest -q -m environments
+
+test-notebooks: $(NOTEBOOKS)/ready ## the six notebooks, executed on the CPU in a kernel, each within 5 minutes (NOTEBOOK=1_first for one)
+	@$(NOTEBOOKS)/bin/python notebooks/make.py runs/notebooks --run --only "$(NOTEBOOK)"
 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an environment of its own: log-probs, ten steps of GRPO, a wrong reload
 	@POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q -m vllm

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts_for_tests import load_script
 
 from posttrain.ops.advantages import generalised_advantages, group_advantages
 from posttrain.ops.kl import kl_estimate
@@ -17,15 +17,7 @@ from posttrain.ops.preference import sigmoid_loss
 LESSONS = Path(__file__).parents[2] / "lessons"
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"lesson_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checker = load(LESSONS / "check.py")
+checker = load_script("lessons/check.py", "lesson_check")
 
 
 @pytest.mark.parametrize("name", checker.LESSONS)
@@ -120,7 +112,7 @@ def test_an_unknown_lesson_or_file_is_one_line_and_the_list(capsys: pytest.Captu
 
 def test_the_solutions_are_what_the_package_computes() -> None:
     def solution(name: str) -> ModuleType:
-        return load(LESSONS / "solutions" / f"{name}.py")
+        return load_script(f"lessons/solutions/{name}.py", f"lesson_{name}")
 
     rewards, valid = torch.tensor([0.3, 1.0, 9.0, 0.0]), torch.tensor([True, True, False, True])
     ours = group_advantages(rewards, valid, torch.zeros(4, dtype=torch.long))
