@@ -27,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm lint format docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ test-notebooks: $(NOTEBOOKS)/ready ## the six notebooks, executed on the CPU in 
 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an environment of its own: log-probs, ten steps of GRPO, a wrong reload
 	@POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q -m vllm
+
+test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several)
+	@PYTHONS="$(PYTHONS)" nice $(BIN)/python -m pytest -q -s -m package
 
 fuzz: $(READY) ## readers of what others write, on damaged input for 5 minutes: no traceback, no hang, no growth (SECONDS=60, SEED=1)
 	@$(BIN)/python -m tests.security.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)

@@ -165,6 +165,8 @@ def follows(settings: Settings) -> bool:
 
 def check_processes(settings: Settings, count: int) -> None:
     """Refuse more processes than there are GPUs, or than a step of a stage has something to do for."""
+    if count > 1:
+        machine.require_posix(f"processes={count}", "leave it out")
     if count > 1 and not settings.cluster and machine.device(settings.device).startswith("cuda"):
         processes.check_devices(min(count, settings.processes) if settings.processes > 1 else 1)
     tensor = settings.tensor_parallel

@@ -82,6 +82,9 @@ NOT_AT_IMPORT = {
     "transformers": "api cli config __init__ recipes",
     "pydantic": "api cli __init__",
     "matplotlib": " ".join(MAY_IMPORT),
+    # Windows has none of these; rewards/sandbox/child.py is a program of its own for Linux
+    **dict.fromkeys(("fcntl", "pwd", "grp", "termios"), " ".join(MAY_IMPORT)),
+    "resource": " ".join(part for part in MAY_IMPORT if part != "rewards"),
 }
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

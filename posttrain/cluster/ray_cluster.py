@@ -7,7 +7,6 @@ what it has started ends with the actor, also where that is killed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -309,6 +308,8 @@ def interface(address: str) -> str:
     >>> interface("127.0.0.1")
     'lo'
     """
+    import fcntl  # not on Windows, where this file is imported too
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # one without an address

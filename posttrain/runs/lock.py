@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import socket
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -111,7 +112,8 @@ def live_owner(path: Path) -> int | None:
         if host(owner) != socket.gethostname():
             return 0
         with suppress(PermissionError):  # of another user
-            os.kill(owner.pid, 0)
+            if sys.platform != "win32":  # there, 0 is Ctrl-C
+                os.kill(owner.pid, 0)
         return owner.pid
     return None
 

@@ -33,6 +33,7 @@ from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
+from posttrain.system import machine
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -185,6 +186,8 @@ class RLStage(ReferenceStage):
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)
+        if self.sampler != "engine":
+            machine.require_posix(f"sampler={self.sampler}", "use sampler=engine")
         if self.sampler == "vllm":
             vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from posttrain.errors import require
 
@@ -26,6 +27,11 @@ def check_threads(count: int, name: str) -> None:
     many = f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s)"
     fine = count <= MAX_THREADS_A_CORE * cores()
     require(fine, f"{many} that this process may use; use {cores()} or fewer")
+
+
+def require_posix(what: str, instead: str) -> None:
+    """Refuse on Windows what hands open files or signals to other processes, which it does not."""
+    require(sys.platform != "win32", f"{what} needs Linux or macOS, or WSL on Windows; {instead}")
 
 
 def device(name: str) -> str:

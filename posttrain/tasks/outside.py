@@ -137,7 +137,7 @@ class Outside(Nested):
             raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s") from None
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
             await asyncio.wait(tails, timeout=CLOSE_SECONDS)
             for tail in tails:
                 tail.cancel()

@@ -208,7 +208,7 @@ def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
         _, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         process.wait(10)
         assert process.stderr is not None
         process.stderr.close()
