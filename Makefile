@@ -129,8 +129,8 @@ test-notebooks: $(NOTEBOOKS)/ready ## the six notebooks, executed on the CPU in 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an environment of its own: log-probs, ten steps of GRPO, a wrong reload
 	@POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q -m vllm
 
-test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several)
-	@PYTHONS="$(PYTHONS)" nice $(BIN)/python -m pytest -q -s -m package
+test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several; READERS without torch)
+	@PYTHONS="$(PYTHONS)" READERS="$(READERS)" nice $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -m package
 
 fuzz: $(READY) ## readers of what others write, on damaged input for 5 minutes: no traceback, no hang, no growth (SECONDS=60, SEED=1)
 	@$(BIN)/python -m tests.security.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)

@@ -1,6 +1,7 @@
 """What is published: a wheel and an sdist that hold all that the package reads, and run in an empty environment outside the repository.
 
-`make test-package` builds and installs them, with `PYTHONS="python3.11 python3.12"` for several versions of Python.
+`make test-package` builds and installs them, with `PYTHONS="python3.11 python3.12"` for several versions of Python; with `READERS` for versions
+for which there is no torch to install, on which runs are only read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "posttrain"
 NOT_READ = {"posttrain/ruff.toml"}  # of development
+APART = {"vllm", "verifiers", "openenv", "textarena"}  # extras with versions of their own; see the Makefile
 PYTHONS = os.environ.get("PYTHONS", "").split() or [sys.executable]
+READERS = os.environ.get("READERS", "").split()
 QUICK = [
     "sft.steps=4",
     "sft.batch=8",
@@ -80,6 +83,7 @@ def test_the_lock_has_a_hash_and_a_permitted_version_of_every_dependency() -> No
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     command = text.splitlines()[1]
     extras = re.findall(r"--extra (\S+)", command)
+    assert set(project["optional-dependencies"]) - set(extras) == APART
     wanted = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
     for requirement in map(Requirement, wanted):
         versions = locked.get(canonicalize_name(requirement.name), [])
@@ -134,3 +138,21 @@ def test_in_an_empty_environment_the_first_commands_work(python: str, distributi
     call(posttrain, "export", "run", "model", cwd=tmp_path / "kept")
     assert (tmp_path / "kept" / "model" / "model.safetensors").is_file()
     print(call(own, "--version", cwd=tmp_path).strip(), "torch", place[1])
+
+
+@pytest.mark.slow
+@pytest.mark.package
+@pytest.mark.parametrize("python", READERS)
+def test_without_torch_runs_are_read_and_every_module_compiles(
+    python: str, distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    call(python, "-m", "venv", "env", cwd=tmp_path)
+    own, posttrain = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "posttrain"
+    pip = (own, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
+    call(*pip, "--no-deps", distributions[1], cwd=tmp_path)
+    call(*pip, "numpy", "rich", "pyyaml", "pydantic", "safetensors", "filelock", "regex", "jinja2", "mpmath", cwd=tmp_path)
+    assert "quickstart" in call(posttrain, "list", "recipes", cwd=tmp_path)
+    assert "rl step 2: 4 rollouts" in call(posttrain, "show", ROOT / "tests" / "runs" / "format-2" / "run", cwd=tmp_path)
+    folder = call(own, "-c", "import posttrain; print(posttrain.__path__[0])", cwd=tmp_path).strip()
+    call(own, "-W", "error", "-m", "compileall", "-q", "-f", folder, cwd=tmp_path)
+    print(call(own, "--version", cwd=tmp_path).strip())
