@@ -28,7 +28,13 @@ def claims() -> ModuleType:
 
 
 def test_demonstrations_of_the_toys_score_1(arms: ModuleType) -> None:
-    for task in (arms.Direct(level=3), arms.Ruled(level=2, min_level=2), arms.Search(style="direct"), arms.Search()):
+    for task in (
+        arms.Direct(level=3),
+        arms.Carried(level=3),
+        arms.Ruled(level=2, min_level=2),
+        arms.Search(style="direct"),
+        arms.Search(),
+    ):
         validate(task, count=20)
 
 
@@ -93,3 +99,9 @@ def test_a_table_has_intervals_by_seed_and_says_what_stopped(claims: ModuleType,
     assert "- dpo, seed 1 stopped: TimeoutExpired" in lines
     claims.draw(7, rows, tmp_path / "claim.png")
     assert (tmp_path / "claim.png").stat().st_size > 1000
+
+
+def test_carried_sums_carry_on_both_sides_of_the_split(arms: ModuleType) -> None:
+    for split in ("train", "test"):
+        problems = arms.Carried(level=3, min_level=3).problems(split)[:50]
+        assert all(arms.carries("+", p.facts["a"], p.facts["b"]) for p in problems), split
