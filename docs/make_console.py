@@ -40,6 +40,7 @@ def drawn(run: Run, stage: str = "rl", share: float = 0.6) -> str:
     screen.print(final_table([scores], "Held-out problems, before and after training"))
     screen.print(side_by_side(pipeline.chosen(old, new)[:1]))
     svg = screen.export_svg(title=f"posttrain run {run.name}", unique_id="posttrain")
+    svg = re.sub(r'viewBox="0 0 (\S+) (\S+)"', r'\g<0> width="\1" height="\2"', svg, count=1)  # else a table makes it small
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # nothing is fetched from other hosts
 
 

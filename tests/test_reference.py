@@ -110,4 +110,4 @@ def test_the_picture_of_the_console_shows_a_step_and_both_scores_of_a_run(tmp_pa
     for part in ("posttrain run quickstart", "24/40", "reward", "answer right", "before", "after"):
         assert part in svg, part
     drawn = (DOCS / "console.svg").read_text()
-    assert drawn.startswith("<svg") and "url(http" not in drawn.replace('"', "")
+    assert re.match(r"<svg .* width=", drawn) and "url(http" not in drawn.replace('"', "")
