@@ -41,10 +41,11 @@ run
 run.rollouts()[:12]
 
 # %% [markdown]
-# One rollout, token by token. Blue tokens are made more likely. A group in which all are right, or all wrong, has advantages of 0.
+# One rollout, token by token. Blue tokens are made more likely; open the other maps too. A group in
+# which all are right, or all wrong, has advantages of 0.
 
 # %%
-max(run.rollouts(step=1), key=lambda row: row["advantage"])
+max(run.rollouts(), key=lambda row: row["advantage"])
 
 # %% [markdown]
 # Before and after, on all 100 sums, sampled at temperature 1 as in training: mean, and the 95% interval. (At temperature 0 the start is

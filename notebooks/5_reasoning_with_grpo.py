@@ -74,8 +74,11 @@ for row in first:
     if row["problem"] == best["problem"]:
         print(f"{row['advantage']:+.2f}  {row['question']}  {row['response']}")
 
+# %% [markdown]
+# A rollout of the last step, token by token. Look at log-prob: at which digit was the model least sure?
+
 # %%
-best
+max(run.rollouts(), key=lambda row: row["advantage"])
 
 # %%
 test = [row["reward/test"] for row in run.metrics if "reward/test" in row]

@@ -29,11 +29,12 @@ for text in ("yes do", "no not now", "yes yes yes yes", "yesyesyesyesyesyes", "q
 
 # %%
 how = {"steps": 60, "batch": 6, "group": 8, "lr": 1e-3, "max_new_tokens": 24, "held_out": 0}
+stopped = pt.rl(start, questions, helpful, beta=0.0, **how)
 try:
-    pt.grpo(start, questions, helpful, beta=0.0, out="runs/stopped", **how)
+    stopped.train()
 except GuardStop as stop:
     print(stop)
-pt.load("runs/stopped").rollouts()[:4]
+stopped.rollouts()[:4]
 
 # %% [markdown]
 # The monitor stops such a run: it repeats itself. To see where it ends, that rule is turned off.

@@ -22,7 +22,7 @@ class Rollout(dict[str, Any]):
         self._tokens = tokens
 
     def tokens(self) -> dict[str, Any] | None:
-        """`text` and `figures` of each token; None where they were not kept: steps that `rollouts_every` names have them."""
+        """`text` and `figures` of each token; None where they were not kept: the last steps and every 50th have them."""
         return self._tokens()
 
     def _repr_html_(self) -> str:
