@@ -27,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package lint format docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package ten-minutes lint format lock docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an envi
 test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several; READERS without torch)
 	@PYTHONS="$(PYTHONS)" READERS="$(READERS)" nice $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -m package
 
+ten-minutes: $(READY) ## the commands of docs/ten-minutes.md in an empty environment, timed
+	@$(BIN)/python benchmarks/ten_minutes.py
+
 fuzz: $(READY) ## readers of what others write, on damaged input for 5 minutes: no traceback, no hang, no growth (SECONDS=60, SEED=1)
 	@$(BIN)/python -m tests.security.fuzz --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
@@ -149,6 +152,13 @@ soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, thre
 
 recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes
+
+# Extras that want other versions of what the rest uses, and are installed in environments of their own, are left out.
+LOCKED := $(filter-out vllm verifiers openenv textarena,$(shell sed -n '/optional-dependencies/,/^$$/s/^\([a-z0-9-]*\) = .*/\1/p' pyproject.toml))
+lock: ## requirements.lock anew: one version with hashes of everything, for all extras together and Python 3.11 to 3.13
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/uv uv
+	@.cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate -c constraints.txt pyproject.toml \
+		$(foreach extra,$(LOCKED),--extra $(extra)) -o requirements.lock
 
 docs: $(READY) ## write the generated pages anew: algorithms, laws, advice, the reference, papers
 	@$(BIN)/python docs/make_tables.py
