@@ -291,7 +291,7 @@ def imitated(steps: int, *data: Data) -> SFTStage:
 def amplify(arm: str = "strong", scale: float = 1.0) -> Recipe:
     """1. RL amplifies SFT: the same RL after SFT of three lengths."""
     n = scaled(scale)
-    steps = chosen(arm, {"weak": 100, "middling": 200, "strong": 500})
+    steps = chosen(arm, {"weak": 150, "middling": 250, "strong": 500})
     stages = [
         imitated(n(steps)),
         evaluation("before", "sft", SUM, n),
@@ -315,7 +315,7 @@ def memorise(arm: str = "rl", scale: float = 1.0) -> Recipe:
     rl = replace(reinforce("previous train", trained, n(60), 24), name="train")
     learn = chosen(arm, {"sft": sft, "rl": rl})
     measures = [evaluation("same", "train", trained, n, 24), evaluation("changed", "train", changed, n, 24)]
-    stages: list[Stage] = [pretrained(n(300), Data(task=every, counts={2: n(6000)}))]
+    stages: list[Stage] = [pretrained(n(900), Data(task=every, counts={2: n(10_000)}))]
     stages += [replace(stage, name=f"{stage.name}_0", model="base") for stage in measures]
     return Recipe((*stages, *repeat([learn, *measures], 3, first={"train": "base"})))
 
@@ -325,7 +325,7 @@ def pattern(arm: str = "primed", scale: float = 1.0) -> Recipe:
     n, style = scaled(scale), chosen(arm, {"unprimed": "direct", "primed": "search", "primed_wrong": "wrong"})
     task = Search(style=style)
     stages = [
-        pretrained(n(600), Data(task=task, counts={3: n(20_000)})),
+        pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
         evaluation("before", "base", task, n, THINKING),
         reinforce("base", task, n(150), THINKING),
         evaluation("after", "rl", task, n, THINKING),
@@ -357,7 +357,7 @@ def thinking(arm: str = "chain", scale: float = 1.0) -> Recipe:
     if arm == "budgets":
         task = Search()
         stages: list[Stage] = [
-            pretrained(n(600), Data(task=task, counts={3: n(20_000)})),
+            pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
             reinforce("base", task, n(100), THINKING),
         ]
         for budget in BUDGETS:
@@ -386,15 +386,15 @@ def rare(n: Count) -> tuple[Data, ...]:
 
 
 def explore(arm: str = "grpo", scale: float = 1.0) -> Recipe:
-    """7. DPO cannot explore: from a model that rarely carries in three-digit sums, 12,800 answers each. DPO has all of them sampled
-    before, iterative DPO in four rounds, GRPO in a hundred steps."""
+    """7. DPO cannot explore: from a model that rarely carries in three-digit sums, 25,600 answers each. DPO has all of them sampled
+    before, iterative DPO in four rounds, GRPO in 200 steps."""
     n, task = scaled(scale), Carried(level=3, min_level=3)
     rounds = chosen(arm, {"dpo": 1, "iterative_dpo": 4, "grpo": 0})
     stages: list[Stage] = [imitated(n(500), *rare(n)), evaluation("before", "sft", task, n)]
     if not rounds:
-        stages += [reinforce("sft", task, n(100)), evaluation("after", "rl", task, n)]
+        stages += [reinforce("sft", task, n(200)), evaluation("after", "rl", task, n)]
         return Recipe(tuple(stages), "before", "after")
-    asked = n(1600 // rounds)
+    asked = n(3200 // rounds)
     compare = ComparisonsStage(
         name="pairs", model="previous dpo", task=task, prompts=asked, samples=8, noise=0.0, sampling=Sampling(32)
     )
