@@ -315,7 +315,7 @@ def memorise(arm: str = "rl", scale: float = 1.0) -> Recipe:
     rl = replace(reinforce("previous train", trained, n(60), 24), name="train")
     learn = chosen(arm, {"sft": sft, "rl": rl})
     measures = [evaluation("same", "train", trained, n, 24), evaluation("changed", "train", changed, n, 24)]
-    stages: list[Stage] = [pretrained(n(900), Data(task=every, counts={2: n(10_000)}))]
+    stages: list[Stage] = [pretrained(n(500), Data(task=every, counts={2: n(10_000)}))]
     stages += [replace(stage, name=f"{stage.name}_0", model="base") for stage in measures]
     return Recipe((*stages, *repeat([learn, *measures], 3, first={"train": "base"})))
 
