@@ -15,6 +15,7 @@ import yaml
 from posttrain.errors import require
 from posttrain.models.load import HUB_NAME
 from posttrain.runs.read import Run
+from posttrain.system.files import read_text
 from posttrain.types import JSON
 
 DATA = (
@@ -184,4 +185,4 @@ def _cell(value: JSON) -> str:
 def own_card(path: Path) -> str:
     """A card that the user wrote."""
     require(path.is_file(), f"--card {path}: there is no such file")
-    return path.read_text("utf-8")
+    return read_text(path)

@@ -17,7 +17,7 @@ from posttrain.errors import UserError, require
 from posttrain.models.load import HUB_NAME, first_line
 from posttrain.models.save import check_target, one_line_when_unwritable
 from posttrain.runs.read import Run
-from posttrain.system.files import atomic_folder, read_json
+from posttrain.system.files import atomic_folder, atomic_write, read_json
 
 # what a model consists of; whatever else lies in its folder stays here
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -72,14 +72,14 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
             f"the adapters are for {base}, which is not the name of a model on the hub; {advice}",
         )
         settings["base_model_name_or_path"] = base
-        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        atomic_write(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
     run = Run(chosen.run)
     text = (
         own_card(chosen.card)
         if chosen.card
         else model_card(run, chosen.licence, base, chosen.adapter)
     )
-    (folder / "README.md").write_text(text, "utf-8")
+    atomic_write(folder / "README.md", text)
 
 
 def export(chosen: Chosen, target: Path) -> Path:

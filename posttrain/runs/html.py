@@ -16,6 +16,7 @@ from posttrain.events import printable
 from posttrain.runs.index import Index
 from posttrain.runs.plot import draw
 from posttrain.runs.status import alarms, status, verdict
+from posttrain.system.files import read_bytes
 
 MAP_TOKENS = 300  # in one map
 CHARACTERS = 400  # of a text in a table
@@ -63,7 +64,7 @@ def table(
 
 def picture(path: Path, about: str) -> str:
     """A PNG file within the page; nothing where it is too large."""
-    data = path.read_bytes() if path.stat().st_size <= PICTURE else b""
+    data = read_bytes(path) if path.stat().st_size <= PICTURE else b""
     source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
     return f"<img style='max-width:100%' alt='{text(about)}' src='{source}'>" if data else ""
 
