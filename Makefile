@@ -27,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package ten-minutes lint format lock docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package ten-minutes lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -152,13 +152,6 @@ soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, thre
 
 recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors
 	@$(BIN)/python benchmarks/recipes.py runs/recipes
-
-# Extras that want other versions of what the rest uses, and are installed in environments of their own, are left out.
-LOCKED := $(filter-out vllm verifiers openenv textarena,$(shell sed -n '/optional-dependencies/,/^$$/s/^\([a-z0-9-]*\) = .*/\1/p' pyproject.toml))
-lock: ## requirements.lock anew: one version with hashes of everything, for all extras together and Python 3.11 to 3.13
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/uv uv
-	@.cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate -c constraints.txt pyproject.toml \
-		$(foreach extra,$(LOCKED),--extra $(extra)) -o requirements.lock
 
 docs: $(READY) ## write the generated pages anew: algorithms, laws, advice, the reference, papers
 	@$(BIN)/python docs/make_tables.py

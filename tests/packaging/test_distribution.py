@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "posttrain"
 NOT_READ = {"posttrain/ruff.toml"}  # of development
-APART = {"vllm", "verifiers", "openenv", "textarena"}  # extras with versions of their own; see the Makefile
+APART = {"vllm", "verifiers", "openenv", "textarena"}  # extras with versions of their own; see .ci/lock
 PYTHONS = os.environ.get("PYTHONS", "").split() or [sys.executable]
 READERS = os.environ.get("READERS", "").split()
 QUICK = [
