@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else it compiles its kernels for minutes at the first start
 }
 GPU_SHARE = 0.3  # of the memory of a GPU, which the trainer uses too
 # tensors that vLLM keeps as one, rows after rows
