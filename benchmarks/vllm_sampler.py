@@ -1,5 +1,6 @@
 """vLLM and our engine on the same requests, each in a process of its own: tokens a second, and how far their log-probs are from the
-trainer's. Prints a table, then one JSON line.
+trainer's, also after its weights changed and were published. At the end one tensor is changed on its way, which the receipt must name.
+Prints a table, then one JSON line.
 
 POSTTRAIN_VLLM_PYTHON=.vllm/bin/python python benchmarks/vllm_sampler.py                     # tiny, on the CPU
 POSTTRAIN_VLLM_PYTHON=... python benchmarks/vllm_sampler.py --device cuda --model DIRECTORY  # a model on a GPU
@@ -15,7 +16,9 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from posttrain.cluster import remote
 from posttrain.cluster.remote import RemoteSampler, remote_sampler
+from posttrain.errors import GuardStop
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.load import load
 from posttrain.models.policy import Policy, wrap_model
@@ -57,6 +60,28 @@ def gap(policy: Policy, requests: list[Request], found: dict[int, Completion]) -
     return float(np.mean(gaps))
 
 
+def nudge(policy: Policy, seed: int) -> None:
+    """Weights as a step of training leaves them: each a little elsewhere."""
+    generator = torch.Generator(policy.device).manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype)
+            weight.add_(noise * weight.std(), alpha=0.01)
+
+
+def caught(sampler: RemoteSampler, version: int) -> str:
+    """What stops the run when one tensor arrives changed."""
+    fill = remote.fill
+    remote.fill = lambda given, memory: fill((w * 1.05 if n == 3 else w for n, w in enumerate(given)), memory)
+    try:
+        sampler.publish(version)
+        return "nothing: the wrong weights were served"
+    except GuardStop as stop:
+        return str(stop)
+    finally:
+        remote.fill = fill
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -86,6 +111,8 @@ def main() -> None:
                 ]
                 took, found = sample(sampler, requests)
                 seconds.append(took)
+                distance = gap(policy, requests, found)
+                nudge(policy, repeat)
                 began = time.perf_counter()
                 sampler.publish(repeat + 1)
                 published.append(time.perf_counter() - began)
@@ -94,7 +121,8 @@ def main() -> None:
                 "start_seconds": round(started, 1),
                 "tokens_a_second": round(count / min(seconds[1:])),
                 "publish_seconds": round(min(published), 4),
-                "logprob_gap": gap(policy, requests, found),
+                "logprob_gap": distance,
+                "wrong_tensor": caught(sampler, repeat + 2),
             }
             print(f"{kind:8} {result[kind]}")
     print(json.dumps(result))
