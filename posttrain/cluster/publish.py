@@ -162,32 +162,54 @@ def _synchronize(memory: Tensor) -> None:
         torch.cuda.synchronize(memory.device)
 
 
-def tensor_hash(tensor: Tensor) -> Tensor:
-    """An integer that differs where a bit does, or where two elements are exchanged; not a hash against intent.
+def tensor_hash(tensor: Tensor) -> int:
+    return hashes({"": tensor})[""]
 
-        h = sum_ij (u_i + v_j) x_ij  mod 2^64,    x the bits as integers of 64 in rows of 1024, u and v odd multipliers
 
-    Sums of rows and of columns, on the tensor's own device; nothing as large as the tensor is made. To be read as
-    integers of 32, which are made wider to be added, took 16 times as long on a CPU."""
+def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of each tensor an integer that differs where a bit does, or where two elements are exchanged; not a hash against intent.
+
+        h = bytes + sum_ij (u_i + v_j) x_ij  mod 2^64,    x the bits as integers of 64 in rows of 1024, u and v odd multipliers
+
+    Sums of rows and of columns, on the tensors' own device; nothing as large as a tensor is made, and what follows the sums is done
+    for all tensors together: on a GPU, to begin a product takes longer than the product. To be read as integers of 32, which are
+    made wider to be added, took 16 times as long on a CPU."""
+    if not weights:
+        return {}
+    sums, plan = (
+        list[Tensor](),
+        list[tuple[int, int, int]](),
+    )  # a tensor's number, the kind of sum, their count
+    for number, weight in enumerate(weights.values()):
+        for kind, found in _sums(weight):
+            sums.append(found)
+            plan.append((number, kind, len(found)))
+    sizes = [weight.numel() * weight.element_size() for weight in weights.values()]
+    device = next(iter(weights.values())).device
+    total = torch.tensor(sizes, device=device)
+    if sums:
+        multipliers, owners = _multipliers(tuple(plan), device)
+        total.index_add_(0, owners, torch.cat(sums).mul_(multipliers))
+    return dict(zip(weights, total.tolist(), strict=True))
+
+
+def _sums(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """What is to be multiplied and added up, with its kind: sums of columns and of rows; and, of less than a row, its own words."""
     flat = tensor.detach().contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % WORD:
         flat = flat.clone()
     flat = flat.view(torch.uint8)
     words = flat[: len(flat) // WORD * WORD].view(torch.int64)
     whole = len(words) // ROW * ROW
-    rest = flat[len(words) * WORD :].to(torch.int64)
-    found = torch.full((), len(flat), dtype=torch.int64, device=tensor.device)
-    blocks = (words[:whole].view(-1, ROW), words[None, whole:], rest[None])
-    for start, block in enumerate(blocks):
-        for dimension, sums in enumerate(_sums(block) if block.numel() else ()):
-            found = (
-                found + (sums * _multipliers(len(sums), 2 * start + dimension, sums.device)).sum()
-            )
-    return found
+    if whole:
+        yield from enumerate(_both(words[:whole].view(-1, ROW)))
+    for kind, part in enumerate((words[whole:], flat[len(words) * WORD :].to(torch.int64)), 2):
+        if len(part):
+            yield kind, part
 
 
-def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the columns, and of the rows. A CPU adds pieces to each other: a sum of columns over all rows takes half as long again."""
+def _both(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the columns, and of the rows. A CPU adds pieces: a sum of columns over all rows takes half as long again."""
     if rows.is_cuda or len(rows) <= PIECE:
         return rows.sum(0), rows.sum(1)
     columns, found = torch.zeros_like(rows[:PIECE]), list[Tensor]()
@@ -197,23 +219,18 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
     return columns.sum(0), torch.cat(found)
 
 
-@lru_cache(
-    maxsize=64
-)  # on a GPU to make them anew takes longer than the sums: a kernel for each operation
-def _multipliers(count: int, kind: int, device: torch.device) -> Tensor:
-    """Odd integers that look random."""
-    place = torch.arange(1 + (kind << 40), 1 + (kind << 40) + count, device=device)
+@lru_cache(maxsize=4)  # a model's are the same at every publish
+def _multipliers(
+    plan: tuple[tuple[int, int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Odd integers that look random, and the number of the tensor that each belongs to."""
+    place = torch.cat(
+        [torch.arange(1 + (kind << 40), 1 + (kind << 40) + count) for _, kind, count in plan]
+    )
     mixed = place * (MULTIPLIER - (1 << 64))
     mixed = (mixed ^ (mixed >> 29)) * (MULTIPLIER - (1 << 64))
-    return mixed | 1
-
-
-def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The hash of each tensor, brought to the CPU together."""
-    if not weights:
-        return {}
-    found = torch.stack([tensor_hash(weight) for weight in weights.values()]).tolist()
-    return dict(zip(weights, found, strict=True))
+    owner, _, count = torch.tensor(plan).T
+    return (mixed | 1).to(device), torch.repeat_interleave(owner, count).to(device)
 
 
 @dataclass(frozen=True, slots=True)
