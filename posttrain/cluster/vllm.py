@@ -1,7 +1,8 @@
 """vLLM as the sampler of a worker process: the same requests, ids with log-probs out, weights replaced in place.
 
 The log-probs are those of the distribution that was sampled from (`processed_logprobs`: after the temperature), nothing is taken from
-a model's generation config, and every request has its own seed. What vLLM draws for a seed is not what our engine draws. Requests in
+a model's generation config. Every request has its own seed where results are to be the same again: on a CPU, and on a GPU with
+`deterministic`; else a batch has the first one's, because vLLM draws for seeded rows one after the other. Requests in
 flight when weights are published are computed again from their ids, as our engine does: nothing cached outlives its weights. This runs
 in the Python that has vLLM, which needs none of posttrain's other packages.
 """
@@ -65,6 +66,7 @@ class VLLMSampler:
         self.rows: dict[str, Row] = {}
         self.kept: dict[int, tuple[int, ...]] = {}  # all ids of a session, for its next turn
         self.count = 0
+        self.seeded = settings.device == "cpu" or settings.deterministic
         with tempfile.TemporaryDirectory() as folder:  # the model's configuration is all it reads
             Path(folder, "config.json").write_text(json.dumps(settings.config))
             if settings.device == "cpu":
@@ -85,6 +87,14 @@ class VLLMSampler:
         self.engine: Any = self.llm.llm_engine
 
     def submit(self, requests: Sequence[Request]) -> None:
+        if (
+            not self.seeded and requests and requests[0].session >= 0
+        ):  # below 0: a probe, whose seeds are always the same
+            import torch
+
+            torch.manual_seed(
+                requests[0].seed % 2**63
+            )  # what vLLM draws from for rows without a seed
         for request in requests:
             require(
                 request.sampling.min_new_tokens == 0,
@@ -169,7 +179,7 @@ class VLLMSampler:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             max_tokens=sampling.max_new_tokens - done,
-            seed=(row.request.seed + done) % 2**63,
+            seed=(row.request.seed + done) % 2**63 if self.seeded else None,
             stop_token_ids=list(self.settings.stop_ids),
             ignore_eos=True,  # the end token of the configuration is not asked for
             logprobs=0,

@@ -91,6 +91,23 @@ def test_the_seed_of_a_request_decides_what_is_drawn(sampler: RemoteSampler) -> 
     assert found[0] == found[1][::-1] and found[0][0] != found[0][1] != found[2][0]
 
 
+def test_without_seeds_of_its_own_a_batch_has_that_of_its_first_request(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without `deterministic`."""
+    begin, end = remote_module.PROGRAM.split("from posttrain", 1)
+    plant = "from posttrain.cluster import vllm as module; made = module.VLLMSampler.__init__\n"
+    plant += "def init(self, settings): made(self, settings); self.seeded = False\nmodule.VLLMSampler.__init__ = init\n"
+    monkeypatch.setattr(remote_module, "PROGRAM", f"{begin}\n{plant}\nfrom posttrain{end}")
+    found = []
+    with closing(remote_sampler(policy, 8, 1, "vllm", 1)) as sampler:
+        sampler.publish(0)
+        for first in (1, 2, 1):
+            sampler.submit([Request((6, 7), seed, Sampling(30), session=n) for n, seed in enumerate((first, 9))])
+            found.append([one.ids.tolist() for _, one in sorted(finished(sampler, 2).items())])
+    assert found[0] == found[2] != found[1] and found[0][0] != found[0][1]
+
+
 def test_rows_in_flight_go_on_with_the_new_weights(policy: Policy, sampler: RemoteSampler) -> None:
     before = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
     old, new = make_policy(0), make_policy(1)
