@@ -148,8 +148,11 @@ class Engine:
         return {} if self.scheduler is None else self.scheduler.written(sessions)
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        if self.scheduler is not None:
+            # it stops, and reads the weights at the next poll; what it has captured stays
+            self.scheduler.publish(version)
         if weights is not None:
-            self.release()
+            self.pool.release()
             model = self.policy.model
             own = dict(model.named_parameters()) | dict(model.named_buffers())
             with torch.no_grad():
@@ -160,8 +163,6 @@ class Engine:
         if self.pool.workers and self.memory != self._memory():  # workers see the old place
             self._take_over(self.pool.close())
         self.pool.publish(version)
-        if self.scheduler is not None:
-            self.scheduler.publish(version)
 
     def release(self) -> None:
         """Give the memory of caches, captured graphs and copied weights back; also stops what workers are decoding, which is computed
