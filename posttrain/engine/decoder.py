@@ -23,6 +23,7 @@ from posttrain.models.layers import (
     prove,
 )
 from posttrain.models.policy import Policy
+from posttrain.ops.experts import Routes
 
 SMALLEST = 1 << 15  # weights below this many elements are not worth oneDNN's slower call
 
@@ -124,9 +125,10 @@ class _Layer:
             if rows is not None:
                 rows[: self.heads * self.width].mul_(layer.rule.scaling)
         self.qkv = PackedLinear(weight, bias, pack)
-        self.gate_up = PackedLinear(*_scaled(layer.gate_up, self.post_norm), pack)
-        plain = ((p.weight().detach(), _detached(p.bias())) for p in (layer.out, layer.down))
-        self.out, self.down = (PackedLinear(*matrix, pack) for matrix in plain)
+        self.experts, self.out = layer.experts, _plain(layer.out, pack)
+        if layer.experts is None:
+            self.gate_up = PackedLinear(*_scaled(layer.gate_up, self.post_norm), pack)
+            self.down = _plain(layer.down, pack)
 
     def _paired(self, rows: Tensor) -> Tensor:
         """Rows of heads with those that are rotated together next to each other (0, half, 1, ...). Products of query and key stay the
@@ -134,7 +136,14 @@ class _Layer:
         halves = rows.view(-1, 2, self.width // 2, *rows.shape[1:])
         return halves.transpose(1, 2).reshape(rows.shape)
 
-    def __call__(self, x: Tensor, shape: torch.Size, rope: Tensor, layout: Layout) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        shape: torch.Size,
+        rope: Tensor,
+        layout: Layout,
+        routes: Routes | None = None,
+    ) -> Tensor:
         heads, rotated = self.heads, self.heads + self.keys
         inner = self.input_norm.without_weight(x)
         qkv = self.qkv(inner).view(*shape, rotated + self.keys, self.width)
@@ -148,8 +157,18 @@ class _Layer:
         query, key, value = qkv.transpose(1, 2).split_with_sizes((heads, self.keys, self.keys), 1)
         seen = layout.attend(self.number, query, key, value, self.rule)
         x = self.out.plus(seen.reshape(x.shape[0], -1), x)
-        gate, up = self.gate_up(self.post_norm.without_weight(x)).chunk(2, 1)
-        return self.down.plus(F.silu(gate).mul_(up), x)
+        if self.experts is not None:
+            return self.experts(self.post_norm(x), _gated, routes).add_(x)
+        return self.down.plus(_gated(self.gate_up(self.post_norm.without_weight(x))), x)
+
+
+def _gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, 1)
+    return F.silu(gate).mul_(up)
+
+
+def _plain(projection: Projection, pack: bool) -> PackedLinear:
+    return PackedLinear(projection.weight().detach(), _detached(projection.bias()), pack)
 
 
 def _scaled(projection: Projection, norm: _Norm) -> tuple[Tensor, Tensor | None]:
@@ -191,7 +210,14 @@ class Decoder:
     def embed(self, id_T: Tensor) -> Tensor:
         return F.embedding(id_T, self.embedding)
 
-    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
+    def layer_alone(
+        self,
+        number: int,
+        x_TH: Tensor,
+        position_T: Tensor,
+        packed: Packed,
+        routes: Routes | None = None,
+    ) -> Tensor:
         self.ensure_rope_table(int(position_T.max()) + 1)
         rope = self.rope.index_select(0, position_T).view(1, len(x_TH), 1, -1)
-        return self.layers[number](x_TH, torch.Size((1, len(x_TH))), rope, packed)
+        return self.layers[number](x_TH, torch.Size((1, len(x_TH))), rope, packed, routes)

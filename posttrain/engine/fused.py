@@ -9,6 +9,7 @@ small ones away: they are two narrow products in addition to each wide one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from posttrain.models.layers import (
     prove,
 )
 from posttrain.models.policy import Policy
+from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, power_of_two
 
 BLOCK = 4096  # logits that one program sums
@@ -98,7 +100,7 @@ class Layer:
     def __init__(self, layer: LayerDescription):
         self.described, self.heads = layer, layer.heads
         self.products = [Products(projection) for projection in layer.projections]
-        self.qkv, self.gate_up, self.out, self.down = self.products
+        self.qkv, self.out, *self.mlp = self.products
 
     def __call__(
         self,
@@ -108,6 +110,7 @@ class Layer:
         slot: Tensor,
         store: tuple[Tensor, Tensor],
         attend: Attend,
+        routes: Routes | None = None,
     ) -> None:
         layer, heads = self.described, self.heads
         qkv = self.qkv(_normalised(x, layer.input_norm))
@@ -116,7 +119,12 @@ class Layer:
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
         out = attend(layer.number, query, key, value, layer.rule)
         self.out.add_to(x, out.reshape(len(qkv), -1))
-        self.down.add_to(x, gated(self.gate_up(_normalised(x, layer.post_norm)), layer.tanh))
+        inner = _normalised(x, layer.post_norm)
+        if layer.experts is not None:
+            x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
+            return
+        gate_up, down = self.mlp
+        down.add_to(x, gated(gate_up(inner), layer.tanh))
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -187,13 +195,20 @@ class Fused:
     def final_norm(self, x_TH: Tensor) -> Tensor:
         return _normalised(x_TH, self.described.norm)
 
-    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
+    def layer_alone(
+        self,
+        number: int,
+        x_TH: Tensor,
+        position_T: Tensor,
+        packed: Packed,
+        routes: Routes | None = None,
+    ) -> Tensor:
         x, tokens, heads = x_TH.clone(), len(x_TH), self.heads[number]
         keys, values = x.new_empty(2, tokens, heads.keys, heads.width)
         rope = self.described.rope_table(int(position_T.max()) + 1)
         slots = torch.arange(tokens, device=x.device)
         attend = attend_packed(packed.lengths, x.device)
-        self.layers[number](x, rope, position_T, slots, (keys, values), attend)
+        self.layers[number](x, rope, position_T, slots, (keys, values), attend, routes)
         return x
 
 

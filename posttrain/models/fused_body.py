@@ -24,6 +24,7 @@ from posttrain.models.layers import (
     report_plain_path,
 )
 from posttrain.models.policy import Network
+from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, rotate
 
 
@@ -33,13 +34,20 @@ class FusedBody:
     def __init__(self, described: ModelDescription, sharded: bool = False):
         self.described, self.sharded = described, sharded
 
-    def hidden(self, id_T: Tensor, position_T: Tensor, positions: int, attend: Attend) -> Tensor:
+    def hidden(
+        self,
+        id_T: Tensor,
+        position_T: Tensor,
+        positions: int,
+        attend: Attend,
+        routes: Routes | None = None,
+    ) -> Tensor:
         """[T] ids at positions below `positions` -> [T, H]."""
         body = self.described.body
         x, y, rope = self.embed(id_T), None, self.described.rope_table(positions)
         recomputed = body.gradient_checkpointing and torch.is_grad_enabled()
         for number in range(len(self.described.layers)):
-            given = (number, x, y, rope, position_T, attend)
+            given = (number, x, y, rope, position_T, attend, routes)
             x, y = (
                 checkpoint(self.layer, *given, use_reentrant=False)
                 if recomputed
@@ -59,10 +67,17 @@ class FusedBody:
     def embed(self, id_T: Tensor) -> Tensor:
         return self.described.body.embed_tokens(id_T)  # type: ignore[no-any-return]
 
-    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
+    def layer_alone(
+        self,
+        number: int,
+        x_TH: Tensor,
+        position_T: Tensor,
+        packed: Packed,
+        routes: Routes | None = None,
+    ) -> Tensor:
         rope = self.described.rope_table(max(packed.lengths))
         attend = attend_packed(packed.lengths, x_TH.device)
-        x, y = self.layer(number, x_TH, None, rope, position_T, attend)
+        x, y = self.layer(number, x_TH, None, rope, position_T, attend, routes)
         return x + y
 
     def final_norm(self, x_TH: Tensor) -> Tensor:
@@ -76,6 +91,7 @@ def _layer(
     rope: RopeTable,
     position_T: Tensor,
     attend: Attend,
+    routes: Routes | None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream before and what must be added to it, through one layer; the sum is done with the next norm."""
     heads, keys, width = layer.heads.heads, layer.heads.keys, layer.heads.width
@@ -93,6 +109,8 @@ def _layer(
     query, key, value = qkv.split_with_sizes([heads, keys, keys], 1)
     seen = attend(layer.number, query, key, value, layer.rule).reshape(tokens, -1)
     x, inner = _add_norm(x, _linear(layer.out, seen), layer.post_norm)
+    if layer.experts is not None:
+        return x, layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
     return x, _linear(layer.down, gated(_linear(layer.gate_up, inner), layer.tanh))
 
 

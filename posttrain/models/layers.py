@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
 from posttrain.models.policy import Network, probe_tokens
+from posttrain.ops.experts import Routes, mixture, route
 
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MLP, EXPERTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}, {"experts", "gate"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 # of a layer's largest output: rounding alone
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -101,8 +104,34 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A router, and the weights of all experts: several MLPs, of which each token has the `count` that the router chooses."""
+
+    number: int  # of the layer
+    router: Tensor  # [E, H]
+    gate_up: Tensor  # [E, 2I, H]
+    down: Tensor  # [E, H, I]
+    count: int
+    normalised: bool
+
+    @classmethod
+    def of(cls, number: int, block: Any) -> Experts:
+        gate, experts = block.gate, block.experts
+        weights = (gate.weight, experts.gate_up_proj, experts.down_proj)
+        return cls(number, *weights, gate.top_k, gate.norm_topk_prob)
+
+    def __call__(
+        self, x_TH: Tensor, activation: Callable[[Tensor], Tensor], routes: Routes | None = None
+    ) -> Tensor:
+        logit_TE = F.linear(x_TH, self.router)
+        weight_TK, index_TK = route(logit_TE, self.count, self.normalised, self.number, routes)
+        return mixture(x_TH, weight_TK, index_TK, self.gate_up, self.down, activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerDescription:
-    """One decoder layer: x += out(attention(rope(qkv(input_norm(x))))), then x += down(act(gate) * up) of post_norm(x)."""
+    """One decoder layer: x += out(attention(rope(qkv(input_norm(x))))), then x += down(act(gate) * up) of post_norm(x); or what
+    `experts` make of that, where gate_up and down are of no layers."""
 
     number: int
     heads: Heads
@@ -115,10 +144,12 @@ class LayerDescription:
     gate_up: Projection
     tanh: bool  # gelu by its tanh approximation, not silu
     down: Projection
+    experts: Experts | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.gate_up, self.out, self.down
+        mlp = (self.gate_up, self.down) if self.experts is None else ()
+        return self.qkv, self.out, *mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,12 +236,22 @@ def _parts(module: nn.Module) -> set[str]:
 def _unsupported_layer(layer: Any) -> str:
     if _parts(layer) != LAYER:
         return f"{type(layer).__name__} is not the layer of a Llama"
-    if _parts(layer.mlp) != MLP:
+    mlp = layer.mlp.experts if _parts(layer.mlp) == EXPERTS else layer.mlp
+    if _parts(mlp) != MLP and not _plain_experts(layer.mlp):
         return f"{type(layer.mlp).__name__} is not the MLP of a Llama"
     if _parts(layer.self_attn) not in (ATTENTION, ATTENTION | NORMS):
         return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
-    known = _tanh(layer.mlp.act_fn) is not None
-    return "" if known else f"activation {type(layer.mlp.act_fn).__name__}"
+    known = _tanh(mlp.act_fn) is not None
+    return "" if known else f"activation {type(mlp.act_fn).__name__}"
+
+
+def _plain_experts(block: Any) -> bool:
+    """Whether a mixture of experts is like that of Qwen3: a router of one matrix, and two matrices an expert."""
+    if _parts(block) != EXPERTS:
+        return False
+    names = [{name for name, _ in part.named_parameters()} for part in (block.gate, block.experts)]
+    known = names == [{"weight"}, {"gate_up_proj", "down_proj"}]
+    return known and hasattr(block.gate, "norm_topk_prob") and hasattr(block.gate, "top_k")
 
 
 def _tanh(activation: nn.Module) -> bool | None:
@@ -222,11 +263,12 @@ def _tanh(activation: nn.Module) -> bool | None:
 def describe_layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
     """The description of one layer, with its parameters as they are now."""
     attention, mlp = module.self_attn, module.mlp
+    experts = Experts.of(number, mlp) if _parts(mlp) == EXPERTS else None
+    parts = ((), ()) if experts is not None else ((mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
     projections = qkv, out, gate_up, down = (
         Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
         Projection.of(attention.o_proj),
-        Projection.of(mlp.gate_proj, mlp.up_proj),
-        Projection.of(mlp.down_proj),
+        *(Projection.of(*part) for part in parts),
     )
     for projection in projections:
         if reason := projection.unsupported_reason():
@@ -243,8 +285,9 @@ def describe_layer(number: int, module: Any, rule: Rule) -> LayerDescription | s
         out=out,
         post_norm=Norm.of(module.post_attention_layernorm),
         gate_up=gate_up,
-        tanh=bool(_tanh(mlp.act_fn)),
+        tanh=bool(_tanh(mlp.act_fn if experts is None else mlp.experts.act_fn)),
         down=down,
+        experts=experts,
     )
 
 
@@ -280,8 +323,15 @@ class Pass(Protocol):
 
     def embed(self, id_T: Tensor) -> Tensor: ...
 
-    def layer_alone(self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed) -> Tensor:
-        """The residual stream after one layer; `packed` says which tokens are one sequence."""
+    def layer_alone(
+        self,
+        number: int,
+        x_TH: Tensor,
+        position_T: Tensor,
+        packed: Packed,
+        routes: Routes | None = None,
+    ) -> Tensor:
+        """The residual stream after one layer; `packed` says which tokens are one sequence, `routes` which experts they go to."""
         ...
 
     def final_norm(self, x_TH: Tensor) -> Tensor: ...
@@ -310,9 +360,11 @@ def distance(network: Network, other: Pass) -> float:
     """How far another pass is from the module: the largest difference of any layer's output, in parts of the largest output.
 
     Each layer is given the module's own stream. From end to end, rounding adds up: two right passes through 28 layers in bf16 differ
-    by 5%, as much as a wrong one may.
+    by 5%, as much as a wrong one may. It is also given the experts that the module chose: rounding decides between two that are
+    nearly equal.
     """
-    body, streams = network.body, []
+    body, streams, routers = network.body, list[Tensor](), _routers(network.body)
+    chosen = dict[int, Tensor]()
     ids_T, position_T, starts = probe_tokens(network.model)
     packed = Packed(starts, ids_T.device)
 
@@ -320,18 +372,30 @@ def distance(network: Network, other: Pass) -> float:
         streams.append(inputs[0][0])
 
     hooks = [part.register_forward_pre_hook(record) for part in (*body.layers, body.norm)]
+    for n, gate in routers.items():
+        hooks.append(gate.register_forward_hook(partial(_record_choice, chosen, n)))
     try:
         hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
     finally:
         for hook in hooks:
             hook.remove()
     pairs = [(other.embed(ids_T), streams[0]), (other.final_norm(streams[-1]), hidden_TH)]
-    pairs += [
-        (other.layer_alone(n, before, position_T, packed), after)
-        for n, (before, after) in enumerate(pairwise(streams))
-    ]
+    for n, (before, after) in enumerate(pairwise(streams)):
+        routes = Routes(chosen[n][:, None], {n: 0}) if n in chosen else None
+        pairs.append((other.layer_alone(n, before, position_T, packed, routes), after))
     wide = [(found.float(), own.float()) for found, own in pairs]
     return max(float((found - own).abs().max() / own.abs().max()) for found, own in wide)
+
+
+def _routers(body: Any) -> dict[int, nn.Module]:
+    """The routers of the layers that have experts, by the number of the layer."""
+    return {n: m.mlp.gate for n, m in enumerate(body.layers) if _parts(m.mlp) == EXPERTS}
+
+
+def _record_choice(
+    chosen: dict[int, Tensor], number: int, _module: nn.Module, _inputs: Any, found: Any
+) -> None:
+    chosen[number] = found[2]
 
 
 def report_plain_path(network: Network, by: str, reason: str) -> None:

@@ -61,10 +61,21 @@ class Lora(Checked):
         return sum(self.rank * (layer.in_features + layer.out_features) for layer in layers)
 
     def layers(self, body: nn.Module) -> dict[str, nn.Linear]:
-        """The linear layers that get an adapter, by name."""
-        linear = {name: m for name, m in body.named_modules() if isinstance(m, nn.Linear)}
+        """The linear layers that get an adapter, by name. In a mixture of experts only those of the attention do: experts are no
+        linear layers, and peft takes the name of an MLP's layer for them."""
+        inner = has_experts(body)
+        linear = {
+            name: m
+            for name, m in body.named_modules()
+            if isinstance(m, nn.Linear) and not (inner and ".mlp." in name)
+        }
         chosen = self.targets or {name.rsplit(".", 1)[-1] for name in linear}
         return {name: m for name, m in linear.items() if name.rsplit(".", 1)[-1] in chosen}
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a model is a mixture of experts, whose weights transformers keeps in one tensor for all."""
+    return any(".experts." in name for name, _ in module.named_parameters())
 
 
 def share_weights(policy: Policy) -> Policy:
@@ -83,7 +94,7 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     body = model.base_model
     present = sorted({name.rsplit(".", 1)[-1] for name in Lora().layers(body)})
     missing = ", ".join(name for name in lora.targets if name not in present)
-    has = f"it has {', '.join(present)}"
+    has = f"it has {', '.join(present)}" + (", and experts get none" if has_experts(body) else "")
     require(not missing, f"lora: this model has no linear layer called {missing}; {has}")
     targets = list(lora.layers(body))
     settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)

@@ -13,6 +13,8 @@ import transformers
 from material_for_tests import VOCABULARY
 
 from posttrain.collect import Prompt, generate_groups
+from posttrain.engine.cpu import CPUBackend
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
@@ -35,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, **LAYERS}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}),
     "gemma2": (
         "Gemma2Config",
         {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0, **LAYERS},
@@ -105,6 +108,20 @@ def test_log_probs_are_those_of_a_full_forward(family: str, temperature: float) 
             full = torch.log_softmax(logits[first - 1 : -1], -1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
             np.testing.assert_allclose(completion.logprobs, full.numpy(), rtol=0, atol=2e-5)
             np.testing.assert_allclose(completion.logprobs, trained.numpy(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
+def test_neither_decoder_leaves_the_family_to_its_module(family: str, every_way: str) -> None:
+    """Also a mixture of experts has the fast path."""
+    _, policy = models(family)
+    engine = Engine(policy, processes=1)
+    list(generate_groups(engine, [Prompt((5, 6), 1, 0, Sampling(4))]))
+    assert engine.scheduler is not None
+    backend = engine.scheduler.backend
+    if every_way == "pages":
+        assert isinstance(backend, CUDABackend)
+    else:
+        assert isinstance(backend, CPUBackend) and (backend.make_decoder(1) is None) == (every_way == "module")
 
 
 def test_dropout_is_off_where_a_family_has_it() -> None:

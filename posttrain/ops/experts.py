@@ -1,0 +1,123 @@
+"""Mixtures of experts: the experts that a router chooses for each token, and the weighted sum of what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ALIGNED = 16  # bytes of which the rows of torch's grouped product are multiples
+
+
+@dataclass(slots=True, eq=False)
+class Routes:
+    """What the routers of a forward pass did, by layer; with `chosen_TLK` they take the experts that were chosen before, and only the
+    weights are their own (router replay). A row of it that begins with -1 is free."""
+
+    chosen_TLK: Tensor | None = None
+    layers: dict[int, int] = field(default_factory=dict)  # which of L a layer is
+    logit_TE: dict[int, Tensor] = field(default_factory=dict)
+    index_TK: dict[int, Tensor] = field(default_factory=dict)
+
+    def choose(self, layer: int, logit_TE: Tensor, index_TK: Tensor) -> Tensor:
+        """The experts to take, where the router would take `index_TK`."""
+        self.logit_TE[layer], self.index_TK[layer] = logit_TE, index_TK
+        if self.chosen_TLK is None:
+            return index_TK
+        chosen_TK = self.chosen_TLK[:, self.layers[layer]].to(index_TK.dtype)
+        return torch.where(chosen_TK[:, :1] >= 0, chosen_TK, index_TK)
+
+
+def route(
+    logit_TE: Tensor, count: int, normalised: bool, layer: int = 0, routes: Routes | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` experts of the largest probability p = softmax(logits) for each token, [T, K], and their weights: p, `normalised` to
+    a sum of 1."""
+    p_TE = torch.softmax(logit_TE, -1, dtype=torch.float32)
+    weight_TK, index_TK = torch.topk(p_TE, count, dim=-1)
+    if routes is not None:
+        index_TK = routes.choose(layer, logit_TE, index_TK)
+        weight_TK = p_TE.gather(1, index_TK)
+    if normalised:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    return weight_TK.to(logit_TE.dtype), index_TK
+
+
+def mixture(
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    index_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """sum_k weight_k down_k activation(gate_up_k x), with the tokens of each expert side by side. Shapes depend on those of the inputs
+    alone, and nothing waits for the device, so that a CUDA graph can hold it."""
+    if not _groups(x_TH, gate_up_EJH, down_EHI):
+        return _every_expert(x_TH, weight_TK, index_TK, gate_up_EJH, down_EHI, activation)
+    (tokens, count), experts = index_TK.shape, len(gate_up_EJH)
+    expert_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
+    place_S = torch.empty_like(order_S)
+    place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+    numbers_E = torch.arange(experts, device=order_S.device)
+    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+    inner_SH = _Take.apply(x_TH, order_S // count, place_S, count)  # type: ignore[no-untyped-call]
+    both_SJ = F.grouped_mm(inner_SH, gate_up_EJH.transpose(1, 2), offs=ends_E)
+    y_SH = F.grouped_mm(activation(both_SJ), down_EHI.transpose(1, 2), offs=ends_E)
+    y_SH = _Take.apply(y_SH, place_S, order_S, 1)  # type: ignore[no-untyped-call]
+    out_TH: Tensor = (y_SH.view(tokens, count, -1) * weight_TK[..., None]).sum(1)
+    return out_TH
+
+
+def _groups(x_TH: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor) -> bool:
+    """Whether torch's grouped product takes these. In a CUDA graph only its own kernel, for bfloat16 on Hopper and later, is of use:
+    the others read the sizes of the groups on the host."""
+    size, dtype = x_TH.element_size(), x_TH.dtype
+    rows = (x_TH.shape[1], *gate_up_EJH.shape[1:], *down_EHI.shape[1:])
+    if dtype == torch.float64 or any(row * size % ALIGNED for row in rows) or not len(x_TH):
+        return False
+    if x_TH.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return True
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_TH.device) >= (9, 0)
+
+
+def _every_expert(
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    index_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The same sum with every expert computed for every token: for types that torch has no grouped product of."""
+    experts, tokens = len(gate_up_EJH), len(x_TH)
+    both_ETJ = x_TH @ gate_up_EJH.transpose(1, 2)
+    inner_ETI = activation(both_ETJ.flatten(0, 1)).view(experts, tokens, -1)
+    y_ETH = inner_ETI @ down_EHI.transpose(1, 2)
+    weight_TE = weight_TK.new_zeros(tokens, experts).scatter(1, index_TK, weight_TK)
+    return torch.einsum("te,eth->th", weight_TE, y_ETH)
+
+
+class _Take(torch.autograd.Function):
+    """x[at], where each row of x is taken `count` times: its gradient is the sum of the rows `back` in those of the output. Unlike
+    torch's own, which adds rows in any order, it is the same each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, at_S: Tensor, back_S: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(back_S)
+        ctx.count = count
+        return x_TH[at_S]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:
+        (back_S,) = ctx.saved_tensors
+        grad_SH = grad_SH[back_S]
+        if ctx.count == 1:
+            return grad_SH, None, None, None
+        return grad_SH.view(-1, ctx.count, grad_SH.shape[1]).sum(1), None, None, None
