@@ -36,6 +36,8 @@ class Case:
     new: int
     tied: bool = True
     lora: int = 0  # rank of adapters on frozen weights; 0: all weights learn
+    experts: int = 0  # of `feed_forward` each, in every layer; 0: a dense model
+    chosen: int = 1  # of which a token has so many
 
     @property
     def width(self) -> int:
@@ -47,8 +49,17 @@ class Case:
 
     @property
     def block_weights(self) -> int:
+        return self._weights(max(1, self.experts))
+
+    @property
+    def active_weights(self) -> int:
+        """Those that a token is multiplied with."""
+        return self._weights(self.chosen)
+
+    def _weights(self, experts: int) -> int:
         attention = 2 * self.hidden * (self.heads + self.keys) * self.width
-        return self.layers * (attention + 3 * self.hidden * self.feed_forward)
+        router = self.hidden * self.experts
+        return self.layers * (attention + router + experts * 3 * self.hidden * self.feed_forward)
 
     @property
     def head_weights(self) -> int:
@@ -61,18 +72,25 @@ CASES = {
     "c": Case(28, 3584, 18944, 28, 4, 152064, 32, 8, 256, 1024, tied=False, lora=16),
     "d": Case(8, 512, 1536, 8, 4, 8192, 256, 16, 64, 128),
     "e": Case(24, 896, 4864, 14, 2, 151936, 16, 8, 256, 8192),
+    # 1.0B weights of which a token uses 0.3B, and a dense model of 0.3B
+    "moe": Case(16, 1024, 512, 16, 8, 151936, 64, 8, 128, 128, experts=32, chosen=4),
+    "moe-dense": Case(16, 1024, 2048, 16, 8, 151936, 64, 8, 128, 128),
 }
 
 
 def make_model(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
-    """A Qwen2 of the case's shape with random weights, the same at every call."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    """A Qwen2 of the case's shape, a Qwen3-MoE where it has experts, with random weights, the same at every call."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    config = Qwen2Config(
+    experts = {
+        "num_experts": case.experts, "num_experts_per_tok": case.chosen, "moe_intermediate_size": case.feed_forward,
+        "head_dim": case.width, "norm_topk_prob": True,
+    }  # fmt: skip
+    config = (Qwen3MoeConfig if case.experts else Qwen2Config)(
         vocab_size=case.vocabulary, hidden_size=case.hidden, intermediate_size=case.feed_forward, num_hidden_layers=case.layers,
         num_attention_heads=case.heads, num_key_value_heads=case.keys, max_position_embeddings=32768,
-        tie_word_embeddings=case.tied, rope_theta=1e6, bos_token_id=1, eos_token_id=STOP,
+        tie_word_embeddings=case.tied, rope_theta=1e6, bos_token_id=1, eos_token_id=STOP, **(experts if case.experts else {}),
     )  # fmt: skip
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
@@ -141,7 +159,7 @@ def decode_bound(case: Case, bytes_s: float, flops_s: float, shared: bool = Fals
         prompts = (case.prompts if shared else case.rows) * case.prompt
         moved = weights + token_bytes * (prompts + case.rows * step)
         attention = 4 * case.layers * case.heads * case.width * (case.prompt + step)
-        total += max(moved / bytes_s, case.rows * (2 * (case.block_weights + case.head_weights) + attention) / flops_s)
+        total += max(moved / bytes_s, case.rows * (2 * (case.active_weights + case.head_weights) + attention) / flops_s)
     return total
 
 
@@ -155,7 +173,7 @@ def train_flops(case: Case, shared: bool) -> float:
         pairs = case.prompts * case.prompt**2 / 2 + case.rows * (case.prompt * case.new + case.new**2 / 2)
     heads = 3.5 * 4 * case.layers * case.heads * case.width * pairs
     each = 4 if case.lora else 6
-    return each * (case.block_weights * tokens + case.head_weights * case.rows * case.new) + heads
+    return each * (case.active_weights * tokens + case.head_weights * case.rows * case.new) + heads
 
 
 def settle() -> None:

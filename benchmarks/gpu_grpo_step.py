@@ -4,6 +4,7 @@
     python benchmarks/gpu_grpo_step.py --cases a --trl       # and TRL's step of case a, in a process of its own, same weights
     python benchmarks/gpu_grpo_step.py --cases a --profile   # where the time of forward and backward goes
     python benchmarks/gpu_grpo_step.py --cases c,e --brief   # long ones: one step after a warm-up on short answers
+    python benchmarks/gpu_grpo_step.py --cases moe,moe-dense # a mixture of experts beside a dense model of its active size
     python benchmarks/gpu_grpo_step.py --cases b --gate-only # the gradient against float32, without timing
 
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
@@ -41,7 +42,15 @@ from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
 from posttrain.train.trainer import Trainer  # noqa: E402
 from posttrain.types import Batch, Group, Problem, Rollout, Score, Segment  # noqa: E402
 
-BUDGETS = {"a": 49152, "b": 20480, "c": 10240, "d": 196608, "e": 33792}  # tokens of a micro-batch
+BUDGETS = {
+    "a": 49152,
+    "b": 20480,
+    "c": 10240,
+    "d": 196608,
+    "e": 33792,
+    "moe": 32768,
+    "moe-dense": 32768,
+}  # tokens of a micro-batch
 
 
 class Ours:

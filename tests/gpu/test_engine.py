@@ -29,6 +29,7 @@ SHAPE = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 384, "num_
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
          "pad_token_id": 0}  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -39,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2Config", WINDOW),
     "qwen3": ("Qwen3Config", {"head_dim": 128}),
     "gemma": ("GemmaConfig", {"head_dim": 256}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS),
 }
 PROMPTS = [(5,), (7, 8, 9), tuple(range(3, 90)), (20, 19, 18, 17)]
 
@@ -112,8 +114,9 @@ def test_few_rows_and_truncated_sampling() -> None:
     alike(run(policy, cut), plain(policy, cut))
 
 
-def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, policy = models("qwen2", torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_a_graph_replays_what_the_step_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, policy = models(family, torch.bfloat16)
     captured = run(policy, several())
     monkeypatch.setattr(CUDABackend, "_capture", lambda one, *sizes: Steps(lambda: one._step(*sizes)))
     for one, other in zip(captured, run(policy, several()), strict=True):
@@ -128,8 +131,9 @@ def test_a_group_samples_what_single_requests_sample() -> None:
     alike(groups[::8], run(policy, [Prompt(p, 1, n, Sampling(60)) for n, p in enumerate(PROMPTS)]))
 
 
-def test_log_probs_after_an_update_are_those_of_the_new_weights() -> None:
-    _, policy = models("qwen2", torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_log_probs_after_an_update_are_those_of_the_new_weights(family: str) -> None:
+    _, policy = models(family, torch.bfloat16)
     engine = Engine(policy)
     for change in (1.0, 1.2, 0.7):
         with torch.no_grad():

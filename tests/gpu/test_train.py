@@ -9,10 +9,12 @@ import torch
 import transformers
 
 from posttrain.models.attention import Packed, Rule, attend_packed
-from posttrain.models.fused_body import fused_body
+from posttrain.models.fused_body import FusedBody, fused_body
+from posttrain.models.layers import ModelDescription, describe
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import from_policy
 from posttrain.ops import fused
+from posttrain.ops.experts import Routes
 from posttrain.ops.logprobs import Head, token_logprobs
 from posttrain.train import forward as forward_module
 from posttrain.train.forward import forward, scores
@@ -21,6 +23,7 @@ from posttrain.types import Batch, Example
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
+EXPERTS = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -78,11 +81,12 @@ def test_log_probs_and_entropies(dtype: torch.dtype, temperature: float) -> None
         assert relative(mine.cpu(), expected) < bound
 
 
-def make(dtype: torch.dtype) -> Policy:
+def make(dtype: torch.dtype, experts: bool = False) -> Policy:
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    kind = transformers.Qwen3MoeConfig if experts else transformers.Qwen2Config
+    config = kind(
         vocab_size=3000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.05, **(EXPERTS if experts else {}),
     )  # fmt: skip
     with CUDA:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -121,6 +125,23 @@ def test_the_fused_pass_against_the_module_in_float32(checkpointing: bool, monke
         logprob, gradient = gradients(policy)
         assert float((logprob - expected[0]).abs().mean()) < 0.01
         assert relative(gradient, expected[1]) < 0.03
+
+
+def test_a_mixture_of_experts_against_the_module_with_the_same_choices_in_float32() -> None:
+    """By torch's grouped product in bfloat16. Rounding decides between nearly equal experts: choices are replayed."""
+    policy, exact = make(torch.bfloat16, experts=True), make(torch.float32, experts=True)
+    body, described = fused_body(policy), describe(exact)
+    assert body is not None and isinstance(described, ModelDescription)
+    batch, found, chosen = groups(), [], Routes()
+    lengths = tuple(np.diff(batch.starts).tolist())
+    place = torch.cat([torch.arange(n) for n in lengths]).to(CUDA)
+    for one in (body, FusedBody(described)):
+        one.described.body.zero_grad()
+        hidden = one.hidden(batch.ids_T, place, max(lengths), attend_packed(lengths, CUDA), chosen)
+        (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=CUDA)).sum().backward()
+        found.append((hidden, torch.cat([p.grad.flatten().float() for p in one.described.body.parameters()])))
+        chosen = Routes(torch.stack([chosen.index_TK[n] for n in range(3)], 1), {n: n for n in range(3)})
+    assert all(relative(mine, exact) < 0.03 for mine, exact in zip(*found, strict=True))
 
 
 def test_the_fused_pass_of_a_scorer_against_its_module_in_float32() -> None:
