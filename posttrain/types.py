@@ -466,6 +466,7 @@ class Outputs(_Columns):
     entropy_T  float32, of the distribution the token was drawn from
     value_T    the critic's value of the state in which the token was chosen
     score_T    a scorer's number for everything up to and with the token
+    balance_T  terms of the routers' auxiliary loss, where a mixture of experts learns (ops/experts.py)
     """
 
     __slots__ = ("columns", "predictions")

@@ -107,18 +107,14 @@ def named_shape(name: str) -> Shape:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from posttrain.models.policy import active_parameters
     from posttrain.train.memory import key_width
 
     config = read_config(locate(name, weights=False))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
-    sizes = {n: p.numel() for n, p in model.named_parameters()}
-    experts = sum(size for n, size in sizes.items() if ".experts." in n)
-    every = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    used = getattr(text, "num_experts_per_tok", None) or every
-    weights = float(sum(sizes.values()))
-    active = weights - experts * (1 - used / every)
+    weights, active = float(model.num_parameters()), float(active_parameters(model))
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
     return Shape(weights, active, layers, hidden, key_width(text), int(text.vocab_size))
 

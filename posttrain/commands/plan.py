@@ -146,7 +146,9 @@ def stage_lines(
         policies[model] = load_priced(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
     dtype = str(policy.dtype).removeprefix("torch.")
-    size = f"model {model}: {policy.parameters:,} parameters, {dtype}"
+    count, active = policy.parameters, policy.active_parameters
+    used = f" of which a token uses {active:,}" if active < count else ""
+    size = f"model {model}: {count:,} parameters{used}, {dtype}"
     return [size, *stage.plan(policy, context, before)]
 
 

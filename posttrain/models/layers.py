@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
 from posttrain.models.policy import Network, probe_tokens
+from posttrain.models.routing import EXPERTS, ROUTES, choose, plain_experts
 from posttrain.ops.experts import Routes, mixture, route
 
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-MLP, EXPERTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}, {"experts", "gate"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 # of a layer's largest output: rounding alone
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -206,7 +206,7 @@ def describe(network: Network) -> ModelDescription | str:
         return f"{type(body).__name__} is not built like a Llama"
     # those of a sharded one gather its weights, also for another pass (Network.within)
     if not network.sharded and any(
-        m._forward_hooks or m._forward_pre_hooks for m in body.modules()
+        m._forward_pre_hooks or {*m._forward_hooks.values()} - {choose} for m in body.modules()
     ):
         return "the model has hooks"
     kind = getattr(body.rotary_emb, "rope_type", "")
@@ -237,21 +237,12 @@ def _unsupported_layer(layer: Any) -> str:
     if _parts(layer) != LAYER:
         return f"{type(layer).__name__} is not the layer of a Llama"
     mlp = layer.mlp.experts if _parts(layer.mlp) == EXPERTS else layer.mlp
-    if _parts(mlp) != MLP and not _plain_experts(layer.mlp):
+    if _parts(mlp) != MLP and not plain_experts(layer.mlp):
         return f"{type(layer.mlp).__name__} is not the MLP of a Llama"
     if _parts(layer.self_attn) not in (ATTENTION, ATTENTION | NORMS):
         return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
     known = _tanh(mlp.act_fn) is not None
     return "" if known else f"activation {type(mlp.act_fn).__name__}"
-
-
-def _plain_experts(block: Any) -> bool:
-    """Whether a mixture of experts is like that of Qwen3: a router of one matrix, and two matrices an expert."""
-    if _parts(block) != EXPERTS:
-        return False
-    names = [{name for name, _ in part.named_parameters()} for part in (block.gate, block.experts)]
-    known = names == [{"weight"}, {"gate_up_proj", "down_proj"}]
-    return known and hasattr(block.gate, "norm_topk_prob") and hasattr(block.gate, "top_k")
 
 
 def _tanh(activation: nn.Module) -> bool | None:
@@ -363,39 +354,25 @@ def distance(network: Network, other: Pass) -> float:
     by 5%, as much as a wrong one may. It is also given the experts that the module chose: rounding decides between two that are
     nearly equal.
     """
-    body, streams, routers = network.body, list[Tensor](), _routers(network.body)
-    chosen = dict[int, Tensor]()
+    body, streams, routes = network.body, list[Tensor](), Routes()
     ids_T, position_T, starts = probe_tokens(network.model)
     packed = Packed(starts, ids_T.device)
+    given: dict[str, Any] = {LAYOUT: packed, ROUTES: routes}
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         streams.append(inputs[0][0])
 
     hooks = [part.register_forward_pre_hook(record) for part in (*body.layers, body.norm)]
-    for n, gate in routers.items():
-        hooks.append(gate.register_forward_hook(partial(_record_choice, chosen, n)))
     try:
-        hidden_TH = network.hidden(ids_T[None], position_T[None], **{LAYOUT: packed})[0]
+        hidden_TH = network.hidden(ids_T[None], position_T[None], **given)[0]
     finally:
         for hook in hooks:
             hook.remove()
     pairs = [(other.embed(ids_T), streams[0]), (other.final_norm(streams[-1]), hidden_TH)]
     for n, (before, after) in enumerate(pairwise(streams)):
-        routes = Routes(chosen[n][:, None], {n: 0}) if n in chosen else None
-        pairs.append((other.layer_alone(n, before, position_T, packed, routes), after))
+        pairs.append((other.layer_alone(n, before, position_T, packed, routes.replay()), after))
     wide = [(found.float(), own.float()) for found, own in pairs]
     return max(float((found - own).abs().max() / own.abs().max()) for found, own in wide)
-
-
-def _routers(body: Any) -> dict[int, nn.Module]:
-    """The routers of the layers that have experts, by the number of the layer."""
-    return {n: m.mlp.gate for n, m in enumerate(body.layers) if _parts(m.mlp) == EXPERTS}
-
-
-def _record_choice(
-    chosen: dict[int, Tensor], number: int, _module: nn.Module, _inputs: Any, found: Any
-) -> None:
-    chosen[number] = found[2]
 
 
 def report_plain_path(network: Network, by: str, reason: str) -> None:

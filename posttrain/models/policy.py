@@ -15,6 +15,7 @@ from posttrain.errors import UserError
 from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.models.load import FEWER, check_positions
+from posttrain.models.routing import ROUTES, use_routes
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
@@ -44,6 +45,11 @@ class Network:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token is multiplied with: of a mixture of experts, the share of the experts that it has."""
+        return active_parameters(self.model)
+
     def within(self, function: Callable[..., Result], *given: Any) -> Result:
         """What a function of the weights gives, with those of a sharded network gathered where it reads them."""
         if self.sharded is None:
@@ -51,9 +57,20 @@ class Network:
         return self.model.within(partial(function, *given))[1]  # type: ignore[no-any-return]
 
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
-        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py."""
+        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py. What routers of experts
+        do goes to the `ROUTES` beside it."""
+        use_routes(self.body, layout.pop(ROUTES, None))
         outputs = self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout)
         return outputs.last_hidden_state  # type: ignore[no-any-return]
+
+
+def active_parameters(model: Any) -> int:
+    text = model.config.get_text_config()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    every = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    used = getattr(text, "num_experts_per_tok", None) or every
+    return int(sum(sizes.values()) - experts + experts * used // every)
 
 
 N = TypeVar("N", bound=Network)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +16,51 @@ ALIGNED = 16  # bytes of which the rows of torch's grouped product are multiples
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """What the routers of a forward pass did, by layer; with `chosen_TLK` they take the experts that were chosen before, and only the
-    weights are their own (router replay). A row of it that begins with -1 is free."""
+    """What the routers of a forward pass did, by layer: their logits, and the experts of the largest. Where experts were `chosen`
+    before, those are taken, with the weights of now (router replay); a token whose first is -1 is routed freely."""
 
-    chosen_TLK: Tensor | None = None
-    layers: dict[int, int] = field(default_factory=dict)  # which of L a layer is
+    chosen_TK: Mapping[int, Tensor] = field(default_factory=dict)
     logit_TE: dict[int, Tensor] = field(default_factory=dict)
     index_TK: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, logit_TE: Tensor, index_TK: Tensor) -> Tensor:
         """The experts to take, where the router would take `index_TK`."""
         self.logit_TE[layer], self.index_TK[layer] = logit_TE, index_TK
-        if self.chosen_TLK is None:
+        if layer not in self.chosen_TK:
             return index_TK
-        chosen_TK = self.chosen_TLK[:, self.layers[layer]].to(index_TK.dtype)
+        chosen_TK = self.chosen_TK[layer].to(index_TK.dtype)
         return torch.where(chosen_TK[:, :1] >= 0, chosen_TK, index_TK)
+
+    def replay(self) -> Routes:
+        """Routes by which another pass takes the experts of this one."""
+        return Routes(dict(self.index_TK))
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """Probabilities and choices (1 where chosen), each added over layers: [T, E]."""
+        total_TE, count_TE = torch.zeros(()), torch.zeros(())
+        for layer, logit_TE in self.logit_TE.items():
+            p_TE = torch.softmax(logit_TE, -1, dtype=torch.float32)
+            index_TK = self.index_TK[layer]
+            total_TE = total_TE.to(p_TE.device) + p_TE
+            count_TE = count_TE.to(p_TE.device) + torch.zeros_like(p_TE).scatter(1, index_TK, 1.0)
+        return total_TE, count_TE
+
+
+def load_balance(
+    total_TE: Tensor, count_TE: Tensor, layers: int, sequence_T: Tensor, sequences: int
+) -> Tensor:
+    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, equations 4 to 6), as
+    transformers computes it of that sequence alone:
+
+        E sum_e f_e P_e,  f_e the mean over layers and tokens of what was chosen, P_e that of the probabilities
+
+    It is `count` for equal shares, and E at most. A sequence at a time (DeepSeek-V3), it does not depend on how a step is cut.
+    """
+    shape = (sequences, total_TE.shape[1])
+    chosen_NE = count_TE.new_zeros(shape).index_add_(0, sequence_T, count_TE)
+    length_N = torch.bincount(sequence_T, minlength=sequences)
+    share_NE = chosen_NE / (layers * length_N[:, None])
+    return shape[1] / layers * (share_NE[sequence_T] * total_TE).sum(-1)
 
 
 def route(

@@ -13,11 +13,16 @@ from torch import Tensor
 from posttrain.models.attention import LAYOUT, Packed, attend_packed
 from posttrain.models.fused_body import fused_body
 from posttrain.models.policy import Policy
+from posttrain.models.routing import ROUTES, routers
 from posttrain.models.scorer import Scorer
+from posttrain.ops.experts import Routes, load_balance
 from posttrain.ops.logprobs import token_logprobs
 from posttrain.train.pack import host_ids, host_mask
 from posttrain.types import Batch, Outputs, Prediction
 
+ROUTER_WEIGHT = (
+    "router_weight_T"  # what the terms of the auxiliary loss of a router weigh in a step
+)
 SHARED = 4  # sequences that begin with at least this many equal tokens share their computation
 
 
@@ -27,7 +32,8 @@ def forward(policy: Policy, batch: Batch) -> Outputs:
 
 
 def _forward(policy: Policy, batch: Batch) -> Outputs:
-    hidden_KH, source_T = states(policy, batch)
+    routes = Routes() if routers(policy.body) else None
+    hidden_KH, source_T = states(policy, batch, routes)
     at = _sent(np.flatnonzero(host_mask(batch)), batch)
     before = at - 1 if source_T is None else source_T[at - 1]
     hidden_MH, head = hidden_KH.index_select(0, before), policy.head
@@ -37,7 +43,17 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
         empty_T.index_copy(0, at, logprob_M),
         empty_T.index_copy(0, at, entropy_M),
         predictions={"policy": Prediction(at, hidden_MH, head)},
+        balance_T=None if routes is None else balance(routes, source_T, batch),
     )
+
+
+def balance(routes: Routes, source_T: Tensor | None, batch: Batch) -> Tensor:
+    """[T]: the terms of the auxiliary loss, with gradients where the batch weighs them."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and ROUTER_WEIGHT in batch.columns):
+        totals = routes.stacked()
+        if source_T is not None:
+            totals = (totals[0][source_T], totals[1][source_T])
+        return load_balance(*totals, len(routes.logit_TE), batch.sequence_T, batch.sequences)
 
 
 def scorer_outputs(scorer: Scorer, batch: Batch) -> Outputs:
@@ -73,8 +89,11 @@ def _scores(scorer: Scorer, batch: Batch) -> Tensor:
     return score_K if source_T is None else score_K[source_T]
 
 
-def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Hidden states, and which of them is that of each token of the batch; None where they are in the batch's order.
+def states(
+    model: Policy | Scorer, batch: Batch, routes: Routes | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states, and which of them is that of each token of the batch; None where they are in the batch's order. What routers do
+    goes to `routes`.
 
     Equal beginnings are computed once. Layouts are made on the host, so that nothing waits for the device.
     """
@@ -90,11 +109,12 @@ def states(model: Policy | Scorer, batch: Batch) -> tuple[Tensor, Tensor | None]
         lengths = np.diff(edges)
         queries = np.diff(np.searchsorted(kept, edges)) if shared else lengths
         attend = attend_packed(tuple(lengths.tolist()), device, tuple(queries.tolist()), source_T)
-        return body.hidden(ids_K, position_K, int(lengths.max()), attend), source_T
+        return body.hidden(ids_K, position_K, int(lengths.max()), attend, routes), source_T
     layout = Packed(batch.starts, device)
     if shared:
         layout = Packed(batch.starts, device, torch.from_numpy(kept), torch.from_numpy(source))
-    return model.hidden(ids_K[None], position_K[None], **{LAYOUT: layout})[0], source_T
+    given: dict[str, Any] = {LAYOUT: layout, ROUTES: routes}
+    return model.hidden(ids_K[None], position_K[None], **given)[0], source_T
 
 
 def shared_beginnings(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.errors import require
 from posttrain.models.fused_body import takes_fused_pass
 from posttrain.models.policy import Network
+from posttrain.models.routing import routers
 from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA, kept_room
 
 MARGIN = 0.08  # of the device's memory that an estimate leaves alone
@@ -41,7 +42,8 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
 
     Of width H, feed-forward width I and key-value width K, a decoder layer keeps about 9 H + 4 I + 2 K numbers a token in
     transformers' own module (counted by the tensors that autograd saves; the layer at work needs 4 H + 4 I more for its gradients), and
-    6 H + 3 I + 2 K in the fused pass. Checkpointed, each layer keeps its input (the fused pass: the
+    6 H + 3 I + 2 K in the fused pass. With E experts a token, I is that of all of them, and 2 E H more are kept: what they read and
+    write. Checkpointed, each layer keeps its input (the fused pass: the
     stream and what is to be added to it), and one layer at a time all of it.
     """
     text = policy.model.config.get_text_config()
@@ -49,8 +51,10 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     named = (getattr(text, name, None) for name in names)
     inner = next((width for width in named if width), 4 * text.hidden_size)
     hidden, keys, layers = text.hidden_size, key_width(text), text.num_hidden_layers
+    chosen = text.num_experts_per_tok if routers(policy.body) else 0
+    inner = chosen * text.moe_intermediate_size if chosen else inner
     fused = takes_fused_pass(policy)
-    layer = (6 if fused else 9) * hidden + (3 if fused else 4) * inner + 2 * keys
+    layer = ((6 if fused else 9) + 2 * chosen) * hidden + (3 if fused else 4) * inner + 2 * keys
     kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
     working = 0 if fused else 4 * (hidden + inner)
     return float(policy.dtype.itemsize * tokens * (kept + working))

@@ -57,6 +57,8 @@ class Optimization(Checked):
     checkpointing: Literal["auto", "never", "layer"] = "auto"
     # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
     moments: Literal["float32", "int8"] = "float32"
+    # of the load-balancing loss of a mixture of experts, added to the policy's; 0: none
+    router_aux_loss_coef: NotNegative = 0.0
 
     def warning(self, name: str, steps: int) -> str:
         """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.errors import GuardStop, OutOfMemory
+from posttrain.errors import GuardStop, OutOfMemory, require
 from posttrain.events import Events
 from posttrain.models.policy import Policy
+from posttrain.models.routing import routers
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
 from posttrain.system.processes import HALVED
 from posttrain.system.world import current
 from posttrain.train import parallel
-from posttrain.train.forward import PASSES
+from posttrain.train.forward import PASSES, ROUTER_WEIGHT
 from posttrain.train.memory import (
     at_hand,
     checkpointing_pays,
@@ -77,6 +78,12 @@ class Trainer:
         events: Events | None = None,
     ):
         self.policy, self.algorithm, self.settings, self.roles = policy, algorithm, settings, roles
+        routed = isinstance(policy, Policy) and bool(routers(policy.body))
+        require(
+            routed or not settings.router_aux_loss_coef,
+            f"optimizer.router_aux_loss_coef: {type(policy.model).__name__} is no language model with the routers of Qwen3-MoE; "
+            "set it to 0",
+        )
         own = Learner("policy", policy, settings)
         self.optimizer = own.optimizer
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
@@ -194,6 +201,8 @@ class Trainer:
         """
         added = [(role.name, more) for role in self.roles if (more := role.draw()) is not None]
         live = with_loss(batch)
+        if self.settings.router_aux_loss_coef:
+            live = self._balanced(live)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
         found = self._within_memory(lambda: self.accumulate(live, added, meanwhile))
@@ -216,6 +225,12 @@ class Trainer:
             if learner.name not in batch.resting:
                 learner.optimizer.step(self._rate(learner, rate), norm)
         return Update(tuple(metrics), norms[0], True)
+
+    def _balanced(self, batch: Batch) -> Batch:
+        """The batch with weights of the routers' auxiliary loss: the mean over sequences, times its coefficient."""
+        length_N = torch.tensor(batch.starts).diff()
+        weight_N = self.settings.router_aux_loss_coef / (batch.sequences * length_N)
+        return batch.replace(**{ROUTER_WEIGHT: weight_N.to(batch.ids_T.device)[batch.sequence_T]})
 
     def _rate(self, learner: Learner, rate: float) -> float:
         """The others follow the schedule of the first learner, each at a rate of its own."""
@@ -278,6 +293,11 @@ class Trainer:
         else:
             terms = algorithm.terms(PASSES[algorithm.trains](self.policy, piece), piece)
         losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
+        if algorithm is None and "balance_T" in outputs.columns:
+            balance_T = outputs.balance_T
+            more.append(Metric("router/balance", balance_T.detach().sum(), piece.tokens))
+            if ROUTER_WEIGHT in piece.columns:
+                losses.append(("router", (piece.router_weight_T * balance_T).sum()))
         total = torch.stack([loss for _, loss in losses]).sum()
         (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]
         named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -39,6 +40,7 @@ FAMILIES: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
 
 

@@ -69,7 +69,7 @@ def test_both_ways_to_compute_agree_and_an_idle_expert_has_no_gradient(monkeypat
 def test_replayed_experts_are_taken_with_the_weights_of_now() -> None:
     """p = (0.1, 0.2, 0.3, 0.4): the router takes 3 and 2; replayed 0 and 1 weigh 1/3 and 2/3; a row of -1 is the router's own."""
     logit = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2).log()
-    routes = Routes(torch.tensor([[[9, 9], [0, 1]], [[9, 9], [-1, -1]]]), {5: 1})
+    routes = Routes({5: torch.tensor([[0, 1], [-1, -1]], dtype=torch.int16)})
     weight, index = route(logit, 2, True, 5, routes)
     assert index.tolist() == [[0, 1], [3, 2]] and routes.index_TK[5].tolist() == [[3, 2], [3, 2]]
     torch.testing.assert_close(weight, torch.tensor([[1 / 3, 2 / 3], [4 / 7, 3 / 7]]))

@@ -1,0 +1,130 @@
+"""A mixture of experts in training: its auxiliary loss, and that it learns what it samples."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from material_for_tests import STOP, VOCABULARY, group, rollout, segment, small_policy
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.sft import SFT
+from posttrain.collect import Prompt, generate_groups
+from posttrain.engine.engine import Engine
+from posttrain.errors import UserError
+from posttrain.models.policy import Policy, wrap_model
+from posttrain.train.forward import forward
+from posttrain.train.memory import activation_bytes
+from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import pack_examples, pack_groups
+from posttrain.train.trainer import Trainer
+from posttrain.types import Batch, Example, Sampling
+
+SEQUENCES = [np.arange(3, 15), np.arange(3, 20) * 7 % 23, np.array([3, 4, 5, 6, 7, 22, 21, 20])]  # two begin alike
+
+
+@cache
+def made(dtype: torch.dtype) -> Any:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.set_experts_implementation("eager")  # transformers' loop, which it has for float64 too
+    return model.eval()
+
+
+def mixture(dtype: torch.dtype = torch.float32) -> Policy:
+    """A Qwen3-MoE with four experts, of which a token has two."""
+    return wrap_model(copy.deepcopy(made(dtype)), None, (STOP,))
+
+
+def batch() -> Batch:
+    return pack_examples([Example(ids, np.arange(len(ids)) > 2) for ids in SEQUENCES])
+
+
+def test_the_auxiliary_loss_of_each_sequence_is_that_of_transformers() -> None:
+    """Also where two sequences share their beginning, which is computed once."""
+    policy, stock = mixture(), made(torch.float32)
+    balance_T, whole = forward(policy, batch()).balance_T, batch()
+    for n, ids in enumerate(SEQUENCES):
+        with torch.no_grad():
+            logits = stock(torch.tensor(ids)[None], output_router_logits=True).router_logits
+        expected = load_balancing_loss_func(logits, 4, 2)
+        assert float(balance_T[whole.sequence_T == n].mean()) == pytest.approx(float(expected), rel=1e-5)
+    assert 2.0 < float(balance_T.mean()) < 4.0 and not balance_T.requires_grad
+
+
+@pytest.mark.parametrize("checkpointing", ["never", "layer"])
+def test_its_gradient_is_that_of_transformers_however_a_step_is_cut(checkpointing: str) -> None:
+    """The mean over sequences of the loss of each, times the coefficient, is added to that of the algorithm."""
+    coefficient, found = 0.5, []
+    for budget in (8, 4096):
+        settings = Optimization(lr=1e-3, token_budget=budget, router_aux_loss_coef=coefficient, checkpointing=checkpointing)
+        trainer = Trainer(mixture(torch.float64), SFT(), settings)
+        prepared = SFT().prepare(batch(), {})
+        metrics = [m for _, own in trainer.accumulate(trainer._balanced(prepared), (), lambda: None) for m in own]
+        found.append({name: p.grad.clone() for name, p in trainer.policy.model.named_parameters()})
+        balance = [m for m in metrics if m.name == "router/balance"]
+        added = sum(float(m.total) for m in metrics if m.name == "loss/router")
+        assert sum(int(m.count or 0) for m in balance) == batch().tokens and added == pytest.approx(coefficient * 2.2, rel=0.2)
+    stock = copy.deepcopy(made(torch.float64))
+    prepared, whole = SFT().prepare(batch(), {}), batch()
+    loss = torch.zeros((), dtype=torch.float64)
+    for n, ids in enumerate(SEQUENCES):
+        out = stock(torch.tensor(ids)[None], output_router_logits=True)
+        logprob = torch.log_softmax(out.logits[0, :-1], -1).gather(1, torch.tensor(ids[1:, None]))[:, 0]
+        weight = (prepared.weight_T * whole.mask_T)[whole.sequence_T == n][1:]
+        loss = (
+            loss - (weight * logprob).sum() + coefficient / len(SEQUENCES) * load_balancing_loss_func(out.router_logits, 4, 2)
+        )
+    loss.backward()
+    for name, parameter in stock.named_parameters():
+        for gradient in found:
+            assert float((gradient[name] - parameter.grad).norm()) <= 1e-5 * float(parameter.grad.norm()), name
+
+
+def test_a_dense_model_has_no_auxiliary_loss() -> None:
+    policy = small_policy(dtype=torch.float32)
+    assert "balance_T" not in forward(policy, batch()).columns
+    with pytest.raises(
+        UserError, match="router_aux_loss_coef: LlamaForCausalLM is no language model with the routers of Qwen3-MoE"
+    ):
+        Trainer(policy, SFT(), Optimization(router_aux_loss_coef=0.1))
+
+
+def test_active_weights_and_activations_are_those_of_the_chosen_experts() -> None:
+    """Two of four experts: half of 2 layers x 4 experts x 3 matrices of 16 x 16 is not used by a token."""
+    policy = mixture()
+    assert policy.parameters - policy.active_parameters == 2 * 2 * 3 * 16 * 16
+    assert small_policy().active_parameters == small_policy().parameters
+    # by layer and token: (9 + 2 x 2) x 16 + 4 x 2 x 16 + 2 x 8, and 4 x (16 + 2 x 16) at work
+    assert activation_bytes(policy, 10) == 4 * 10 * (2 * ((9 + 4) * 16 + 4 * 32 + 2 * 8) + 4 * (16 + 32))
+
+
+def test_reinforcement_raises_the_reward_of_what_is_sampled() -> None:
+    """Reward: the share of ids below 12. Eight steps of GRPO; the sampler's and the trainer's log-probs agree at each."""
+    policy, algorithm = mixture(), GRPO(beta=0.0, group=16)
+    trainer = Trainer(policy, algorithm, Optimization(lr=1e-2, router_aux_loss_coef=1e-3))
+    rewards = []
+    for step in range(8):
+        requests = [Prompt((5, 6, n), 16, 100 * step + n, Sampling(8)) for n in (3, 4)]
+        groups = []
+        for request, completions in zip(requests, generate_groups(Engine(policy, processes=1), requests), strict=True):
+            members = [[segment(request.ids, False), segment(c.ids, True, c.logprobs)] for c in completions]
+            scores = [float((c.ids < 12).mean()) for c in completions]
+            groups.append(group([rollout(parts, score) for parts, score in zip(members, scores, strict=True)]))
+            rewards += scores
+        update = trainer.update(algorithm.prepare(pack_groups(groups, 1.0), {}), 1e-2)
+        figures = {m.name: m.value for m in update.metrics}
+        assert figures["mismatch"] < 1e-5 and 2.0 <= figures["router/balance"] < 4.0
+    assert np.mean(rewards[-32:]) > np.mean(rewards[:32]) + 0.3
