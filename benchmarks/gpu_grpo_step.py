@@ -56,8 +56,9 @@ BUDGETS = {
 class Ours:
     """The engine and the trainer on one policy, a step at a time."""
 
-    def __init__(self, case: Case, budget: int):
+    def __init__(self, case: Case, budget: int, replay: bool = False):
         self.case, self.policy = case, make_policy(case)
+        self.policy.router_replay = replay
         self.engine = Engine(self.policy, max_rows=case.rows)
         self.algorithm = GRPO(beta=0.0, group=case.group)
         self.trainer = Trainer(self.policy, self.algorithm, Optimization(lr=1e-6, token_budget=budget))
@@ -74,7 +75,8 @@ class Ours:
         figures = {m.name: m for m in update.metrics}
         assert update.moved and figures["mismatch"] is not None
         return {"generate": marks[1] - marks[0], "prepare": marks[2] - marks[1], "train": marks[3] - marks[2],
-                "step": marks[3] - marks[0], "grad_norm": update.grad_norm, "mismatch": mismatch(update.metrics)}  # fmt: skip
+                "step": marks[3] - marks[0], "grad_norm": update.grad_norm, "mismatch": mean(update.metrics, "mismatch"),
+                **{n: mean(update.metrics, n) for n in ("router/balance", "router/mismatch") if n in figures}}  # fmt: skip
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -98,7 +100,9 @@ class Ours:
             prompt = Segment(np.array(request.ids), "", False)
             problem = Problem(str(number), "")
             rollouts = tuple(
-                Rollout(problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(self.random.random()))
+                Rollout(
+                    problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(self.random.random()), routes=c.routes
+                )
                 for n, c in enumerate(completions)
             )
             groups.append(Group(problem, rollouts))
@@ -110,9 +114,9 @@ def backend_of(engine: Engine) -> CUDABackend:
     return engine.scheduler.backend
 
 
-def mismatch(metrics: tuple[Any, ...]) -> float:
-    """Mean absolute difference between the sampler's and the trainer's log-probs of a step."""
-    pairs = [(float(m.total), float(m.count)) for m in metrics if m.name == "mismatch"]
+def mean(metrics: tuple[Any, ...], name: str) -> float:
+    """Of a figure of a step: `mismatch` is the absolute difference between the sampler's and the trainer's log-probs."""
+    pairs = [(float(m.total), float(m.count)) for m in metrics if m.name == name]
     return sum(v for v, _ in pairs) / sum(c for _, c in pairs)
 
 
@@ -130,6 +134,7 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     fast = {n: m.grad.clone() for n, m in ours.trainer.optimizer.masters.items()}
     ours.trainer.optimizer.zero()
     exact = make_policy(ours.case, torch.float32)
+    exact.router_replay = ours.policy.router_replay
     with torch.no_grad():
         for mine, theirs in zip(exact.model.parameters(), ours.policy.model.parameters(), strict=True):
             mine.copy_(theirs)
@@ -157,10 +162,10 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     return result
 
 
-def run_case(name: str, repeats: int, budget: int | None, do_gate: bool) -> dict[str, Any]:
+def run_case(name: str, repeats: int, budget: int | None, do_gate: bool, replay: bool) -> dict[str, Any]:
     case = CASES[name]
-    result: dict[str, Any] = {"case": name, "budget": budget or BUDGETS[name]}
-    ours = Ours(case, result["budget"])
+    result: dict[str, Any] = {"case": name, "budget": budget or BUDGETS[name], "replay": replay}
+    ours = Ours(case, result["budget"], replay)
     ours.step(0)
     if do_gate:
         result["gate"] = gate(ours, ours.rollout(1))
@@ -194,8 +199,8 @@ def run_brief(name: str, budget: int | None) -> dict[str, Any]:
     return result
 
 
-def run_gate(name: str, budget: int | None) -> dict[str, Any]:
-    ours = Ours(CASES[name], budget or BUDGETS[name])
+def run_gate(name: str, budget: int | None, replay: bool) -> dict[str, Any]:
+    ours = Ours(CASES[name], budget or BUDGETS[name], replay)
     return {"case": name, "gate": gate(ours, ours.rollout(1)), "ours": ours}
 
 
@@ -241,6 +246,7 @@ def main() -> None:
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--gate-only", action="store_true")
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--replay", action="store_true", help="train with the experts that the sampler chose")
     options = parser.parse_args()
     import transformers
 
@@ -252,9 +258,9 @@ def main() -> None:
         if options.brief:
             result = run_brief(name, options.budget)
         elif options.gate_only:
-            result = run_gate(name, options.budget)
+            result = run_gate(name, options.budget, options.replay)
         else:
-            result = run_case(name, options.repeats, options.budget, not options.no_gate)
+            result = run_case(name, options.repeats, options.budget, not options.no_gate, options.replay)
         ours = result.pop("ours")
         for way in (way for way in ("shared", "plain") if way in result):
             figures, flops = result[way], train_flops(case, way == "shared")

@@ -158,6 +158,7 @@ class Episode:
     counts: dict[str, float] = field(default_factory=dict)
     kept: bool = False  # the sampler keeps the cache for another turn
     first: int = 0  # the turn with which the sampler's session began
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.siblings.append(self)
@@ -208,7 +209,7 @@ class Episode:
         number, turn = self.number, turn - self.first
         request = Request(ids, seed, sampling, number, turn, group, keep=not last)
         completion = await episodes.ask(self, request)
-        self.kept = not last
+        self.kept, self.routes = not last, completion.routes
         text, offsets = episodes.decoder.decode(completion.ids)
         reply = Segment(
             completion.ids,
@@ -270,7 +271,7 @@ class Episode:
         found = Score.pending(outcome) if outcome else PENDING
         counts = dict(self.counts)
         parts = (tuple(self.segments), found, self.role, answer, counts)
-        made = Rollout(self.problem, self.sample, *parts)
+        made = Rollout(self.problem, self.sample, *parts, self.routes)
         return made if score is None else with_score(made, score)
 
     def session(self, role: str) -> Episode:

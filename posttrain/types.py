@@ -197,6 +197,8 @@ class Completion:
     logprobs: np.ndarray  # float32 [T]
     versions: np.ndarray  # int32 [T]: the version of the weights that sampled each token
     finish: str  # stop | length
+    # int16 [all tokens of the session up to here, layers x experts a token]: where they went in a mixture of experts, if recorded
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class Rollout:
     answer: str | None = None  # what the task scores; None: the text of all turns
     # what happened in it: tool/calls, ...
     counts: Mapping[str, float] = field(default_factory=dict)
+    routes: np.ndarray | None = None  # as of the last completion
 
     @property
     def ids(self) -> np.ndarray:
@@ -407,6 +410,7 @@ class Batch(_Columns):
     bonus_N      weight of a term for exploration, beside that of weight_N
     vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
     part/NAME_N  float32: a part of the score, where the algorithm learns from parts; NaN where there is no score
+    routes_T     int16 [T, layers x experts a token]: the experts that the sampler chose, -1 where that is not known
     paid_T       float32: what a turn was paid, at its last token; a part of reward_N, there only where turns were paid
     """
 
@@ -466,6 +470,7 @@ class Outputs(_Columns):
     entropy_T  float32, of the distribution the token was drawn from
     value_T    the critic's value of the state in which the token was chosen
     score_T    a scorer's number for everything up to and with the token
+    rerouted_T share of layers in which it would go to other experts than the sampler's, which are replayed
     balance_T  terms of the routers' auxiliary loss, where a mixture of experts learns (ops/experts.py)
     """
 

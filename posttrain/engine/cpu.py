@@ -120,6 +120,9 @@ class CPUBackend:
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         return self.drawn
 
+    def routes(self, row: int) -> np.ndarray | None:
+        return None
+
     def keep(self, row: int, number: int) -> KeptRow:
         length = int(self.rows["prefix"][row] + self.rows["count"][row]) - 1
         kept = KeptRow(number, length, self.cache.save(row, length), self.decoder is not None)

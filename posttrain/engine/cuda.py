@@ -22,6 +22,7 @@ from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
+from posttrain.models.routing import routers
 from posttrain.ops.fused import power_of_two
 from posttrain.ops.logprobs import head_logits
 
@@ -108,6 +109,7 @@ class CUDABackend:
 
     def _clear(self) -> None:
         self.stores: list[tuple[Tensor, Tensor]] = []
+        self.choices: Tensor | None = None  # of routers, by slot, where they are recorded
         self.pages = Pages(1)
         self.state: Rows | None = None
         self._forget_graphs()
@@ -217,6 +219,15 @@ class CUDABackend:
                 self.stores[layer] = keys, values
             else:
                 self.stores.append((keys, values))
+        gates = routers(self.policy.body).values() if self.policy.router_replay else ()
+        if gates:
+            width = sum(gate.top_k for gate in gates)
+            old = self.choices
+            self.choices = torch.full(
+                (pool * PAGE, width), -1, dtype=torch.int16, device=self.device
+            )
+            if old is not None:
+                self.choices[:kept] = old
         self.pages.grow(pool)
         self._forget_graphs()
 
@@ -284,6 +295,8 @@ class CUDABackend:
         source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
         for store in (side for pair in self.stores for side in pair):
             store[target_T] = store[source_T]
+        if self.choices is not None:
+            self.choices[target_T] = self.choices[source_T]
 
     def _hidden(self, ids: list[np.ndarray], slots: list[np.ndarray], cached: list[int]) -> Tensor:
         """Store the keys and values of whole sequences of which the first `cached` tokens are stored already; the last hidden
@@ -303,7 +316,8 @@ class CUDABackend:
                 key, value = (side[slot_L] for side in self.stores[layer])
             return within(layer, query, key, value, rule)
 
-        hidden_TH = self.decoder.hidden(id_T, position_T, slot_T, self.stores, attend)
+        given = (id_T, position_T, slot_T, self.stores, attend, self.choices)
+        hidden_TH = self.decoder.hidden(*given)
         return hidden_TH[torch.from_numpy(np.cumsum(new) - 1).to(self.device)]
 
     def launch(self) -> None:
@@ -381,7 +395,8 @@ class CUDABackend:
             return attend_pages(query, store, state, heads, rule, tiles, self.queries)
 
         last, position, slot = (state[name][:size] for name in ("last", "position", "slot"))
-        hidden_NH = self.decoder.hidden(last, position, slot, self.stores, attend)
+        given = (last, position, slot, self.stores, attend, self.choices)
+        hidden_NH = self.decoder.hidden(*given)
         logits_NV = head_logits(hidden_NH, self.policy.head)
         advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
 
@@ -402,6 +417,16 @@ class CUDABackend:
         self.memory = self.memory or graph.pool()
         torch.cuda.synchronize(self.device)
         return graph
+
+    def routes(self, row: int) -> np.ndarray | None:
+        """Of the slot of its last input, see `keep`."""
+        if self.choices is None:
+            return None
+        count, prefix = int(self.rows["count"][row]), int(self.rows["prefix"][row])
+        pages, stored = self.prompts[int(self.rows["prompt"][row])][1], max(0, count - 2)
+        slots = np.concatenate([slots_of(pages, prefix), slots_of(self.table[row], stored)])
+        found = self.choices[torch.from_numpy(slots).to(self.device)].cpu().numpy()
+        return np.pad(found, ((0, count - stored), (0, 0)), constant_values=-1)
 
     def keep(self, row: int, number: int) -> KeptPages:
         """The row's pages, without those that it did not come to, and a reference to its prompt. The slot of its last input is left

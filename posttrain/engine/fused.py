@@ -184,12 +184,16 @@ class Fused:
         slot_T: Tensor,
         stores: list[tuple[Tensor, Tensor]],
         attend: Attend,
+        choices: Tensor | None = None,
     ) -> Tensor:
-        """[T] ids -> [T, H] final hidden states. `ensure_rope_table` must cover the positions."""
+        """[T] ids -> [T, H] final hidden states. `ensure_rope_table` must cover the positions. What routers choose is stored like keys
+        and values, where there are `choices`, [slots, L K]."""
         assert self.rope is not None
-        x = self.embed(id_T)
+        x, routes = self.embed(id_T), None if choices is None else Routes()
         for layer, store in zip(self.layers, stores, strict=True):
-            layer(x, self.rope, position_T, slot_T, store, attend)
+            layer(x, self.rope, position_T, slot_T, store, attend, routes)
+        if choices is not None and routes is not None:
+            choices[slot_T] = routes.choices()
         return self.final_norm(x)
 
     def final_norm(self, x_TH: Tensor) -> Tensor:

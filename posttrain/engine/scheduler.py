@@ -89,6 +89,10 @@ class Backend(Protocol):
         """Ids and log-probs of the burst, [S, N]; what comes after a row's end has no meaning."""
         ...
 
+    def routes(self, row: int) -> np.ndarray | None:
+        """The experts that the tokens of a row went to, [prompt and response, L K], -1 where that is not known."""
+        ...
+
     def keep(self, row: int, number: int) -> Kept:
         """Keep a finished row's cache. The row is removed next."""
         ...
@@ -331,7 +335,8 @@ class Scheduler:
                 continue
             request = work.requests[member]
             finish = "stop" if end == STOPPED else "length"
-            self.finished.append((request, self._completion(work, slot, length, finish)))
+            made = self._completion(work, slot, length, finish)
+            self.finished.append((request, replace(made, routes=self.backend.routes(row))))
             if request.keep:
                 self.kept[request.session] = self.backend.keep(row, work.number)
         rows.take(self.backend.remove(gone))

@@ -32,6 +32,7 @@ class Network:
     source: str
     events = Events()  # for messages about the model: the run's, where a stage loaded it
     sharded: Any = None  # train/sharding.py: where the weights are spread over processes
+    router_replay = False  # train with the experts that the sampler chose; it is recorded by it
 
     @property
     def device(self) -> torch.device:

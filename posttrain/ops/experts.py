@@ -35,6 +35,26 @@ class Routes:
         """Routes by which another pass takes the experts of this one."""
         return Routes(dict(self.index_TK))
 
+    def choices(self) -> Tensor:
+        """[T, L K], int16: what the routers chose, by layer."""
+        return torch.cat([self.index_TK[n] for n in sorted(self.index_TK)], 1).to(torch.int16)
+
+    def take(self, at_K: Tensor) -> None:
+        """Only these tokens are computed."""
+        self.chosen_TK = {n: chosen_TK[at_K] for n, chosen_TK in self.chosen_TK.items()}
+
+    @torch.no_grad()
+    def differing(self, source_T: Tensor | None) -> Tensor | None:
+        """[T]: the share of layers in which a token would go to other experts than those that were chosen before; NaN where nothing
+        was; None where nothing is replayed."""
+        if not self.chosen_TK:
+            return None
+        pairs = [(self.chosen_TK[n], self.index_TK[n]) for n in self.chosen_TK]
+        same = [(a.sort(1)[0] == b.sort(1)[0]).all(1) for a, b in pairs]
+        share_T = 1 - torch.stack(same).float().mean(0)
+        share_T = share_T.where(pairs[0][0][:, 0] >= 0, torch.nan)
+        return share_T if source_T is None else share_T[source_T]
+
     def stacked(self) -> tuple[Tensor, Tensor]:
         """Probabilities and choices (1 where chosen), each added over layers: [T, E]."""
         total_TE, count_TE = torch.zeros(()), torch.zeros(())

@@ -23,6 +23,7 @@ from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters, share_weights
 from posttrain.models.policy import Policy, untrained_tags
+from posttrain.models.routing import routers
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
@@ -67,6 +68,8 @@ class RLStage(ReferenceStage):
     # what samples: the engine in this process, or in others that are sent the weights after each step; or vLLM in others
     sampler: Literal["engine", "process", "vllm"] = "engine"
     sampler_processes: Count = 1  # of sampler=process and vllm
+    # train a mixture of experts with the experts that the engine chose on a GPU, and measure how often the trainer's differ
+    router_replay: bool = False
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
@@ -117,6 +120,8 @@ class RLStage(ReferenceStage):
             yield "sampler_processes is for sampler=process and sampler=vllm; leave it out, or set sampler"
         if self.sampler == "vllm" and self.sampling.min_new_tokens:
             yield "sampler=vllm has no min_new_tokens: vLLM would change the distribution; leave it out"
+        if self.sampler != "engine" and self.router_replay:
+            yield f"router_replay needs the experts that the engine of this process chose; sampler={self.sampler} does not send them"
         if self.sampler != "engine" and self.lora is not None and self.lora.load_in_4bit:
             yield f"sampler={self.sampler} cannot be sent weights in 4 bits; leave load_in_4bit out"
         if self.critic and self.critic_head != "linear":
@@ -186,6 +191,9 @@ class RLStage(ReferenceStage):
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)
+        alike = "on a CPU the sampler and the trainer compute in float32 and choose alike"
+        text = f"router_replay is for a GPU: {alike}; leave it out"
+        require(device.startswith("cuda") or not self.router_replay, text)
         if self.sampler != "engine":
             machine.require_posix(f"sampler={self.sampler}", "use sampler=engine")
         if self.sampler == "vllm":
@@ -230,6 +238,7 @@ class RLStage(ReferenceStage):
         text = placed(self.pretraining, context)
         guard_training(context, self.name, self.model, (source,), text, measures)
         policy = self.load(context)
+        policy.router_replay = self._replays(policy)
         tags = self.task.tags(str(policy.tokenizer.chat_template or ""))
         context.announce(self.name, untrained_tags(policy, tags), "warning")
         roles = self.make_roles(context, policy)
@@ -281,6 +290,12 @@ class RLStage(ReferenceStage):
             )
         context.save_model(self.name, policy, self.lora)
         return {**trained(loop), "level": curriculum_state.level}
+
+    def _replays(self, policy: Policy) -> bool:
+        kind, known = type(policy.model).__name__, bool(routers(policy.body))
+        text = f"router_replay: {kind} has no routers like those of Qwen3-MoE; leave it out"
+        require(known or not self.router_replay, text)
+        return self.router_replay
 
     def rollouts(self, *given: Any) -> Rollouts:
         """Where steps come from: sampled when they are wanted, or ahead."""

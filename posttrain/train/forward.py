@@ -20,9 +20,7 @@ from posttrain.ops.logprobs import token_logprobs
 from posttrain.train.pack import host_ids, host_mask
 from posttrain.types import Batch, Outputs, Prediction
 
-ROUTER_WEIGHT = (
-    "router_weight_T"  # what the terms of the auxiliary loss of a router weigh in a step
-)
+ROUTER_WEIGHT = "router_weight_T"  # of a token in the routers' auxiliary loss
 SHARED = 4  # sequences that begin with at least this many equal tokens share their computation
 
 
@@ -32,7 +30,7 @@ def forward(policy: Policy, batch: Batch) -> Outputs:
 
 
 def _forward(policy: Policy, batch: Batch) -> Outputs:
-    routes = Routes() if routers(policy.body) else None
+    routes = routes_of(policy, batch)
     hidden_KH, source_T = states(policy, batch, routes)
     at = _sent(np.flatnonzero(host_mask(batch)), batch)
     before = at - 1 if source_T is None else source_T[at - 1]
@@ -44,7 +42,17 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
         empty_T.index_copy(0, at, entropy_M),
         predictions={"policy": Prediction(at, hidden_MH, head)},
         balance_T=None if routes is None else balance(routes, source_T, batch),
+        rerouted_T=None if routes is None else routes.differing(source_T),
     )
+
+
+def routes_of(policy: Policy, batch: Batch) -> Routes | None:
+    """How a mixture of experts is routed: freely, or where it replays them as the sampler recorded."""
+    gates = routers(policy.body)
+    if not gates or not policy.router_replay or "routes_T" not in batch.columns:
+        return Routes() if gates else None
+    parts = batch.routes_T.split_with_sizes([gate.top_k for gate in gates.values()], 1)
+    return Routes(dict(zip(gates, parts, strict=True)))
 
 
 def balance(routes: Routes, source_T: Tensor | None, batch: Batch) -> Tensor:
@@ -104,6 +112,8 @@ def states(
     if shared:
         at_K, source_T = _sent(kept, batch), _sent(source, batch)
         ids_K, position_K = ids_K[at_K], position_K[at_K]
+        if routes is not None:
+            routes.take(at_K)
     body = fused_body(model)
     if body is not None:
         lengths = np.diff(edges)

@@ -63,11 +63,24 @@ def pack_groups(
         truncated_N=torch.tensor(truncated, dtype=torch.bool, device=device),
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
+        routes_T=_routes(rollouts, device),
         vote_N=torch.tensor(votes, device=device) if len(rows) < len(episodes) else None,
         paid_T=torch.from_numpy(_paid(sized)).to(device)
         if any(s.reward for s in segments)
         else None,
     )
+
+
+def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor | None:
+    """The experts of all tokens, where they were recorded: -1 for what came after the last completion, and without one."""
+    width = next((r.routes.shape[1] for r in rollouts if r.routes is not None), 0)
+    if not width:
+        return None
+    whole = [np.full((len(r.ids), width), -1, np.int16) for r in rollouts]
+    for made, rollout in zip(whole, rollouts, strict=True):
+        if rollout.routes is not None:
+            made[: len(rollout.routes)] = rollout.routes
+    return torch.from_numpy(np.concatenate(whole)).to(device)
 
 
 def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:

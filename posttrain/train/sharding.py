@@ -88,7 +88,7 @@ class Sharded:
         }
         self.network, self.device, self.divided = network, network.device, current().tensor > 1
         self.plain: Policy | Scorer = replace(network, model=copy.deepcopy(model, memo))
-        self.plain.events = network.events
+        self.plain.events, self.plain.router_replay = network.events, network.router_replay
         mesh = self._mesh()
         narrow = network.dtype in (torch.bfloat16, torch.float16)
         # sums over processes are made in float32

@@ -296,6 +296,7 @@ class Trainer:
         if algorithm is None and "balance_T" in outputs.columns:
             balance_T = outputs.balance_T
             more.append(Metric("router/balance", balance_T.detach().sum(), piece.tokens))
+            more += rerouted(outputs, piece) if self.policy.router_replay else []
             if ROUTER_WEIGHT in piece.columns:
                 losses.append(("router", (piece.router_weight_T * balance_T).sum()))
         total = torch.stack([loss for _, loss in losses]).sum()
@@ -393,6 +394,19 @@ def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
         Metric("mismatch", apart_T.sum(), count),
         Metric("mismatch/max", apart_T.max(), None, largest=True),
         Metric("mismatch/kl", kl_estimate("k3", behaviour_T, logprob_T).sum(), count),
+    ]
+
+
+def rerouted(outputs: Outputs, piece: Batch) -> list[Metric]:
+    """The share of loss tokens for which the sampler's experts are replayed, and of those the share of layers in which the trainer
+    would have taken others."""
+    loss = piece.mask_T.sum()
+    if "rerouted_T" not in outputs.columns:
+        return [Metric("router/replayed", 0.0, loss)]
+    known_T = piece.mask_T & outputs.rerouted_T.isfinite()
+    return [
+        Metric("router/replayed", known_T.sum(), loss),
+        Metric("router/mismatch", outputs.rerouted_T.where(known_T, 0.0).sum(), known_T.sum()),
     ]
 
 

@@ -149,6 +149,26 @@ def test_log_probs_after_an_update_are_those_of_the_new_weights(family: str) -> 
     assert len(backend_of(engine).graphs) > 0
 
 
+def test_replayed_experts_bring_the_trainer_closer_to_the_sampler() -> None:
+    """A mixture of experts in bfloat16: without replay some tokens go to other experts in the trainer."""
+    _, policy = models("qwen3-moe", torch.bfloat16)
+    policy.router_replay = True
+    apart: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    for n, completion in enumerate(run(policy, several())[::5]):
+        ids, first = np.concatenate([PROMPTS[n], completion.ids]), len(PROMPTS[n])
+        assert completion.routes is not None and (completion.routes[: len(ids) - 2] >= 0).all()
+        example = pack_examples([Example(ids, np.arange(len(ids)) >= first)], "cuda")
+        batch = example.replace(routes_T=torch.from_numpy(completion.routes).cuda())
+        for replay, found in apart.items():
+            policy.router_replay = replay
+            with torch.no_grad():
+                outputs = forward(policy, batch)
+            found.append(np.abs(outputs.logprob_T[first:].cpu().numpy() - completion.logprobs))
+        assert float(outputs.logprob_T.isfinite().all()) and ("rerouted_T" in outputs.columns) == policy.router_replay
+    with_replay, without = (float(np.concatenate(apart[replay]).mean()) for replay in (True, False))
+    assert with_replay < 0.03 and with_replay <= without
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"), [("qwen2", torch.bfloat16), ("qwen2-window", torch.float32), ("gemma", torch.bfloat16)]
 )

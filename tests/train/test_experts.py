@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,21 +11,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from kernels_for_tests import decode_in_pages
 from material_for_tests import STOP, VOCABULARY, group, rollout, segment, small_policy
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
-from posttrain.collect import Prompt, generate_groups
+from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.routing import ROUTES
+from posttrain.ops.experts import Routes
 from posttrain.train.forward import forward
 from posttrain.train.memory import activation_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Example, Sampling
+from posttrain.types import Batch, Example, Request, Sampling
 
 SEQUENCES = [np.arange(3, 15), np.arange(3, 20) * 7 % 23, np.array([3, 4, 5, 6, 7, 22, 21, 20])]  # two begin alike
 
@@ -34,7 +38,7 @@ def made(dtype: torch.dtype) -> Any:
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
         num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True,
+        max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -54,7 +58,7 @@ def batch() -> Batch:
 
 def test_the_auxiliary_loss_of_each_sequence_is_that_of_transformers() -> None:
     """Also where two sequences share their beginning, which is computed once."""
-    policy, stock = mixture(), made(torch.float32)
+    policy, stock = mixture(), copy.deepcopy(made(torch.float32))
     balance_T, whole = forward(policy, batch()).balance_T, batch()
     for n, ids in enumerate(SEQUENCES):
         with torch.no_grad():
@@ -109,6 +113,62 @@ def test_active_weights_and_activations_are_those_of_the_chosen_experts() -> Non
     assert small_policy().active_parameters == small_policy().parameters
     # by layer and token: (9 + 2 x 2) x 16 + 4 x 2 x 16 + 2 x 8, and 4 x (16 + 2 x 16) at work
     assert activation_bytes(policy, 10) == 4 * 10 * (2 * ((9 + 4) * 16 + 4 * 32 + 2 * 8) + 4 * (16 + 32))
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Policy:
+    """A policy whose routers are recorded, decoded in pages as on a GPU."""
+    decode_in_pages(monkeypatch)
+    policy = mixture()
+    policy.router_replay = True
+    return policy
+
+
+def own_routes(policy: Policy, ids: np.ndarray) -> np.ndarray:
+    """What the routers of the module choose for a sequence, [T, layers x 2]."""
+    routes = Routes()
+    with torch.no_grad():
+        given: dict[str, Any] = {ROUTES: routes}
+        policy.hidden(torch.tensor(ids)[None], torch.arange(len(ids))[None], **given)
+    return routes.choices().numpy()
+
+
+def test_the_sampler_records_the_experts_of_prompts_and_answers_also_of_a_second_turn(replaying: Policy) -> None:
+    """All but those of the last two tokens: the last is never an input, and the slot of the one before is written again."""
+    engine, prompt = Engine(replaying, 4), (5, 6, 7, 8)
+    first = list(
+        generate(engine, [Request(prompt, n, Sampling(70, min_new_tokens=70), n, group=0, keep=True) for n in range(3)])
+    )
+    second = list(generate(engine, [Request((9, 10), 50 + n, Sampling(5, min_new_tokens=5), n, 1) for n in range(3)]))
+    for one, two in zip(first, second, strict=True):
+        for ids, found in ((np.r_[prompt, one.ids], one.routes), (np.r_[prompt, one.ids, 9, 10, two.ids], two.routes)):
+            assert found is not None and found.shape == (len(ids), 4) and found.dtype == np.int16
+            np.testing.assert_array_equal(found[:-2], own_routes(replaying, ids)[:-2])
+            assert (found[-2:] == -1).all()
+
+
+def test_the_trainer_takes_the_experts_of_the_sampler_and_counts_those_it_would_not_have_taken(replaying: Policy) -> None:
+    """Of 2 x 4 loss tokens, the last two of each have no routes; one of the others goes elsewhere in one of two layers."""
+    prompt, algorithm = (5, 6, 7), GRPO(beta=0.0)
+    requests = [Request(prompt, n, Sampling(4, min_new_tokens=4), n, group=0) for n in range(2)]
+    made = list(generate(Engine(replaying, 4), requests))
+    moved = np.array(made[0].routes)
+    at = own_routes(replaying, np.r_[prompt, made[0].ids])[3, :2]
+    moved[3, :2] = [n for n in range(4) if n not in at]
+    found = []
+    for routes in (made[0].routes, moved, None):
+        given = (routes, None if routes is None else made[1].routes)
+        rollouts = [
+            replace(rollout([segment(prompt, False), segment(c.ids, True, c.logprobs)], float(n)), routes=given[n])
+            for n, c in enumerate(made)
+        ]
+        batch = algorithm.prepare(pack_groups([group(rollouts)], 1.0), {})
+        trainer = Trainer(replaying, algorithm, Optimization(lr=1e-3))
+        metrics = trainer.forward_backward(batch)
+        found.append({m.name: m.value for m in metrics})
+    assert [one["router/replayed"] for one in found] == [0.5, 0.5, 0.0]
+    assert found[0]["router/mismatch"] == 0.0 and found[1]["router/mismatch"] == pytest.approx(0.5 / 4)
+    assert "router/mismatch" not in found[2] and found[0]["mismatch"] < 1e-6 < 1e-3 < found[1]["mismatch"]
 
 
 def test_reinforcement_raises_the_reward_of_what_is_sampled() -> None:
