@@ -142,6 +142,27 @@ def _small_policy(seed: int, dtype: torch.dtype, stop_ids: tuple[int, ...], shap
     return wrap_model(model, None, stop_ids)
 
 
+def small_mixture(dtype: torch.dtype = torch.float32) -> Policy:
+    """A Qwen3-MoE with four experts, of which a token has two. It is a copy."""
+    return wrap_model(copy.deepcopy(_small_mixture(dtype)), None, (STOP,))
+
+
+@lru_cache
+def _small_mixture(dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.set_experts_implementation("eager")  # transformers' loop, which it has for float64 too
+    return model.eval()
+
+
 def widen(model: nn.Module) -> None:
     """Norms that stay in float64: those of transformers round to float32 whatever the model's dtype, and would hide 1e-10."""
     for module in list(model.modules()):

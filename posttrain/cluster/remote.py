@@ -32,7 +32,7 @@ from posttrain.cluster.worker import WorkerSettings
 from posttrain.engine.engine import Session, check_requests
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.lora import ADAPTER, adapter_of
+from posttrain.models.lora import ADAPTER, adapter_of, has_experts
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
 from posttrain.system.processes import STARTED
@@ -92,6 +92,9 @@ def remote_sampler(
     """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind process),
     or vLLM. `processes` is how many each may start on a CPU; 0: all cores."""
     engine = "vllm" if kind == "vllm" else "engine"
+    kept = "vLLM keeps the weights of experts in another form, into which new ones cannot be put"
+    plain = kind != "vllm" or not has_experts(policy.body)
+    require(plain, f"sampler=vllm: {kept}; use sampler=engine or process")
     settings = worker_settings(policy, -(-rows // count), processes, kind=engine)
     return RemoteSampler(policy, settings, count, vllm_python() if kind == "vllm" else "")
 

@@ -18,6 +18,7 @@ from material_for_tests import (
     material,
     plain_batch,
     shared_policy,
+    small_mixture,
     small_policy,
     trainer_for,
 )
@@ -122,7 +123,12 @@ def odd_vocabulary() -> Trainer:
     return Trainer(small_policy(vocab_size=VOCABULARY + 1), SFT(), Optimization(lr=1e-2))
 
 
-@pytest.mark.parametrize("make", [with_adapters, odd_vocabulary])
+def experts() -> Trainer:
+    """A mixture of experts, with the auxiliary loss of its routers."""
+    return Trainer(small_mixture(torch.float64), SFT(), Optimization(lr=1e-2, router_aux_loss_coef=0.1, token_budget=24))
+
+
+@pytest.mark.parametrize("make", [with_adapters, odd_vocabulary, experts])
 def test_sharded_weights_learn_and_are_saved_as_those_of_one_process(make: Callable[[], Trainer]) -> None:
     algorithm = SFT()
     batch = algorithm.prepare(material(algorithm), {})
@@ -140,24 +146,24 @@ def test_sharded_weights_learn_and_are_saved_as_those_of_one_process(make: Calla
         assert moved[-1].max() > 0, "the last row has a gradient: every token's logit does"
 
 
-def fused_distance(world: World, batch: Batch, adapters: bool, layered: bool) -> float:
+def fused_distance(world: World, batch: Batch, kind: str, layered: bool) -> float:
     """The gradient of the fused pass on sharded weights against that of the modules on whole ones. It is for CUDA and runs here too."""
     import kernels_for_tests  # noqa: F401
 
     fused_body.available, fused_body.fits = (lambda *_: True), (lambda *_: True)
     checkpointing = "layer" if layered else "never"
-    trainer = Trainer(float32_policy(adapters), SFT(), Optimization(token_budget=24, checkpointing=checkpointing))
+    trainer = Trainer(float32_policy(kind), SFT(), Optimization(token_budget=24, checkpointing=checkpointing))
     assert fused_body.takes_fused_pass(trainer.policy) and trainer.sharded
     with using(ALONE):
         fused_body.available = lambda *_: False
-        expected = found_gradients(Trainer(float32_policy(adapters), SFT(), Optimization()), batch)
+        expected = found_gradients(Trainer(float32_policy(kind), SFT(), Optimization()), batch)
     fused_body.available = lambda *_: True
     return worst(trainer, batch, expected)
 
 
-def float32_policy(adapters: bool) -> Policy:
-    policy = small_policy(dtype=torch.float32)
-    if adapters:
+def float32_policy(kind: str) -> Policy:
+    policy = small_mixture() if kind == "experts" else small_policy(dtype=torch.float32)
+    if kind == "adapters":
         add_adapters(policy.model, Lora(rank=2), seed=0)
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
@@ -166,11 +172,11 @@ def float32_policy(adapters: bool) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize(("adapters", "layered"), [(False, False), (True, True)])
-def test_the_fused_pass_reads_sharded_layers_while_they_are_gathered(adapters: bool, layered: bool) -> None:
+@pytest.mark.parametrize(("kind", "layered"), [("dense", False), ("adapters", True), ("experts", True)])
+def test_the_fused_pass_reads_sharded_layers_while_they_are_gathered(kind: str, layered: bool) -> None:
     algorithm = SFT()
     batch = algorithm.prepare(material(algorithm), {})
-    found = ranks.run(2, fused_distance, batch, adapters, layered, sharding="always")
+    found = ranks.run(2, fused_distance, batch, kind, layered, sharding="always")
     assert max(found) < 1e-5
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from material_for_tests import small_mixture
 from torch import Tensor
 
 from posttrain.cluster import remote as remote_module
 from posttrain.cluster.publish import Receipts, fill
-from posttrain.cluster.remote import VLLM_PYTHON, RemoteSampler, WorkerProcess, probe_logprobs, worker_settings
+from posttrain.cluster.remote import VLLM_PYTHON, RemoteSampler, WorkerProcess, probe_logprobs, remote_sampler, worker_settings
 from posttrain.cluster.worker import serve
 from posttrain.config import Settings
 from posttrain.data.text import Decoder
@@ -297,6 +298,7 @@ def test_vllm_that_is_not_there_is_refused_before_the_first_stage(monkeypatch: p
         ({"sampler_processes": 2}, "sampler_processes is for sampler=process"),
         ({"sampler": "vllm", "sampling": Sampling(4, min_new_tokens=2)}, "sampler=vllm has no min_new_tokens"),
         ({"sampler": "process", "lora": Lora(load_in_4bit=True)}, "sampler=process cannot be sent weights in 4 bits"),
+        ({"sampler": "process", "router_replay": True}, "sampler=process does not send them"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], text: str) -> None:
@@ -310,3 +312,8 @@ def test_a_python_without_vllm_is_refused_before_the_first_stage(monkeypatch: py
         monkeypatch.setenv(VLLM_PYTHON, named)
         with pytest.raises(UserError, match=f"{named} is no Python that has vLLM"):
             stage.check_ready("cpu")
+
+
+def test_a_mixture_of_experts_is_not_sampled_by_vllm() -> None:
+    with pytest.raises(UserError, match="sampler=vllm: vLLM keeps the weights of experts in another form"):
+        remote_sampler(small_mixture(), 4, 1, "vllm", 1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from kernels_for_tests import decode_in_pages
-from material_for_tests import STOP, VOCABULARY, group, rollout, segment, small_policy
+from material_for_tests import group, rollout, segment, small_mixture, small_policy
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from posttrain.algorithms.grpo import GRPO
@@ -20,7 +17,7 @@ from posttrain.algorithms.sft import SFT
 from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
-from posttrain.models.policy import Policy, wrap_model
+from posttrain.models.policy import Policy
 from posttrain.models.routing import ROUTES
 from posttrain.ops.experts import Routes
 from posttrain.train.forward import forward
@@ -33,32 +30,13 @@ from posttrain.types import Batch, Example, Request, Sampling
 SEQUENCES = [np.arange(3, 15), np.arange(3, 20) * 7 % 23, np.array([3, 4, 5, 6, 7, 22, 21, 20])]  # two begin alike
 
 
-@cache
-def made(dtype: torch.dtype) -> Any:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.set_experts_implementation("eager")  # transformers' loop, which it has for float64 too
-    return model.eval()
-
-
-def mixture(dtype: torch.dtype = torch.float32) -> Policy:
-    """A Qwen3-MoE with four experts, of which a token has two."""
-    return wrap_model(copy.deepcopy(made(dtype)), None, (STOP,))
-
-
 def batch() -> Batch:
     return pack_examples([Example(ids, np.arange(len(ids)) > 2) for ids in SEQUENCES])
 
 
 def test_the_auxiliary_loss_of_each_sequence_is_that_of_transformers() -> None:
     """Also where two sequences share their beginning, which is computed once."""
-    policy, stock = mixture(), copy.deepcopy(made(torch.float32))
+    policy, stock = small_mixture(), small_mixture().model
     balance_T, whole = forward(policy, batch()).balance_T, batch()
     for n, ids in enumerate(SEQUENCES):
         with torch.no_grad():
@@ -74,14 +52,14 @@ def test_its_gradient_is_that_of_transformers_however_a_step_is_cut(checkpointin
     coefficient, found = 0.5, []
     for budget in (8, 4096):
         settings = Optimization(lr=1e-3, token_budget=budget, router_aux_loss_coef=coefficient, checkpointing=checkpointing)
-        trainer = Trainer(mixture(torch.float64), SFT(), settings)
+        trainer = Trainer(small_mixture(torch.float64), SFT(), settings)
         prepared = SFT().prepare(batch(), {})
         metrics = [m for _, own in trainer.accumulate(trainer._balanced(prepared), (), lambda: None) for m in own]
         found.append({name: p.grad.clone() for name, p in trainer.policy.model.named_parameters()})
         balance = [m for m in metrics if m.name == "router/balance"]
         added = sum(float(m.total) for m in metrics if m.name == "loss/router")
         assert sum(int(m.count or 0) for m in balance) == batch().tokens and added == pytest.approx(coefficient * 2.2, rel=0.2)
-    stock = copy.deepcopy(made(torch.float64))
+    stock = small_mixture(torch.float64).model
     prepared, whole = SFT().prepare(batch(), {}), batch()
     loss = torch.zeros((), dtype=torch.float64)
     for n, ids in enumerate(SEQUENCES):
@@ -108,7 +86,7 @@ def test_a_dense_model_has_no_auxiliary_loss() -> None:
 
 def test_active_weights_and_activations_are_those_of_the_chosen_experts() -> None:
     """Two of four experts: half of 2 layers x 4 experts x 3 matrices of 16 x 16 is not used by a token."""
-    policy = mixture()
+    policy = small_mixture()
     assert policy.parameters - policy.active_parameters == 2 * 2 * 3 * 16 * 16
     assert small_policy().active_parameters == small_policy().parameters
     # by layer and token: (9 + 2 x 2) x 16 + 4 x 2 x 16 + 2 x 8, and 4 x (16 + 2 x 16) at work
@@ -119,7 +97,7 @@ def test_active_weights_and_activations_are_those_of_the_chosen_experts() -> Non
 def replaying(monkeypatch: pytest.MonkeyPatch) -> Policy:
     """A policy whose routers are recorded, decoded in pages as on a GPU."""
     decode_in_pages(monkeypatch)
-    policy = mixture()
+    policy = small_mixture()
     policy.router_replay = True
     return policy
 
@@ -173,7 +151,7 @@ def test_the_trainer_takes_the_experts_of_the_sampler_and_counts_those_it_would_
 
 def test_reinforcement_raises_the_reward_of_what_is_sampled() -> None:
     """Reward: the share of ids below 12. Eight steps of GRPO; the sampler's and the trainer's log-probs agree at each."""
-    policy, algorithm = mixture(), GRPO(beta=0.0, group=16)
+    policy, algorithm = small_mixture(), GRPO(beta=0.0, group=16)
     trainer = Trainer(policy, algorithm, Optimization(lr=1e-2, router_aux_loss_coef=1e-3))
     rewards = []
     for step in range(8):
