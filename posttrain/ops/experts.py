@@ -111,10 +111,11 @@ def mixture(
     if not _groups(x_TH, gate_up_EJH, down_EHI):
         return _every_expert(x_TH, weight_TK, index_TK, gate_up_EJH, down_EHI, activation)
     (tokens, count), experts = index_TK.shape, len(gate_up_EJH)
-    expert_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
+    narrow = torch.uint8 if experts <= 256 else torch.int16  # a radix sort takes a pass a byte
+    expert_S, order_S = torch.sort(index_TK.reshape(-1).to(narrow), stable=True)
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-    numbers_E = torch.arange(experts, device=order_S.device)
+    numbers_E = torch.arange(experts, device=order_S.device).to(narrow)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     inner_SH = _Take.apply(x_TH, order_S // count, place_S, count)  # type: ignore[no-untyped-call]
     both_SJ = F.grouped_mm(inner_SH, gate_up_EJH.transpose(1, 2), offs=ends_E)

@@ -131,8 +131,9 @@ def test_a_group_samples_what_single_requests_sample() -> None:
     alike(groups[::8], run(policy, [Prompt(p, 1, n, Sampling(60)) for n, p in enumerate(PROMPTS)]))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
-def test_log_probs_after_an_update_are_those_of_the_new_weights(family: str) -> None:
+# where two experts are nearly equal, rounding decides between them
+@pytest.mark.parametrize(("family", "bound"), [("qwen2", 0.03), ("qwen3-moe", 0.1)])
+def test_log_probs_after_an_update_are_those_of_the_new_weights(family: str, bound: float) -> None:
     _, policy = models(family, torch.bfloat16)
     engine = Engine(policy)
     for change in (1.0, 1.2, 0.7):
@@ -145,7 +146,7 @@ def test_log_probs_after_an_update_are_those_of_the_new_weights(family: str) -> 
             with torch.no_grad():
                 batch = pack_examples([Example(ids, np.arange(len(ids)) >= len(PROMPTS[n]))], "cuda")
                 expected = forward(policy, batch).logprob_T[len(PROMPTS[n]) :].cpu().numpy()
-            assert float(np.abs(expected - completion.logprobs).mean()) < 0.03
+            assert float(np.abs(expected - completion.logprobs).mean()) < bound
     assert len(backend_of(engine).graphs) > 0
 
 
