@@ -302,20 +302,25 @@ def amplify(arm: str = "strong", scale: float = 1.0) -> Recipe:
 
 
 def memorise(arm: str = "rl", scale: float = 1.0) -> Recipe:
-    """2. SFT memorises, RL generalises: both learn sums where x is 3, and are asked sums where x is 7. The base has read both."""
+    """2. SFT memorises, RL generalises: all learn to carry in three-digit sums where x is 3, and are asked sums where x is 7. The base
+    has read sums with every value of x, those of three digits only without a carry."""
     n = scaled(scale)
-    every, trained, changed = (Ruled(level=2, min_level=2, rules=rules) for rules in (RULES, (TRAINED_RULE,), (CHANGED_RULE,)))
+    every, trained, changed = (Ruled(level=3, min_level=3, rules=rules) for rules in (RULES, (TRAINED_RULE,), (CHANGED_RULE,)))
+    read = (
+        Data(task=replace(every, level=2, min_level=1), counts={1: n(500), 2: n(5000)}),
+        Data(task=replace(every, carry="none"), counts={3: n(5000)}),
+    )
     sft = SFTStage(
         name="train",
         model="previous train",
-        data=(Data(task=trained, counts={2: n(2000)}),),
+        data=(Data(task=trained, counts={3: n(2000)}),),
         steps=n(100),
-        optimizer=Optimization(lr=1e-3),
+        optimizer=Optimization(lr=3e-4),
     )
-    rl = replace(reinforce("previous train", trained, n(60), 24), name="train")
-    learn = chosen(arm, {"sft": sft, "rl": rl})
-    measures = [evaluation("same", "train", trained, n, 24), evaluation("changed", "train", changed, n, 24)]
-    stages: list[Stage] = [pretrained(n(500), Data(task=every, counts={2: n(10_000)}))]
+    rl = replace(reinforce("previous train", trained, n(60)), name="train")
+    learn = chosen(arm, {"sft": sft, "sft_fast": replace(sft, optimizer=Optimization(lr=1e-3)), "rl": rl})
+    measures = [evaluation("same", "train", trained, n), evaluation("changed", "train", changed, n)]
+    stages: list[Stage] = [pretrained(n(900), *read)]
     stages += [replace(stage, name=f"{stage.name}_0", model="base") for stage in measures]
     return Recipe((*stages, *repeat([learn, *measures], 3, first={"train": "base"})))
 
@@ -325,7 +330,7 @@ def pattern(arm: str = "primed", scale: float = 1.0) -> Recipe:
     n, style = scaled(scale), chosen(arm, {"unprimed": "direct", "primed": "search", "primed_wrong": "wrong"})
     task = Search(style=style)
     stages = [
-        pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
+        pretrained(n(1500), Data(task=task, counts={3: n(10_000)})),
         evaluation("before", "base", task, n, THINKING),
         reinforce("base", task, n(150), THINKING),
         evaluation("after", "rl", task, n, THINKING),
@@ -357,7 +362,7 @@ def thinking(arm: str = "chain", scale: float = 1.0) -> Recipe:
     if arm == "budgets":
         task = Search()
         stages: list[Stage] = [
-            pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
+            pretrained(n(1500), Data(task=task, counts={3: n(10_000)})),
             reinforce("base", task, n(100), THINKING),
         ]
         for budget in BUDGETS:
@@ -466,16 +471,18 @@ def tax(arm: str = "plain", scale: float = 1.0) -> Recipe:
     )
 
 
-def entropy(arm: str = "plain", scale: float = 1.0) -> Recipe:
-    """10. Clip-higher: how far one answer may become likelier in a step, over 300 steps of four updates each."""
-    n = scaled(scale)
+def entropy(arm: str = "plain", scale: float = 1.0, lr: float = 1e-4) -> Recipe:
+    """10. Clip-higher: how far one answer may become likelier in a step, over 300 steps of four updates each. Countdown answered at
+    once: a problem has several right answers, so that the start has entropy to lose."""
+    n, task = scaled(scale), Search(style="direct")
     high = chosen(arm, {"plain": 0.2, "clip_higher": 0.28, "clip_half": 0.5})
     algorithm = replace(GROUP, clip_high=high, epochs=2, mini_batches=2)
+    rl = reinforce("base", task, n(300), 16, algorithm, evaluate_every=50, evaluate_problems=n(200))
     stages = [
-        imitated(n(500)),
-        evaluation("before", "sft", SUM, n, samples=16),
-        reinforce("sft", SUM, n(300), algorithm=algorithm, evaluate_every=50, evaluate_problems=n(200)),
-        evaluation("after", "rl", SUM, n, samples=16),
+        pretrained(n(600), Data(task=task, counts={3: n(10_000)})),
+        evaluation("before", "base", task, n, 16, samples=16),
+        replace(rl, optimizer=Optimization(lr=lr, warmup=min(10, n(300)))),
+        evaluation("after", "rl", task, n, 16, samples=16),
     ]
     return Recipe(tuple(stages), "before", "after")
 

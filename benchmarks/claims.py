@@ -71,7 +71,7 @@ CLAIMS = {
     2: Claim(
         "SFT memorises, RL generalises",
         "memorise",
-        ("sft", "rl"),
+        ("sft", "sft_fast", "rl"),
         (*rounds("same rule", "same", "accuracy", 3), *rounds("changed rule", "changed", "accuracy", 3)),
         along="round",
     ),
