@@ -471,17 +471,16 @@ def tax(arm: str = "plain", scale: float = 1.0) -> Recipe:
     )
 
 
-def entropy(arm: str = "plain", scale: float = 1.0, lr: float = 1e-4) -> Recipe:
+def entropy(arm: str = "plain", scale: float = 1.0) -> Recipe:
     """10. Clip-higher: how far one answer may become likelier in a step, over 300 steps of four updates each. Countdown answered at
     once: a problem has several right answers, so that the start has entropy to lose."""
     n, task = scaled(scale), Search(style="direct")
     high = chosen(arm, {"plain": 0.2, "clip_higher": 0.28, "clip_half": 0.5})
     algorithm = replace(GROUP, clip_high=high, epochs=2, mini_batches=2)
-    rl = reinforce("base", task, n(300), 16, algorithm, evaluate_every=50, evaluate_problems=n(200))
     stages = [
-        pretrained(n(600), Data(task=task, counts={3: n(10_000)})),
+        pretrained(n(900), Data(task=task, counts={3: n(10_000)})),
         evaluation("before", "base", task, n, 16, samples=16),
-        replace(rl, optimizer=Optimization(lr=lr, warmup=min(10, n(300)))),
+        reinforce("base", task, n(300), 16, algorithm, evaluate_every=50, evaluate_problems=n(200)),
         evaluation("after", "rl", task, n, 16, samples=16),
     ]
     return Recipe(tuple(stages), "before", "after")
