@@ -3,8 +3,11 @@
     python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0] [--processes 2]
     python benchmarks/recipes.py OUT --recipes 'star,star hint=false' --seeds 0,1,2      # with settings, as a control
 
-The headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. Prints a table and one
-JSON line; exit code 1 where one did not move whose page does not explain it.
+    python benchmarks/recipes.py OUT --read      # the table again, of OUT/recipes.json alone
+
+The headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. --until ends what still runs
+after as many seconds. Writes OUT/recipes.json and a table in Markdown, OUT/recipes.md; exit code 1 where one did not move whose page
+does not explain it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,21 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 VERSUS = {"instructgpt": "versus_sft", "dpo": "versus_sft", "rejection_sampling": "versus_sft", "best_of_n": "versus_sft",
           "kto": "versus_sft", "iterative_dpo": "versus_sft_3", "sentiment": "versus_sft_3", "summarize": "versus_sft",
           "rlaif": "versus_sft"}  # fmt: skip
-WITH_BOTH = ("quickstart", "iterate", "calculator", "code", "guess", "safety", "shop", "solver_critic", "star", "tictactoe")
+WITH_BOTH = (
+    "quickstart", "agent", "iterate", "calculator", "code", "guess", "nanochat_rl", "safety", "shop", "solver_critic", "star",
+    "tictactoe",
+)  # fmt: skip
 BEFORE_AFTER = {
     "r1_zero": ("base", "trained"),
     "r1": ("base_sums", "final_sums"),
     "distill": ("after_sft", "after"),
+    "process": ("before", "after_process"),
     **dict.fromkeys(WITH_BOTH, ("before", "after")),
 }
 RECIPES = (*BEFORE_AFTER, *VERSUS)
@@ -34,14 +42,14 @@ EXPLAINED = ("distill", "summarize")  # negative results: their pages say why
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 
 
-def run(recipe: str, seed: int, out: Path, given: Sequence[str] = ()) -> float:
+def run(recipe: str, seed: int, out: Path, given: Sequence[str] = (), timeout: float | None = None) -> float:
     """Run or resume a recipe with the settings that are given; returns its seconds."""
     began = time.perf_counter()
     if not (out / "summary.json").is_file():
         words = (
             ["resume", str(out)] if (out / "config.yaml").is_file() else ["run", recipe, *given, f"seed={seed}", f"out={out}"]
         )
-        subprocess.run([sys.executable, "-m", "posttrain", *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "posttrain", *words], check=True, stdout=subprocess.DEVNULL, timeout=timeout)
     return float(json.loads((out / "summary.json").read_text()).get("seconds", time.perf_counter() - began))
 
 
@@ -66,33 +74,69 @@ def figure(recipe: str, out: Path) -> dict[str, Any]:
             "pass_at": [{k: v[0] for k, v in r["pass_at"].items()} for r in (before, after)]}  # fmt: skip
 
 
-def one(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Run it, and what came of it; told as soon as it is known."""
+def one(recipe: str, seed: int, folder: Path, deadline: float) -> dict[str, Any]:
+    """Run it, and what came of it; told as soon as it is known. One that stopped must not end the others."""
     name, *given = recipe.split()
     out = folder / f"{recipe.replace(' ', '-')}-{seed}"
-    seconds = run(name, seed, out, given)
+    try:
+        seconds = run(name, seed, out, given, max(1.0, deadline - time.monotonic()))
+    except subprocess.SubprocessError as error:
+        print(f"{recipe:<20}{seed:>5}  {type(error).__name__}", flush=True)
+        return {"recipe": recipe, "seed": seed, "stopped": type(error).__name__}
     row = {"recipe": recipe, "seed": seed, "seconds": seconds, **figure(name, out)}
     numbers = f"{row['from']:>7.3f}{row['to']:>7.3f}{row['errors']:>13.1f}{seconds:>9.0f}"
     print(f"{recipe:<20}{seed:>5}  {row['what']:<22}{numbers}", flush=True)
     return row
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: a line a recipe, its seeds with intervals over held-out prompts, and the mean change over its standard error."""
+    lines = ["| recipe | figure | seeds | from | to | standard errors, each seed | over seeds | seconds |", "|---" * 8 + "|"]
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        ran = [row for row in rows if row["recipe"] == recipe and "stopped" not in row]
+        stopped = [row["seed"] for row in rows if row["recipe"] == recipe and "stopped" in row]
+        if not ran:
+            lines.append(f"| {recipe} | stopped | {', '.join(map(str, stopped))} | | | | | |")
+            continue
+        change = [row["to"] - row["from"] for row in ran]
+        over = mean(change) / max(1e-9, stdev(change) / len(change) ** 0.5) if len(change) > 1 else None
+        begun = dict.fromkeys(f"{100 * row['from']:.1f}" for row in ran)
+        ended = [f"{100 * row['to']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}]" for row in ran]
+        seeds = ", ".join(str(row["seed"]) for row in ran) + (f" ({len(stopped)} stopped)" if stopped else "")
+        cells = [recipe, f"{ran[0]['what']}, %", seeds, ", ".join(begun), ", ".join(ended)]
+        cells += [", ".join(f"{row['errors']:.1f}" for row in ran), f"{over:.1f}" if over is not None else ""]
+        cells.append(", ".join(f"{row['seconds']:.0f}" for row in ran))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="in the order in which they are begun")
     parser.add_argument("--seeds", help=f"of every recipe; left out, {SEEDS} of {', '.join(HEADLINE)}, and 0 of the others")
     parser.add_argument(
         "--processes", type=int, default=1, help="runs at the same time; with OMP_NUM_THREADS=1 each has one core"
     )
+    parser.add_argument("--until", type=float, default=86_400.0, help="seconds after which running recipes are ended")
+    parser.add_argument("--read", action="store_true", help="run nothing: OUT/recipes.json is there")
     options = parser.parse_args()
-    print(f"{'recipe':<20}{'seed':>5}  {'figure':<22}{'from':>7}{'to':>7}{'std. errors':>13}{'seconds':>9}")
-    recipes = {recipe: options.seeds or (SEEDS if recipe in HEADLINE else "0") for recipe in options.recipes.split(",")}
-    wanted = [(recipe, int(seed), options.out) for recipe, seeds in recipes.items() for seed in seeds.split(",")]
-    with ThreadPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(lambda words: one(*words), wanted))
-    print(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}))
-    return 0 if all(row["errors"] >= 2 or row["recipe"].split()[0] in EXPLAINED for row in rows) else 1
+    file, deadline = options.out / "recipes.json", time.monotonic() + options.until
+    if not options.read:
+        options.out.mkdir(parents=True, exist_ok=True)
+        print(f"{'recipe':<20}{'seed':>5}  {'figure':<22}{'from':>7}{'to':>7}{'std. errors':>13}{'seconds':>9}")
+        recipes = {recipe: options.seeds or (SEEDS if recipe in HEADLINE else "0") for recipe in options.recipes.split(",")}
+        wanted = [(recipe, int(seed), options.out, deadline) for recipe, seeds in recipes.items() for seed in seeds.split(",")]
+        with ThreadPoolExecutor(options.processes) as pool:
+            found = list(pool.map(lambda words: one(*words), wanted))
+        file.write_text(
+            json.dumps({"date": time.strftime("%Y-%m-%d"), "processes": options.processes, "rows": found}, indent=1)
+        )
+    rows = json.loads(file.read_text())["rows"]
+    (options.out / "recipes.md").write_text("\n".join(table(rows)) + "\n")
+    print("\n".join(table(rows)))
+    failed = [row for row in rows if row.get("errors", 0) < 2 and row["recipe"].split()[0] not in EXPLAINED]
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
