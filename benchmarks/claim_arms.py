@@ -17,6 +17,7 @@ from posttrain.algorithms.dpo import DPO
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.recipes._reviews import PEOPLE, SAMPLING, UNSEEN
 from posttrain.recipes._toys import RATE, SUMS, imitating
 from posttrain.recipes.base import Recipe, repeat
@@ -33,7 +34,7 @@ from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks.arithmetic import ALPHABET as DIGITS
-from posttrain.tasks.arithmetic import MARKER, Arithmetic, carries
+from posttrain.tasks.arithmetic import MARKER, SEPARATOR, Arithmetic, carries
 from posttrain.tasks.base import Generate, Task
 from posttrain.tasks.countdown import ALPHABET as NUMBERS
 from posttrain.tasks.countdown import Countdown
@@ -60,6 +61,20 @@ class Direct(Arithmetic):
 
     def demonstration(self, problem: Problem) -> str:
         return MARKER + problem.answer
+
+
+@dataclass(frozen=True)
+class Slipped(Arithmetic):
+    """The same sums, whose demonstrations have one wrong digit in the work and in the answer: 47+85= is answered 75014,48113#134."""
+
+    def demonstration(self, problem: Problem) -> str:
+        work, _, answer = super().demonstration(problem).partition(MARKER)
+        steps, digits = work.split(SEPARATOR), list(answer)
+        at, other = divmod(stable_hash("slip", problem.id), 8)
+        at %= len(steps)
+        digits[-1 - at] = str((int(digits[-1 - at]) + other) % 9 + 1)  # another one, never 0
+        steps[at] = steps[at][:-1] + digits[-1 - at]
+        return SEPARATOR.join(steps) + MARKER + "".join(digits)
 
 
 @dataclass(frozen=True)
@@ -295,7 +310,7 @@ def amplify(arm: str = "strong", scale: float = 1.0) -> Recipe:
     stages = [
         imitated(n(steps)),
         evaluation("before", "sft", SUM, n),
-        reinforce("sft", SUM, n(200)),
+        reinforce("sft", SUM, n(200), monitor=MonitorSettings(off=("flat",))),
         evaluation("after", "rl", SUM, n),
     ]
     return Recipe(tuple(stages), "before", "after")
@@ -318,7 +333,7 @@ def memorise(arm: str = "rl", scale: float = 1.0) -> Recipe:
         optimizer=Optimization(lr=3e-4),
     )
     rl = replace(reinforce("previous train", trained, n(60)), name="train")
-    learn = chosen(arm, {"sft": sft, "sft_fast": replace(sft, optimizer=Optimization(lr=1e-3)), "rl": rl})
+    learn = chosen(arm, {"sft": sft, "rl": rl})
     measures = [evaluation("same", "train", trained, n), evaluation("changed", "train", changed, n)]
     stages: list[Stage] = [pretrained(n(900), *read)]
     stages += [replace(stage, name=f"{stage.name}_0", model="base") for stage in measures]
@@ -330,7 +345,7 @@ def pattern(arm: str = "primed", scale: float = 1.0) -> Recipe:
     n, style = scaled(scale), chosen(arm, {"unprimed": "direct", "primed": "search", "primed_wrong": "wrong"})
     task = Search(style=style)
     stages = [
-        pretrained(n(1500), Data(task=task, counts={3: n(10_000)})),
+        pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
         evaluation("before", "base", task, n, THINKING),
         reinforce("base", task, n(150), THINKING),
         evaluation("after", "rl", task, n, THINKING),
@@ -338,7 +353,22 @@ def pattern(arm: str = "primed", scale: float = 1.0) -> Recipe:
     return Recipe(tuple(stages), "before", "after")
 
 
-def memory(arm: str = "grpo", scale: float = 1.0, seconds: float = 90.0) -> Recipe:
+def work(arm: str = "primed", scale: float = 1.0) -> Recipe:
+    """11, claim 3 once more: bases that have read sums without their work, three in ten with it, or three in ten with wrong work."""
+    n = scaled(scale)
+    primer = chosen(arm, {"unprimed": Direct, "primed": Arithmetic, "primed_wrong": Slipped})
+    counts = {1: n(200), 2: n(1000), 3: n(1000)}
+    read = [Data(task=kind(level=3), counts=counts, weight=weight) for kind, weight in ((Direct, 0.7), (primer, 0.3))]
+    stages = [
+        pretrained(n(1200), *read),
+        evaluation("before", "base", SUM, n),
+        reinforce("base", SUM, n(150), monitor=MonitorSettings(off=("flat",))),
+        evaluation("after", "rl", SUM, n),
+    ]
+    return Recipe(tuple(stages), "before", "after")
+
+
+def memory(arm: str = "grpo", scale: float = 1.0, seconds: float = 60.0) -> Recipe:
     """5. PPO against GRPO: the same 128 answers a step for the same wall time."""
     n = scaled(scale)
     ppo = PPO(epochs=2, mini_batches=2, beta=0.02, critic_warmup=5)
@@ -362,7 +392,7 @@ def thinking(arm: str = "chain", scale: float = 1.0) -> Recipe:
     if arm == "budgets":
         task = Search()
         stages: list[Stage] = [
-            pretrained(n(1500), Data(task=task, counts={3: n(10_000)})),
+            pretrained(n(1500), Data(task=task, counts={3: n(20_000)})),
             reinforce("base", task, n(100), THINKING),
         ]
         for budget in BUDGETS:

@@ -1,13 +1,13 @@
 """Claims about RL for language models, measured with toy models: every arm is a run of the command, over seeds.
 
     python benchmarks/claims.py OUT [--claims 1,2,7] [--seeds 0,1,2] [--processes 12] [--scale 1] [--until 480]
-    python benchmarks/claims.py OUT --read      # table and plots again, of OUT/claims.json alone
+    python benchmarks/claims.py docs/claims --read benchmarks/results/claims.json      # table and plots again, of what was found
 
 An arm is `posttrain run benchmarks/claim_arms.py:FUNCTION arm=ARM seed=SEED`, on one core. Finished runs in OUT are not run again,
 half-done ones are resumed. Writes OUT/claims.json, OUT/claims.md (each seed with its 95% interval over prompts, and the mean over
-seeds with Student's interval) and OUT/claim_N.png. --scale is the share of all steps and counts; 0.01 is a smoke test. --until ends
-what still runs after as many seconds; the table has what was found by then. Claim 4 needs a real model and a GPU:
-benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts (docs/experiments.md).
+seeds with Student's interval) and OUT/claim_N.png; --read prints the table and draws. --scale is the share of all steps and counts;
+0.01 is a smoke test. --until ends what still runs after as many seconds; the table has what was found by then. Claim 4 needs a real
+model and a GPU: benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from recipes import result
 
 from posttrain.runs import plot
 
+POINTS = 50
 ARMS = Path(__file__).with_name("claim_arms.py")
 
 
@@ -71,7 +72,7 @@ CLAIMS = {
     2: Claim(
         "SFT memorises, RL generalises",
         "memorise",
-        ("sft", "sft_fast", "rl"),
+        ("sft", "rl"),
         (*rounds("same rule", "same", "accuracy", 3), *rounds("changed rule", "changed", "accuracy", 3)),
         along="round",
     ),
@@ -131,6 +132,13 @@ CLAIMS = {
         ("plain", "clip_higher", "clip_half"),
         both("accuracy", "pass_at.16"),
         ("entropy", "reward", "accuracy/test"),
+    ),
+    11: Claim(
+        "RL needs the pattern in the base: written work",
+        "work",
+        ("unprimed", "primed", "primed_wrong"),
+        both("accuracy", "pass_at.8"),
+        ("reward", "length", "reward/steps"),
     ),
 }
 
@@ -203,9 +211,13 @@ def models(function: str, arm: str) -> int:
 
 
 def curve(out: Path, name: str, over_time: bool) -> list[list[float]]:
+    """Means of as many steps in a row as leave about POINTS points."""
     rows = metrics(out)
     passed = accumulate(row.get("seconds/total", 0.0) for row in rows)
-    return [[at if over_time else row["step"], row[name]] for row, at in zip(rows, passed, strict=True) if name in row]
+    points = [(at if over_time else row["step"], row[name]) for row, at in zip(rows, passed, strict=True) if name in row]
+    some = max(1, len(points) // POINTS)
+    means = [tuple(map(mean, zip(*points[n : n + some], strict=True))) for n in range(0, len(points), some)]
+    return [[round(x, 2), round(y, 5)] for x, y in means]
 
 
 def cell(value: Any) -> str:
@@ -294,25 +306,26 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time; each has one core")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--until", type=float, default=86_400.0, help="seconds after which running arms are ended")
-    parser.add_argument("--read", action="store_true", help="run nothing: OUT/claims.json is there")
+    parser.add_argument("--read", type=Path, help="run nothing: a claims.json, of which plots are drawn into OUT")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    file, deadline = options.out / "claims.json", time.monotonic() + options.until
+    file, deadline = options.read or options.out / "claims.json", time.monotonic() + options.until
     if not options.read:
         numbers = [int(word) for word in options.claims.split(",")]
         wanted = [(n, arm, int(seed)) for n in numbers for seed in options.seeds.split(",") for arm in CLAIMS[n].arms]
         with ThreadPoolExecutor(options.processes) as pool:
             found = list(pool.map(lambda words: one(*words, options, deadline), wanted))
-        file.write_text(
-            json.dumps({"date": time.strftime("%Y-%m-%d"), "processes": options.processes, "rows": found}, indent=1)
-        )
+        stamp = {"date": time.strftime("%Y-%m-%d"), "processes": options.processes}
+        lines = ",\n".join(json.dumps({**stamp, **row}) for row in found)
+        file.write_text(f'{{"rows": [\n{lines}\n]}}\n')
     rows = json.loads(file.read_text())["rows"]
     text = []
     for number in sorted({row["claim"] for row in rows}):
         own = [row for row in rows if row["claim"] == number]
         text += table(number, own)
         draw(number, own, options.out / f"claim_{number}.png")
-    (options.out / "claims.md").write_text("\n".join(text))
+    if not options.read:
+        (options.out / "claims.md").write_text("\n".join(text))
     print("\n".join(text))
     print(json.dumps({"runs": len(rows), "stopped": sum(bool(row["stopped"]) for row in rows)}))
     return 0
