@@ -354,15 +354,14 @@ def pattern(arm: str = "primed", scale: float = 1.0) -> Recipe:
 
 
 def work(arm: str = "primed", scale: float = 1.0) -> Recipe:
-    """11, claim 3 once more: bases that have read sums without their work, three in ten with it, or three in ten with wrong work."""
+    """11, claim 3 once more: models that have read sums without their work, half of them with it, or half with wrong work."""
     n = scaled(scale)
     primer = chosen(arm, {"unprimed": Direct, "primed": Arithmetic, "primed_wrong": Slipped})
     counts = {1: n(200), 2: n(1000), 3: n(1000)}
-    read = [Data(task=kind(level=3), counts=counts, weight=weight) for kind, weight in ((Direct, 0.7), (primer, 0.3))]
     stages = [
-        pretrained(n(1200), *read),
-        evaluation("before", "base", SUM, n),
-        reinforce("base", SUM, n(150), monitor=MonitorSettings(off=("flat",))),
+        imitated(n(1000), *(Data(task=kind(level=3), counts=counts, weight=0.5) for kind in (Direct, primer))),
+        evaluation("before", "sft", SUM, n),
+        reinforce("sft", SUM, n(150), monitor=MonitorSettings(off=("flat",))),
         evaluation("after", "rl", SUM, n),
     ]
     return Recipe(tuple(stages), "before", "after")

@@ -1,7 +1,7 @@
 """Claims about RL for language models, measured with toy models: every arm is a run of the command, over seeds.
 
     python benchmarks/claims.py OUT [--claims 1,2,7] [--seeds 0,1,2] [--processes 12] [--scale 1] [--until 480]
-    python benchmarks/claims.py docs/claims --read benchmarks/results/claims.json      # table and plots again, of what was found
+    python benchmarks/claims.py docs/claims --read benchmarks/results/claims.json --page docs/experiments.md      # tables and plots
 
 An arm is `posttrain run benchmarks/claim_arms.py:FUNCTION arm=ARM seed=SEED`, on one core. Finished runs in OUT are not run again,
 half-done ones are resumed. Writes OUT/claims.json, OUT/claims.md (each seed with its 95% interval over prompts, and the mean over
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
-from environments import over_seeds
+from environments import STUDENT, over_seeds
 from recipes import result
 
 from posttrain.runs import plot
@@ -227,26 +227,45 @@ def cell(value: Any) -> str:
 
 
 def table(number: int, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: one line an arm and figure, one column a seed, their mean."""
+    """Markdown: one line an arm and figure, one column a seed, their mean; then how far the last figures lie from the first arm's."""
     claim, seeds = CLAIMS[number], sorted({row["seed"] for row in rows})
-    lines = [
-        f"## Claim {number}: {claim.title}",
-        "",
-        "| arm | figure | " + " | ".join(f"seed {s}" for s in seeds) + " | mean |",
-        "|---" * (len(seeds) + 3) + "|",
-    ]
+    lines = ["| arm | figure | " + " | ".join(f"seed {s}" for s in seeds) + " | mean |", "|---" * (len(seeds) + 3) + "|"]
     for arm in claim.arms:
-        own = {row["seed"]: row for row in rows if row["arm"] == arm}
         for column in claim.columns:
-            found = {s: row["figures"][column.title] for s, row in own.items() if column.title in row["figures"]}
-            values = [first(value) for value in found.values()]
-            share = len(values) > 1 and all(isinstance(value, list) for value in found.values())
-            middle = cell(over_seeds(values)) if share else f"{mean(values):.3g}" if values else ""
-            cells = [cell(found[s]) if s in found else "" for s in seeds]
-            if values:
+            if found := by_seed(rows, arm, column.title):
+                values = list(map(first, found.values()))
+                share = len(values) > 1 and all(isinstance(value, list) for value in found.values())
+                middle = cell(over_seeds(values)) if share else f"{mean(values):.3g}"
+                cells = [cell(found[s]) if s in found else "" for s in seeds]
                 lines.append(f"| {arm} | {column.title} | {' | '.join(cells)} | {middle} |")
+    ends = {column.title.rpartition(" ")[0]: column.title for column in claim.columns}
+    for arm in claim.arms[1:]:
+        for title in (title for word, title in ends.items() if word):
+            one, other = (by_seed(rows, name, title) for name in (arm, claim.arms[0]))
+            apart = {s: first(one[s]) - first(other[s]) for s in seeds if s in one and s in other}
+            if len(apart) > 1:
+                half = STUDENT[len(apart)] * stdev(apart.values()) / len(apart) ** 0.5
+                middle = mean(apart.values())
+                cells = [f"{apart[s]:+.3f}" if s in apart else "" for s in seeds]
+                around = f"{middle:+.3f} [{middle - half:+.3f}, {middle + half:+.3f}]"
+                lines.append(f"| {arm} - {claim.arms[0]} | {title} | {' | '.join(cells)} | {around} |")
     stopped = [f"- {row['arm']}, seed {row['seed']} stopped: {row['stopped']}" for row in rows if row["stopped"]]
-    return [*lines, "", *stopped, ""]
+    return [*lines, "", *stopped, *([""] if stopped else [])]
+
+
+def by_seed(rows: Sequence[dict[str, Any]], arm: str, title: str) -> dict[int, Any]:
+    return {row["seed"]: row["figures"][title] for row in rows if row["arm"] == arm and title in row["figures"]}
+
+
+def paste(page: Path, tables: dict[int, list[str]]) -> None:
+    """Put each table into the page, where it has the two marks of the claim."""
+    text = page.read_text()
+    for number, lines in tables.items():
+        before, begin, rest = text.partition(f"<!-- claim {number} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if begin and end:
+            text = before + begin + "\n" + "\n".join(lines) + "\n" + end + after
+    page.write_text(text)
 
 
 def draw(number: int, rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -307,6 +326,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--until", type=float, default=86_400.0, help="seconds after which running arms are ended")
     parser.add_argument("--read", type=Path, help="run nothing: a claims.json, of which plots are drawn into OUT")
+    parser.add_argument("--page", type=Path, help="a page with the marks of the claims, into which the tables are put")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file, deadline = options.read or options.out / "claims.json", time.monotonic() + options.until
@@ -319,14 +339,17 @@ def main() -> int:
         lines = ",\n".join(json.dumps({**stamp, **row}) for row in found)
         file.write_text(f'{{"rows": [\n{lines}\n]}}\n')
     rows = json.loads(file.read_text())["rows"]
-    text = []
+    tables = {}
     for number in sorted({row["claim"] for row in rows}):
         own = [row for row in rows if row["claim"] == number]
-        text += table(number, own)
+        tables[number] = table(number, own)
         draw(number, own, options.out / f"claim_{number}.png")
+    text = "\n".join("\n".join([f"## Claim {number}: {CLAIMS[number].title}", "", *lines]) for number, lines in tables.items())
     if not options.read:
-        (options.out / "claims.md").write_text("\n".join(text))
-    print("\n".join(text))
+        (options.out / "claims.md").write_text(text)
+    if options.page:
+        paste(options.page, tables)
+    print(text)
     print(json.dumps({"runs": len(rows), "stopped": sum(bool(row["stopped"]) for row in rows)}))
     return 0
 

@@ -97,6 +97,13 @@ def test_a_table_has_intervals_by_seed_and_says_what_stopped(claims: ModuleType,
     lines = claims.table(7, rows)
     assert "| grpo | accuracy after | 0.500 [0.400, 0.600] | 0.700 [0.600, 0.800] | 0.600 [0.000, 1.000] |" in lines
     assert "- dpo, seed 1 stopped: TimeoutExpired" in lines
+    rows += [{**rows[0], "arm": "dpo", "figures": {"accuracy after": [0.2, 0.1, 0.3]}}]
+    rows += [{**rows[1], "arm": "dpo", "figures": {"accuracy after": [0.3, 0.2, 0.4]}}]
+    assert "| grpo - dpo | accuracy after | +0.300 | +0.400 | +0.350 [-0.285, +0.985] |" in claims.table(7, rows)
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- claim 7 -->\nold\n<!-- end -->\n\nAfter.\n")
+    claims.paste(page, {7: ["| new |", ""], 8: ["| not there |"]})
+    assert page.read_text() == "Before.\n\n<!-- claim 7 -->\n\n| new |\n\n<!-- end -->\n\nAfter.\n"
     claims.draw(7, rows, tmp_path / "claim.png")
     assert (tmp_path / "claim.png").stat().st_size > 1000
 
