@@ -477,7 +477,8 @@ def judged(arm: str = "weak", scale: float = 1.0) -> Recipe:
         replace(s, name=f"{s.name}_0", **({"data": "pairs_0"} if isinstance(s, AgreementStage) else {}))
         for s in measures("base")
     ]
-    rl = reinforce("previous rl", STRICT, n(20), 120, reward=RewardModels(models=("reward",)))
+    slow = Optimization(lr=1e-4, warmup=min(5, n(20)))
+    rl = reinforce("previous rl", STRICT, n(20), 120, reward=RewardModels(models=("reward",)), optimizer=slow)
     return Recipe((*first, *zero, *repeat([rl, *measures("rl")], 4, first={"rl": "base"})))
 
 
