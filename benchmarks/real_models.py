@@ -284,7 +284,8 @@ def check(out: Path) -> None:
     pairs = [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": f"No {n}!"} for n in range(24)]
     (out / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     model = {"model": str(out / "model")}
-    run("gsm8k", out, model | {"data": str(out), "steps": "2", "prompts": "2", "group": "2", "tokens": "8", "problems": "4"})
+    few = {"steps": "2", "prompts": "2", "group": "2", "tokens": "8", "problems": "4", "held_out": "0.3"}
+    run("gsm8k", out, model | few | {"data": str(out)})
     run("dpo", out, model | {"data": str(out / "pairs.jsonl"), "steps": "3"})
     run("r1_zero", out, model | {"steps": "1", "samples": "2", "prompts": "1", "problems": "2"})
     check_pipelines(out, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes.base import Recipe
 from posttrain.stages.evaluate import EvaluateStage
@@ -15,40 +17,53 @@ def gsm8k(
     model: str = "Qwen/Qwen2.5-0.5B-Instruct",
     data: str = "",
     steps: int = 95,
-    prompts: int = 128,
+    prompts: int = 256,
     group: int = 8,
-    lr: float = 3e-6,
+    mini_batches: int = 4,
+    lr: float = 4e-6,
     format_weight: float = 0.0,
     tokens: int = 320,
     problems: int = 1319,
+    held_out: float = 0.05,
+    seconds: float = 0.0,
 ) -> Recipe:
-    """One GPU with 80 GB or more; a step of 128 x 8 answers. `model` is a hub name, a directory or a GGUF file; `data` a folder with
-    gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A GGUF file is unpacked for every stage: make a
-    directory of it first where minutes count (benchmarks/real_models.py does).
+    """One GPU with 80 GB or more; a step of 256 x 8 answers and four updates. `model` is a hub name, a directory or a GGUF file; `data`
+    a folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A GGUF file is unpacked for every
+    stage: make a directory of it first where minutes count (benchmarks/real_models.py does). `seconds` ends RL early.
 
-    There is no KL term: the reward is verifiable, and KL from the start is watched. Every step's samples are used once, on-policy. The
-    held-out curve and both evaluations are greedy answers to `problems` test problems; it is the last step that counts. A share of the
-    reward for the box (`format_weight`) decides alone where all of a group is wrong: with 0.1 of it, at a higher rate, answers became
-    short before they became right (docs/results.md).
+    There is no KL term: the reward is verifiable, and KL from the start is watched. A share `held_out` of the training problems is kept
+    out of training to choose settings by: the curve is greedy answers to these. `before` and `after` are greedy answers to `problems`
+    test problems, and decide nothing; it is the last step that counts. A share of the reward for the box (`format_weight`) decides
+    alone where all of a group is wrong: with 0.1 of it, at a higher rate, answers became short before they became right
+    (docs/results.md).
     """
-    task, greedy = Gsm8k(data=data, format_weight=format_weight), Sampling(tokens, temperature=0.0)
+    task = Gsm8k(data=data, format_weight=format_weight)
+    greedy = Sampling(tokens, temperature=0.0)
     stages = [
         EvaluateStage(name="before", model=model, task=task, problems=problems, sampling=greedy),
         RLStage(
             name="rl",
             model=model,
-            task=task,
+            task=replace(task, held_out=held_out),
             steps=steps,
+            seconds=seconds,
             prompts=prompts,
             sampling=Sampling(tokens),
-            algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"),
+            algorithm=GRPO(
+                group=group,
+                beta=0.0,
+                clip_high=0.28,
+                reduction="token_mean",
+                mini_batches=mini_batches,
+            ),
             watch_kl=True,
             optimizer=Optimization(
-                lr=lr, warmup=5, schedule="linear", final=0.25, token_budget=32768
+                lr=lr, warmup=3, schedule="linear", final=0.1, token_budget=32768
             ),
-            evaluate_every=25,
-            evaluate_problems=problems,
+            evaluate_every=15,
+            evaluate_problems=400,
             checkpoint_every=50,
+            rollouts_every=15,
         ),
         EvaluateStage(name="after", model="rl", task=task, problems=problems, sampling=greedy),
     ]

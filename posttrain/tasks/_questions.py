@@ -241,7 +241,7 @@ class Published(Questions):
         return super().ask(question)
 
     def pool(self, split: str) -> tuple[Problem, ...]:
-        return _read_published(type(self), self.data, self.test_data)[split == "test"].problems
+        return read_published(type(self), self.data, self.test_data)[split == "test"].problems
 
     def score(self, problem: Problem, response: str) -> Score:
         """The found answer against the gold one, by the math grader; math_verify finds it by itself."""
@@ -268,7 +268,7 @@ class Published(Questions):
 
 
 @lru_cache(maxsize=8)
-def _read_published(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]:
+def read_published(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]:
     pools = []
     for split in ("train", "test"):
         rows = read_split(task.name, split, data, test_data, task.sources, task.files)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from posttrain.errors import Share
+from posttrain.errors import Range, Share
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.math import UNPARSEABLE
 from posttrain.tasks._programs import as_program
-from posttrain.tasks._questions import Published, found_answer, make_problem
+from posttrain.tasks._questions import (
+    Published,
+    found_answer,
+    make_problem,
+    one_side,
+    read_published,
+)
 from posttrain.types import Problem, Score
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the solutions
@@ -31,6 +37,14 @@ class Gsm8k(Published):
 
     # the share of the value that an answer in the asked form earns, right or wrong
     format_weight: Share = 0.0
+    # this share of the training part takes the test's place, by a hash of the question, to choose settings by; 0: the test itself
+    held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
+
+    def pool(self, split: str) -> tuple[Problem, ...]:
+        if not self.held_out:
+            return super().pool(split)
+        train, _ = read_published(type(self), self.data, self.test_data)
+        return one_side(train, self.held_out, split, "gsm8k's training part")
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:

@@ -122,6 +122,7 @@ def test_sizes() -> None:
     settings = config.parse("gsm8k", ["model=somewhere", "data=folder", "rl.lr=1e-6", "after.problems=7"])
     before, training, after = settings.recipe.stages
     assert (before.problems, after.problems, training.optimizer.lr, training.task.data) == (1319, 7, 1e-6, "folder")
+    assert [s.task.held_out for s in settings.recipe.stages] == [0.0, 0.05, 0.0], "the curve is not of the test"
 
 
 def by_name(recipe: Recipe) -> dict[str, Any]:

@@ -38,6 +38,15 @@ def test_gold_answers_and_worked_ones_without_the_calculators_notes(folder: str)
     assert task.demonstration(held_out) == "1200*2=2,400\n\\boxed{2,400}"
 
 
+def test_a_share_of_the_training_part_takes_the_tests_place(folder: str) -> None:
+    task = Gsm8k(folder, held_out=0.5)
+    sides = [{p.question for p in task.problems(split)} for split in ("train", "test")]
+    assert all(sides) and not sides[0] & sides[1]
+    assert sides[0] | sides[1] == {row["question"] for row in TRAIN}, "the test itself is in neither"
+    with pytest.raises(UserError, match="held_out"):
+        Gsm8k(folder, held_out=1.0)
+
+
 @pytest.mark.parametrize("style", ["boxed", "thinking", "direct"])
 def test_every_styles_own_demonstrations_score_one(folder: str, style: str) -> None:
     for split in ("train", "test"):
