@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
+from posttrain.errors import require
 from posttrain.recipes._toys import SUMS, pretrained
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages.evaluate import EvaluateStage
@@ -25,15 +26,22 @@ def r1_zero(
     lr: float | None = None,
     prompts: int | None = None,
     problems: int | None = None,
+    examples: int | None = None,
 ) -> Recipe:
     """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO without
     any fine-tuning between. pass@k of base and trained model up to `samples` tells what RL created and what it only made likelier.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, and the sums are asked in words.
+    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, and the sums are asked in words. Its prompt has
+    `examples` solved sums before the question (2 if not said), from which it takes the form and the way to add; examples=0 is R1-Zero's
+    own start: no solved sum, and the form is asked for in words.
     """
+    require(
+        bool(model) or examples is None, "r1_zero: examples are for a real model: give one as model"
+    )
     if model:
+        sums = Sums(level=DIGITS, min_level=DIGITS, examples=given(examples, 2))
         asked = given(samples, 256), given(problems, 200)
-        return real(model, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
+        return real(model, sums, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
     asked = given(samples, 32), given(problems, 500)
     task = Arithmetic(level=3, format_weight=0.1)
     stages = [
@@ -56,9 +64,12 @@ def r1_zero(
     return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=800")
 
 
-def real(model: str, steps: int, lr: float, prompts: int, samples: int, problems: int) -> Recipe:
+def real(
+    model: str, task: Sums, steps: int, lr: float, prompts: int, samples: int, problems: int
+) -> Recipe:
     """A real model, on one GPU: greedy accuracy on held-out sums, and pass@k on two in five of them, before and after."""
-    task, tokens, whole = Sums(level=DIGITS, min_level=DIGITS), 48, 5 * problems // 2
+    # without an example to copy, the model thinks in its own words, and more of them
+    tokens, whole = 48 if task.examples else 160, 5 * problems // 2
     greedy = Sampling(tokens, temperature=0.0)
     stages = [
         EvaluateStage(name="before", model=model, task=task, problems=whole, sampling=greedy),

@@ -1,6 +1,7 @@
 """Sums in words, for models that talk: "What is 47 + 85?", thought about between <think> tags, answered between <answer> tags.
 
-The numbers and their two sides are those of `arithmetic`. Solved sums before the question show the form; how to think is the policy's.
+The numbers and their two sides are those of `arithmetic`. Solved sums before the question show the form, or, without any, words after
+it say the form, as R1-Zero's template does; how to think is the policy's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from posttrain.tasks._procedural import Leveled, Procedural
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Message, Problem, Score
 
+FORM = (
+    "Think between <think> and </think>, then give the number alone between <answer> and </answer>."
+)
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 
 
@@ -29,7 +33,8 @@ class Sums(Leveled):
 
     level: int = 2
     min_level: int = 1
-    examples: Whole = 2  # solved sums of the target level shown before the question
+    # solved sums of the target level shown before the question; 0: none, and the form is asked for in words
+    examples: Whole = 2
     format_weight: Share = 0.1  # the share of the value that the form earns
     seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
@@ -44,7 +49,8 @@ class Sums(Leveled):
             if len(shown) < 2 * self.examples and other.question != problem.question:
                 shown.append(Message("user", other.question))
                 shown.append(Message("assistant", self.demonstration(other)))
-        return (*shown, Message("user", problem.question))
+        asked = problem.question if self.examples else f"{problem.question}\n\n{FORM}"
+        return (*shown, Message("user", asked))
 
     def score(self, problem: Problem, response: str) -> Score:
         """`outcome` is correct where the last tagged number is, whatever the form around it."""

@@ -31,7 +31,14 @@ def test_solved_training_sums_stand_before_the_question_but_never_the_question_i
     assert messages[0].content == first.question and messages[1].content == task.demonstration(first)
     assert first.question not in [m.content for m in task.prompt(first)[:-1]]
     assert len(task.prompt(first)) == 5
-    assert len(Sums(examples=0).prompt(PROBLEM)) == 1
+    assert messages[-1].content == PROBLEM.question
+
+
+def test_without_solved_sums_the_form_is_asked_for_in_words_and_no_sum_is_shown() -> None:
+    (asked,) = Sums(examples=0).prompt(PROBLEM)
+    assert asked.role == "user" and asked.content.startswith(PROBLEM.question)
+    assert all(tag in asked.content for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    assert "47 + 85 =" not in asked.content
 
 
 @pytest.mark.parametrize(
