@@ -39,6 +39,7 @@ class Scale:
     unseen: tuple[Data, ...] = ()  # text whose perplexity is what was paid
     problems: int = 500
     checkpoint_every: int = 25
+    max_kl: float = 0.0  # nats a response from the first model at which PPO ends; 0: none
 
     def changed(
         self,
@@ -99,7 +100,7 @@ def optimise(
     scale: Scale, reward: RewardSource | None = None, critic: str = "reward", evaluate: int = 0
 ) -> RLStage:
     """PPO against the reward model, or another `reward`. The critic begins as a reward model."""
-    return RLStage(
+    stage = RLStage(
         name="rl",
         model=scale.start,
         task=scale.task,
@@ -115,6 +116,7 @@ def optimise(
         evaluate_every=evaluate,
         checkpoint_every=scale.checkpoint_every,
     )
+    return replace(stage, stop=replace(stage.stop, kl=scale.max_kl))
 
 
 def versus(
@@ -122,12 +124,13 @@ def versus(
     name: str = "versus_sft",
     task: Task | None = None,
     judge: JudgeSettings | None = None,
+    against: str = "",
 ) -> VersusStage:
-    """The model after RL against the first one on held-out prompts."""
+    """The model after RL against the first one, or another, on held-out prompts."""
     return VersusStage(
         name=name,
         model="rl",
-        against=scale.start,
+        against=against or scale.start,
         task=task or scale.task,
         problems=scale.problems,
         sampling=scale.sampling,

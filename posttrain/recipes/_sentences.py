@@ -7,6 +7,7 @@ best, and what it says in conversation.
 from __future__ import annotations
 
 from posttrain.stages.sample import SampleStage
+from posttrain.tasks.base import Task
 from posttrain.tasks.sentiment import Sentiment
 from posttrain.types import Sampling
 
@@ -14,11 +15,13 @@ SENTENCES = Sentiment()
 TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
 
 
-def favourites(name: str, model: str, tokens: int, prompts: int = 600) -> SampleStage:
+def favourites(
+    name: str, model: str, tokens: int, prompts: int = 600, task: Task = SENTENCES
+) -> SampleStage:
     """The best of four answers of `model` to each prompt, where the simulated annotator gives it 0.7 or more."""
     sampling = Sampling(max_new_tokens=tokens)
     return SampleStage(
-        name=name, model=model, task=SENTENCES, prompts=prompts, min_score=0.7, sampling=sampling
+        name=name, model=model, task=task, prompts=prompts, min_score=0.7, sampling=sampling
     )
 
 

@@ -9,11 +9,14 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
 from posttrain.recipes import _reviews
 from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
-from posttrain.recipes._sentences import SENTENCES, favourites, talk
+from posttrain.recipes._sentences import favourites, talk
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
+from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Stage
 from posttrain.stages.sft import SFTStage
+from posttrain.tasks.reviews import Reviews
+from posttrain.tasks.sentiment import Sentiment
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
@@ -30,7 +33,7 @@ TOY = Scale(
     unseen=(_reviews.UNSEEN,),
 )
 REAL = Scale(
-    task=SENTENCES,
+    task=Sentiment(strict=True),
     sampling=Sampling(64),
     steps=40,
     prompts=256,
@@ -42,6 +45,7 @@ REAL = Scale(
     ordinary=(Data(file="ordinary"),),
     unseen=(Data(file="unseen"),),
     checkpoint_every=1000,
+    max_kl=10.0,
 )
 
 
@@ -61,6 +65,9 @@ def instructgpt(
     unseen: str = "",
     annotator: Literal["simulated", "people"] = "simulated",
     compared: int | None = None,
+    strict: bool | None = None,
+    max_kl: float | None = None,
+    judge: str = "",
 ) -> Recipe:
     """On tiny reviews with a simulated annotator (the rules of tasks/reviews.py), with a toy model on a CPU.
 
@@ -74,19 +81,30 @@ def instructgpt(
 
     With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 if not said); when people have
     compared them, in the studio or with `posttrain label`, `posttrain resume` trains the reward model on what they prefer.
+
+    `strict` chooses the annotator: with a real model a strict one, who wants the thing named and little flattery (strict=false: the
+    lexicon alone, which is pleased by flattery about anything), with the toy the plain one. PPO ends where it has moved `max_kl` nats a
+    response from SFT (0: nowhere; 10 with a real model). Three win rates: by the annotator against SFT and against the model
+    before SFT, and by a second judge who has labelled nothing, `judge` (a model that compares) or else the other of the two tastes.
     """
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")
+    require(bool(model) or not judge, "instructgpt: a judge is for a real model: give one as model")
     usual, people = REAL if model else TOY, annotator == "people"
     compared = given(compared, 200) if people else compared
     scale = usual.changed(steps, prompts, problems, compared, beta, lr)
-    scale = replace(scale, data=data, algorithm=replace(scale.algorithm, ptx=ptx))
+    strict = given(strict, bool(model))
+    task, other = ((Sentiment if model else Reviews)(strict=s) for s in (strict, not strict))
+    algorithm, max_kl = replace(scale.algorithm, ptx=ptx), given(max_kl, scale.max_kl)
+    scale = replace(scale, task=task, data=data, algorithm=algorithm, max_kl=max_kl)
     first, again = _reviews.beginning(size), ""
     if model:
         own = [(Data(file=file),) for file in (ordinary or "ordinary", unseen or "unseen")]
         scale = replace(scale, sampling=Sampling(tokens), ordinary=own[0], unseen=own[1])
         first, again = real(model, demonstrations, scale), f"model={model} "
-    stages = (*first, *aligned(scale, annotator))
+    # who has labelled nothing: a model that compares, or the other taste
+    second = JudgeSettings(model=judge) if judge else JudgeSettings(rules=other)
+    stages = (*first, *aligned(scale, annotator, model or "pretrain", second))
     return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
 
 
@@ -96,7 +114,8 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
     needed = (*(scale.ordinary if scale.algorithm.ptx else ()), *scale.unseen)
     stages: list[Stage] = [stage for name, stage in made.items() if Data(file=name) in needed]
     if not demonstrations:
-        stages.append(favourites("demonstrations", model, scale.sampling.max_new_tokens))
+        tokens = scale.sampling.max_new_tokens
+        stages.append(favourites("demonstrations", model, tokens, task=scale.task))
     sft = SFTStage(
         name="sft",
         model=model,
@@ -107,11 +126,16 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
     return [*stages, sft]
 
 
-def aligned(scale: Scale, annotator: Literal["simulated", "people"]) -> list[Stage]:
+def aligned(
+    scale: Scale, annotator: Literal["simulated", "people"], base: str, second: JudgeSettings
+) -> list[Stage]:
     """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
+    untaxed = replace(scale, unseen=())
     return [
         *([] if scale.data else [compare(scale, annotator=annotator)]),
         fit(scale, data=scale.data or "comparisons"),
         optimise(scale),
         versus(scale),
+        versus(untaxed, "versus_base", against=base),
+        versus(untaxed, "second_judge", judge=second),
     ]

@@ -29,10 +29,13 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment
 from posttrain.tasks.prompts import Prompts
+from posttrain.tasks.reviews import Reviews
+from posttrain.tasks.sentiment import Sentiment
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+WIN_RATES = ["versus_sft", "versus_base", "second_judge"]  # of instructgpt
 WORDS = {"a": 1.0, "i": 2.0, "x": -1.0}  # that a random model of letters does write
 
 
@@ -81,10 +84,11 @@ def test_r1_zero_has_pass_at_k_of_base_and_trained_model(checked: Path) -> None:
 def test_instructgpt_runs_from_demonstrations_to_the_win_rate_and_the_tax(checked: Path) -> None:
     kept = figures(checked, "instructgpt")
     assert kept["stopped"] == ""
-    names = ["ordinary", "unseen", "demonstrations", "sft", "comparisons", "reward", "rl", "versus_sft"]
+    names = ["ordinary", "unseen", "demonstrations", "sft", "comparisons", "reward", "rl", *WIN_RATES]
     assert list(kept["stages"]) == names
+    assert all(0 <= kept["stages"][name]["win_rate"][0] <= 1 for name in WIN_RATES)
     result = kept["stages"]["versus_sft"]
-    assert result["problems"] == 4 and 0 <= result["win_rate"][0] <= 1
+    assert result["problems"] == 4
     assert result["perplexity"] > 1 and result["perplexity_against"] > 1
     assert {"reward", "reward/task", "kl", "length"} <= set(kept["curves"]["rl"])
     assert len(kept["compared"]["versus_sft"][0]["responses"]) == 2
@@ -115,6 +119,10 @@ def test_sizes() -> None:
     assert [s.name for s in dpo().stages] == ["pretrain", "sft", "comparisons", "dpo", "versus_sft"]
     assert [s.name for s in dpo(model="m", data="d").stages] == ["dpo"]
     assert [s.name for s in r1_zero().stages] == ["pretrain", "base", "rl", "trained"]
+    shown = {n: by_name(r1_zero(model="m", examples=n))["rl"] for n in (None, 0)}
+    assert [(s.task.examples, s.sampling.max_new_tokens) for s in shown.values()] == [(2, 48), (0, 160)]
+    with pytest.raises(UserError, match="examples are for a real model"):
+        r1_zero(examples=0)
     with pytest.raises(UserError, match="go together"):
         dpo(model="m")
     with pytest.raises(UserError, match="beta must be above 0"):
@@ -135,11 +143,25 @@ def test_instructgpt_takes_the_files_of_people() -> None:
     assert made["unseen"].skip == made["ordinary"].prompts, "what is measured was not trained on"
     files = {"demonstrations": "a.jsonl", "data": "b.jsonl", "ordinary": "c.jsonl", "unseen": "d.jsonl"}
     made = by_name(instructgpt(model="m", **files))
-    assert list(made) == ["sft", "reward", "rl", "versus_sft"]
+    assert list(made) == ["sft", "reward", "rl", *WIN_RATES]
     assert (made["sft"].data, made["reward"].data) == ((Data(file="a.jsonl"),), ("b.jsonl",))
     assert (made["rl"].pretraining, made["versus_sft"].text) == ((Data(file="c.jsonl"),), (Data(file="d.jsonl"),))
     with pytest.raises(UserError, match="give one as model"):
         instructgpt(data="b.jsonl")
+
+
+def test_instructgpt_has_a_kl_budget_and_a_second_judge_who_labelled_nothing() -> None:
+    for toy, given in ((True, {}), (False, {"model": "m"})):
+        made, kind = by_name(instructgpt(**given)), Reviews if toy else Sentiment
+        assert [made[name].task for name in ("comparisons", "rl", "versus_sft")] == [kind(strict=not toy)] * 3
+        assert made["second_judge"].judge.rules == kind(strict=toy), "the taste that compared nothing"
+        assert [made[name].against for name in WIN_RATES] == ["sft", "pretrain" if toy else "m", "sft"]
+        assert (made["rl"].stop.kl, made["rl"].samples_kl()) == (0.0 if toy else 10.0, True)
+    made = by_name(instructgpt(model="m", strict=False, max_kl=4, judge="j"))
+    assert (made["demonstrations"].task, made["rl"].stop.kl) == (Sentiment(), 4)
+    assert made["second_judge"].judge.model == "j"
+    with pytest.raises(UserError, match="a judge is for a real model"):
+        instructgpt(judge="j")
 
 
 def test_without_the_mix_there_is_no_pretraining_text() -> None:
