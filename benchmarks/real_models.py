@@ -7,6 +7,7 @@
     python benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts OUT name=thoughts model=DIR    # a recipe in a file
     python benchmarks/real_models.py run dpo OUT model=DIR data=PAIRS.jsonl seed=1
     python benchmarks/real_models.py run instructgpt OUT model=DIR rl.steps=60   # a setting of one stage needs pydantic and PyYAML
+    python benchmarks/real_models.py run distill OUT model=DIR teacher=LARGER data=FOLDER seed=0
     python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
     python benchmarks/real_models.py draw OUT/gsm8k.json docs/real_gsm8k.png     # curves, pass@k; several files share one picture
     python benchmarks/real_models.py table OUT/*.json                            # rows for docs/results.md
@@ -128,11 +129,15 @@ def arguments(function: Any, settings: dict[str, str]) -> dict[str, Any]:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise SystemExit(f"{function.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    kinds = {key: str(known[key].annotation) for key in settings}
-    return {
-        key: int(value) if "int" in kinds[key] else float(value) if "float" in kinds[key] else value
-        for key, value in settings.items()
-    }
+    made: dict[str, Any] = {}
+    for key, value in settings.items():
+        kind = str(known[key].annotation)
+        if "bool" in kind and value not in ("true", "false"):
+            raise SystemExit(f"{key} is true or false, not {value}")
+        made[key] = (
+            value == "true" if "bool" in kind else int(value) if "int" in kind else float(value) if "float" in kind else value
+        )
+    return made
 
 
 def curves(finished: Any, stages: Any) -> dict[str, dict[str, list[list[float]]]]:

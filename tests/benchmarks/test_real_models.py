@@ -10,6 +10,7 @@ import pytest
 from scripts_for_tests import load_script
 
 from posttrain.recipes.gsm8k import gsm8k
+from posttrain.recipes.instructgpt import instructgpt
 from posttrain.recipes.r1_zero import r1_zero
 
 
@@ -51,6 +52,9 @@ def test_an_interrupt_leaves_what_there_is(script: ModuleType) -> None:
 def test_settings_are_read_by_the_recipes_own_types(script: ModuleType) -> None:
     found = script.arguments(r1_zero, {"steps": "7", "lr": "1e-5", "model": "m"})
     assert found == {"steps": 7, "lr": 1e-5, "model": "m"}
+    assert script.arguments(instructgpt, {"strict": "false", "max_kl": "0"}) == {"strict": False, "max_kl": 0.0}
+    with pytest.raises(SystemExit, match="true or false"):
+        script.arguments(instructgpt, {"strict": "no"})
     with pytest.raises(SystemExit, match="no depth"):
         script.arguments(gsm8k, {"depth": "3"})
 
