@@ -60,10 +60,10 @@ def gsm8k(
             optimizer=Optimization(
                 lr=lr, warmup=3, schedule="linear", final=0.1, token_budget=32768
             ),
-            evaluate_every=15,
+            evaluate_every=20,
             evaluate_problems=400,
             checkpoint_every=50,
-            rollouts_every=15,
+            rollouts_every=20,
         ),
         EvaluateStage(name="after", model="rl", task=task, problems=problems, sampling=greedy),
     ]
