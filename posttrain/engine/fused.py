@@ -40,10 +40,12 @@ MAX_QUERIES = 64  # queries that read a prompt together
 
 class Products:
     """y = x W^T + b + (x A^T) B^T of one or more linear layers that read the same x: weights side by side, adapters (scale in B, one
-    block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `copies`."""
+    block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `copies`. Weights in 4 bits are not
+    copied: they are made anew for each product."""
 
     def __init__(self, projection: Projection):
-        self.projection, self.copied = projection, len(projection.modules) > 1
+        self.projection, self.narrow = projection, bool(projection.narrow)
+        self.copied = len(projection.modules) > 1 and not self.narrow
         self.allocate()
 
     def allocate(self) -> None:
@@ -51,15 +53,17 @@ class Products:
         modules, rows = self.projection.modules, sum(self.projection.sizes)
         first, bias = modules[0].weight.detach(), modules[0].bias
         self.weight = first.new_empty(rows, first.shape[1]) if self.copied else first
+        if self.narrow:
+            self.weight = first.new_empty(0)
         self.bias: Tensor | None = None
         if bias is not None:
-            self.bias = first.new_empty(rows) if self.copied else bias.detach()
+            self.bias = first.new_empty(rows) if len(modules) > 1 else bias.detach()
         ranks = sum(adapter.a_RI.shape[0] for adapter in self.projection.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
 
     def release(self) -> None:
         """Give the copies back, until `allocate`."""
-        self.weight = self.down = self.up = self.projection.modules[0].weight.detach()[:0]
+        self.weight = self.down = self.up = self.weight.new_empty(0)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """(target, source) of what is copied."""
@@ -68,9 +72,9 @@ class Products:
         if self.copied:
             weights = (m.weight.detach() for m in projection.modules)
             pairs += zip(self.weight.split_with_sizes(sizes), weights, strict=True)
-            if self.bias is not None:
-                biases = (m.bias.detach() for m in projection.modules)
-                pairs += zip(self.bias.split_with_sizes(sizes), biases, strict=True)
+        if self.bias is not None and len(sizes) > 1:
+            biases = (m.bias.detach() for m in projection.modules)
+            pairs += zip(self.bias.split_with_sizes(sizes), biases, strict=True)
         rank = 0
         for adapter, part in zip(projection.adapters, self.up.split_with_sizes(sizes), strict=True):
             if adapter is not None:
@@ -81,14 +85,17 @@ class Products:
         return pairs
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._adapt(F.linear(x, self.weight, self.bias), x)
+        return self._adapt(F.linear(x, self._whole(), self.bias), x)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
-        total.addmm_(x, self.weight.t())
+        total.addmm_(x, self._whole().t())
         if self.bias is not None:
             total += self.bias
         self._adapt(total, x)
+
+    def _whole(self) -> Tensor:
+        return self.projection.weight() if self.narrow else self.weight
 
     def _adapt(self, out: Tensor, x: Tensor) -> Tensor:
         return out if not self.down.shape[0] else out.addmm_(F.linear(x, self.down), self.up.t())

@@ -23,6 +23,7 @@ from posttrain.models.layers import (
     prove,
     report_plain_path,
 )
+from posttrain.models.nf4 import product
 from posttrain.models.policy import Network
 from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, rotate
@@ -127,7 +128,10 @@ def _add_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
 
 def _linear(projection: Projection, x: Tensor) -> Tensor:
     """The products of one input with several weights, as one product; and all their adapters as two narrow ones."""
-    out = F.linear(x, projection.weight(), projection.bias())
+    if projection.narrow:
+        out = product(x, projection.weight, projection.bias())
+    else:
+        out = F.linear(x, projection.weight(), projection.bias())
     if not projection.present:
         return out
     inner = F.linear(x, torch.cat([adapter.a_RI for adapter in projection.present]))
@@ -136,7 +140,7 @@ def _linear(projection: Projection, x: Tensor) -> Tensor:
         for size, adapter in zip(projection.sizes, projection.adapters, strict=True)
     ]
     scaled_OR = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return torch.addmm(out, inner, scaled_OR.t())
+    return out.addmm_(inner, scaled_OR.t())  # nothing needs what it was before
 
 
 def fused_body(network: Network) -> FusedBody | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention import LAYOUT, Packed, Rule
 from posttrain.models.lora import Adapter, adapter_of, perturbed_adapters
+from posttrain.models.nf4 import Linear4bit
 from posttrain.models.policy import Network, probe_tokens
 from posttrain.models.routing import EXPERTS, ROUTES, choose, plain_experts
 from posttrain.ops.experts import Routes, mixture, route
@@ -84,8 +85,19 @@ class Projection:
     def present(self) -> list[Adapter]:
         return [adapter for adapter in self.adapters if adapter is not None]
 
+    @property
+    def narrow(self) -> list[Linear4bit]:
+        """The layers, where all of them are kept in 4 bits."""
+        found = [getattr(m, "base_layer", m) for m in self.modules]
+        return found if all(isinstance(layer, Linear4bit) for layer in found) else []
+
     def weight(self) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself where there is one layer."""
+        """[outputs of all, inputs]; the parameter itself where there is one layer, unless it is in 4 bits."""
+        if narrow := self.narrow:
+            out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
+            for layer, part in zip(narrow, out.split_with_sizes(self.sizes), strict=True):
+                layer.write(part)
+            return out
         weights = [m.weight for m in self.modules]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
@@ -96,8 +108,9 @@ class Projection:
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def unsupported_reason(self) -> str:
+        plain = (nn.Linear, Linear4bit)
         pairs = zip(self.modules, self.adapters, strict=True)
-        if any(type(module) is not nn.Linear and adapter is None for module, adapter in pairs):
+        if any(type(module) not in plain and adapter is None for module, adapter in pairs):
             return "linear layers that are neither plain matrices nor have a plain adapter"
         mixed = len({m.bias is None for m in self.modules}) > 1
         return "layers of which some have a bias and some have none" if mixed else ""

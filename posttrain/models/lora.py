@@ -175,15 +175,16 @@ class Adapter:
 def adapter_of(module: Any) -> Adapter | None:
     """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
     base = getattr(module, "base_layer", None)
-    if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+    if type(base) not in (nn.Linear, nf4.Linear4bit) or not hasattr(module, "lora_A"):
         return None
+    kept = base.scale if isinstance(base, nf4.Linear4bit) else base.weight  # type: ignore[union-attr]
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1 or module.disable_adapters or module.merged or module.lora_variant:
         return None
     (name,) = names
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     plain = isinstance(dropout, nn.Identity) or getattr(dropout, "p", 1.0) == 0.0
-    plain = plain and a.bias is None and b.bias is None and a.weight.dtype == base.weight.dtype
+    plain = plain and a.bias is None and b.bias is None and a.weight.dtype == kept.dtype
     if not plain:
         return None
     return Adapter(a.weight, b.weight, float(module.scaling[name]))

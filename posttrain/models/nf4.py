@@ -3,11 +3,13 @@ weight the nearest of 16 levels, the quantiles of a normal distribution.
 
     w  becomes  scale * LEVELS[code],    scale = largest |w| of the block
 
-A layer makes its weight anew for each product, forward and backward, so that never more than one weight is there in full.
+A layer makes its weight anew for each product, forward and backward, so that never more than one weight is there in full. So do
+layers that read the same input and are computed as one (models/layers.py), in training and in the decoder's graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -43,23 +45,39 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return code[:, 0] * 16 + code[:, 1], scale_N1[:, 0].clone()
 
 
-def dequantize(code: Tensor, scale: Tensor) -> Tensor:
-    """[blocks, BLOCK]: the weights that the codes stand for, in the dtype of the scales."""
-    level = F.embedding(code.int(), _pairs(code.device, scale.dtype))
-    return level.view(-1, BLOCK) * scale[:, None]
+@torch.no_grad()
+def dequantize(code: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write the weights that the codes stand for, in the dtype of the scales: on CUDA in one pass over memory."""
+    pairs = _pairs(code.device, scale.dtype)
+    if code.is_cuda:
+        from posttrain.ops import triton_training
+
+        size, part = code.numel(), 2048
+        given = (code, scale, pairs, out, size, BLOCK // 2, part)
+        triton_training.dequantize_kernel[(-(-size // part),)](*given)
+        return out
+    level = F.embedding(code.int(), pairs)
+    torch.mul(level.view(-1, BLOCK), scale[:, None], out=out.view(-1, BLOCK))
+    return out
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, which keeps nothing for the backward pass but the layer."""
+    """x W^T, which keeps nothing for the backward pass but how to make W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Linear4bit) -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.weight)
+    def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.layer.weight, None
+        return gradients[0] @ ctx.weight(), None
+
+
+def product(x: Tensor, weight: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
+    """x W^T + b of a frozen weight that `weight` makes, in the backward pass anew."""
+    out: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias
 
 
 class Linear4bit(nn.Linear):
@@ -75,11 +93,13 @@ class Linear4bit(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Made anew at each use, in the dtype of the scales."""
-        return dequantize(self.code, self.scale).view(self.out_features, self.in_features)
+        return self.write(self.scale.new_empty(self.out_features, self.in_features))
+
+    def write(self, out: Tensor) -> Tensor:
+        return dequantize(self.code, self.scale, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
-        return out if self.bias is None else out + self.bias
+        return product(x, lambda: self.weight, self.bias)
 
     def plain(self) -> nn.Linear:
         """The layer with the same weight in full."""

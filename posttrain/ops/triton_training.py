@@ -216,3 +216,19 @@ def logits_gradient_kernel(
     grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(dentropy_ptr + row)
     grad = (grad * inverse).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * size + at, grad, mask=at < size)
+
+
+@triton.jit
+def dequantize_kernel(
+    code_ptr, scale_ptr, pairs_ptr, out_ptr, size, SHARED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Two weights for each byte: its pair of levels, times the scale that SHARED bytes have in common."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    code = tl.load(code_ptr + at, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + at // SHARED, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(pairs_ptr + 2 * code).to(tl.float32) * scale
+    second = tl.load(pairs_ptr + 2 * code + 1).to(tl.float32) * scale
+    both = tl.interleave(first, second).to(out_ptr.dtype.element_ty)
+    place = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(out_ptr + place, both, mask=place < 2 * size)

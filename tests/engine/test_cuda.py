@@ -19,6 +19,7 @@ from posttrain.engine.fused import Fused
 from posttrain.engine.rows import PAGE
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
+from posttrain.models import nf4
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.train.forward import forward
@@ -311,11 +312,16 @@ def test_new_weights_are_sampled_from_at_once() -> None:
 RANK, INPUTS = 3, {"q_proj": 16, "k_proj": 16, "v_proj": 16, "o_proj": 16, "gate_proj": 16, "up_proj": 16, "down_proj": 24}
 
 
-@pytest.mark.parametrize("targets", [tuple(INPUTS), ("q_proj", "v_proj", "down_proj"), ("up_proj",)])
-def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(targets: tuple[str, ...]) -> None:
-    """In the same pages, with the log-probs of the adapted policy; after merging, as a plain model."""
+@pytest.mark.parametrize(
+    ("targets", "narrow"),
+    [(tuple(INPUTS), False), (tuple(INPUTS), True), (("q_proj", "v_proj", "down_proj"), True), (("up_proj",), False)],
+)
+def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(targets: tuple[str, ...], narrow: bool) -> None:
+    """In the same pages, with the log-probs of the adapted policy; after merging, as a plain model. 4 bits are not copied."""
     pytest.importorskip("peft")
     policy = small_policy(dtype=torch.float32)
+    if narrow:
+        nf4.quantize_layers(policy.body, "cpu")
     add_adapters(policy.model, Lora(rank=RANK, alpha=6.0, targets=targets), 1)
     engine, requests = Engine(policy), [Prompt((5, 6, 7), 8, 0, Sampling(20)), Prompt((9,), 8, 1, Sampling(20))]
     bits = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
@@ -324,7 +330,8 @@ def test_adapters_are_sampled_beside_the_weights_and_an_update_is_seen_at_once(t
     kept = pages_backend(engine).decoder
     assert old == ids(plain(policy, requests))
     copied = sum(INPUTS[name] * RANK for name in targets) + sum(OUTPUTS[name] * RANK for name in targets)
-    assert copied_bytes(kept) == 4 * 2 * (16 * (16 + 8 + 8 + 24 + 24) + copied)
+    assert copied_bytes(kept) == 4 * 2 * ((not narrow) * 16 * (16 + 8 + 8 + 24 + 24) + copied)
+    assert not narrow or all(product.weight.numel() == 0 for product in kept.products)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_" in name:

@@ -81,19 +81,23 @@ def test_what_is_sampled_after_an_update_has_the_log_probs_of_the_new_adapters(t
 
 
 def test_adapters_on_weights_in_4_bits_are_trained_and_sampled() -> None:
-    """On the plain path: the weights in a bit more than 4 bits, a loss that falls, and samples with the log-probs of the trainer's
-    own pass."""
+    """On the fast paths of both: the weights in a bit more than 4 bits, a loss that falls, and samples with the log-probs of the
+    trainer's own pass."""
     policy, below = make(torch.bfloat16, load_in_4bit=True)
     layers = [m for m in policy.body.modules() if isinstance(m, nf4.Linear4bit)]
     size = sum(p.numel() * p.element_size() for m in layers for p in (m.code, m.scale))
-    assert len(layers) == 7 * 3 and fused_body(policy) is None
+    assert len(layers) == 7 * 3 and fused_body(policy) is not None and fused_body(below) is not None
+    codes = layers[0].code.cpu(), layers[0].scale.cpu()
+    assert torch.equal(layers[0].weight.cpu(), nf4.dequantize(*codes, torch.empty(256, 256, dtype=torch.bfloat16)))
     assert size == sum(m.in_features * m.out_features for m in layers) * (0.5 + 2 / nf4.BLOCK)
     ids = np.random.default_rng(0).integers(3, 3000, 60)
     batch = SFT().prepare(pack_examples([Example(ids, np.arange(60) > 9)], "cuda"), {})
     trainer = Trainer(policy, SFT(), Optimization(lr=1e-2))
     losses = [next(float(m.value) for m in trainer.update(batch, 1e-2).metrics if m.name == "loss") for _ in range(12)]
     assert losses[-1] < losses[0] - 1, losses
-    ((answer, *_),) = generate_groups(Engine(policy), [Prompt(PROMPTS[0], 2, 0, Sampling(30, min_new_tokens=30))])
+    engine = Engine(policy)
+    ((answer, *_),) = generate_groups(engine, [Prompt(PROMPTS[0], 2, 0, Sampling(30, min_new_tokens=30))])
+    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
     with torch.no_grad():
         ours, frozen = (forward(p, batch_of(PROMPTS[0], answer)).logprob_T[3:].cpu().numpy() for p in (policy, below))
     assert np.abs(ours - answer.logprobs).mean() < 0.05 < np.abs(frozen - answer.logprobs).mean()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posttrain.errors import UserError
 from posttrain.models import fused_body as module
+from posttrain.models import nf4
 from posttrain.models.attention import LAYOUT, Packed, attend_packed
 from posttrain.models.fused_body import FusedBody, fused_body
 from posttrain.models.layers import TOLERANCE, LayerDescription, ModelDescription, describe, distance, prove
@@ -56,6 +57,23 @@ def test_hidden_states_and_gradients_are_the_modules(family: str, checkpointing:
         add_adapters(policy.model, Lora(rank=2, alpha=5.0, targets=targets), 0)
     with perturbed_adapters(policy.body):
         compare(policy, family, checkpointing)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_in_4_bits_take_the_same_way_and_none_is_kept_in_full(family: str) -> None:
+    pytest.importorskip("peft")
+    policy = make(family)
+    nf4.quantize_layers(policy.body, "cpu")
+    assert isinstance(describe(policy), ModelDescription), "also the reference, which has no adapters"
+    add_adapters(policy.model, Lora(rank=2, alpha=5.0, targets=("q_proj", "down_proj")), 0)
+    with perturbed_adapters(policy.body):
+        compare(policy, family, False)
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            FusedBody(described_model(policy)).hidden(IDS, POSITION, 12, attend_packed((12, 8), IDS.device))
+    layers = [m for m in policy.body.modules() if isinstance(m, nf4.Linear4bit)]
+    whole = {(m.out_features, m.in_features) for m in layers} | {(2 * 48, 32)}
+    assert len(layers) == 14 and kept and not whole & {tuple(shape) for shape in kept}
 
 
 def test_a_scorer_takes_the_same_way() -> None:
