@@ -23,6 +23,7 @@ from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
 from posttrain.models.routing import routers
+from posttrain.ops.device import device_bytes, free_bytes
 from posttrain.ops.fused import power_of_two
 from posttrain.ops.logprobs import head_logits
 
@@ -124,7 +125,12 @@ class CUDABackend:
 
     @property
     def prefill_tokens(self) -> int:
-        return PREFILL_TOKENS
+        """As many as pass through the widest layer within the margin, which the cache leaves."""
+        width = max(sum(product.projection.sizes) for product in self.decoder.products)
+        if self.device.type != "cuda":
+            return PREFILL_TOKENS
+        room = MARGIN * device_bytes(self.device) / (2 * width * self.dtype.itemsize)
+        return min(PREFILL_TOKENS, int(room))
 
     @property
     def page_bytes(self) -> int:
@@ -132,9 +138,8 @@ class CUDABackend:
 
     def room(self) -> int:
         """Pages that the memory at hand can hold, those of the pool included."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return max(0, int(free - MARGIN * total)) // self.page_bytes + self.pages.pages
+        left = free_bytes(self.device) - MARGIN * device_bytes(self.device)
+        return max(0, int(left)) // self.page_bytes + self.pages.pages
 
     def check_room(self, works: Sequence[Work]) -> None:
         """Refuse a work that would not fit alone, at its longest; one page is reserved."""

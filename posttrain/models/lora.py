@@ -48,12 +48,14 @@ class Lora(Checked):
         require(not self.load_in_4bit or device.startswith("cuda"), f"{slow}; leave it out")
 
     def weight_bytes(self, body: nn.Module, itemsize: int) -> float:
-        """What the weights of the adapters take, less what 4 bits save of those below."""
+        """What the weights of the adapters take, less what 4 bits save of those below: all but the largest two, gate and up, which one
+        product has in full."""
         added = float(itemsize * self.parameters(body))
         if not self.load_in_4bit:
             return added
-        counts = (m.weight.numel() for m in Lora().layers(body).values() if nf4.fits(m))
-        return added - sum(counts) * (itemsize - 0.5 - itemsize / nf4.BLOCK)
+        counts = [m.weight.numel() for m in Lora().layers(body).values() if nf4.fits(m)]
+        made = 2 * max(counts, default=0) * itemsize
+        return added - sum(counts) * (itemsize - 0.5 - itemsize / nf4.BLOCK) + made
 
     def parameters(self, body: nn.Module) -> int:
         """How many weights learn: rank * (inputs + outputs) for each layer."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.ops.logprobs import (
-    CHUNK_LOGITS,
-    CHUNK_LOGITS_CUDA,
     Head,
     HeadGradients,
+    chunk_size,
     chunks,
     head_logits,
 )
@@ -53,7 +52,7 @@ def vocabulary_divergence(
     words = min(head.weight_VH.shape[0], teacher_head.weight_VH.shape[0])
     head, teacher_head = _first_rows(head, words), _first_rows(teacher_head, words)
     if chunk_logits is None:
-        chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
+        chunk_logits = chunk_size(hidden_NH.device)
     rows = max(1, chunk_logits // (4 * words))  # of which there are six at once
     settings = (kind, temperature, beta, rows)
     teacher = (

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from posttrain.ops.device import device_bytes
+
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
 CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
+CHUNK_SHARE = 0.025  # of a CUDA device's memory, which they take at most
 KEPT = 0.1  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
 
 
@@ -62,7 +65,7 @@ def token_logprobs(
     the first chunks, rounded to the weights' type, is kept in their place, as far as `kept_room` goes.
     """
     if chunk_logits is None:
-        chunk_logits = CHUNK_LOGITS_CUDA if hidden_NH.is_cuda else CHUNK_LOGITS
+        chunk_logits = chunk_size(hidden_NH.device)
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     rows = rows // 256 * 256 or rows  # whole tiles of a product
     kept = 0
@@ -74,12 +77,19 @@ def token_logprobs(
     return _TokenLogprobs.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def chunk_size(device: torch.device) -> int:
+    """Logits alive at once."""
+    if device.type != "cuda":
+        return CHUNK_LOGITS
+    there = torch.cuda.is_available()
+    share = CHUNK_SHARE * device_bytes(device) / 4 if there else CHUNK_LOGITS_CUDA
+    return min(CHUNK_LOGITS_CUDA, int(share))
+
+
 def kept_room(device: torch.device) -> float:
     """Bytes of a CUDA device for what is kept of the logits. They depend on its size and not on what is free, so that a run and its
     repetition compute the same; 0 where it is not here."""
-    if not torch.cuda.is_available():
-        return 0.0
-    return KEPT * float(torch.cuda.get_device_properties(device).total_memory)
+    return KEPT * device_bytes(device) if torch.cuda.is_available() else 0.0
 
 
 def _plain(head: Head) -> bool:

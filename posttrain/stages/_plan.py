@@ -16,7 +16,8 @@ from posttrain.train.memory import (
     activation_bytes,
     at_hand,
     checkpointing_pays,
-    choose_budget,
+    choose_way,
+    head_bytes,
     learning_bytes,
     logits_bytes,
     step_bytes,
@@ -116,29 +117,45 @@ def training_memory(
     lora: Lora | None = None,
     cache: float = 0.0,
     others: Mapping[str, float] | None = None,
+    layered: bool | None = None,
 ) -> Memory:
-    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`; the sampler's
-    cache and the weights of other models."""
+    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`, whose layers
+    are checkpointed where `layered`, or else the settings, say so; the sampler's cache and the weights of other models."""
+    by_layer = optimizer.checkpointing == "layer" if layered is None else layered
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     items = {"weights": weight_bytes(policy) + more}
     items |= dict(learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes))
-    items["activations"] = activation_bytes(policy, tokens, optimizer.checkpointing == "layer")
-    items["logits"] = logits_bytes(policy, tokens)
+    items["activations"] = activation_bytes(policy, tokens, by_layer)
+    items["logits"] = logits_bytes(policy, tokens) + (0.0 if adapters else head_bytes(policy))
     return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
 
 
-def planned_budget(stage: TrainStage, policy: Policy, reserved: float = 0.0) -> int:
-    """Tokens of a micro-batch, as the trainer will choose them where the device is here. Roles that learn are not counted."""
-    adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
-    optimizer, count = stage.optimizer, adapters or policy.parameters
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Tokens of a micro-batch and whether layers are checkpointed, as the trainer will choose them where the device is here; and what
+    a step would need without checkpointing, beside the weights as the policy has them."""
+
+    tokens: int
+    layered: bool
+    need: float
+
+
+def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float = 0.0) -> Way:
+    """For sequences of up to `longest` tokens. Roles that learn are not counted."""
+    optimizer, lora = stage.optimizer, stage.lora
+    count = policy.parameters if lora is None else lora.parameters(policy.body)
+    # of weights in 4 bits, what is at hand does not know yet
+    more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     learning = sum(size for _, size in learning_bytes(policy, count, optimizer.moment_bytes))
+    learning += more - (0.0 if lora is None else head_bytes(policy))
 
-    def need(tokens: int) -> float:
-        layered = optimizer.checkpointing == "layer"
-        return reserved + step_bytes([policy], learning, tokens, layered)
+    def need(layered: bool, tokens: int) -> float:
+        return reserved + step_bytes([policy], learning, max(tokens, longest), layered)
 
-    return choose_budget(optimizer.token_budget, need, at_hand(policy.device))
+    have = at_hand(policy.device)
+    tokens, layered = choose_way(optimizer.token_budget, optimizer.checkpointing, need, have)
+    return Way(tokens, layered, need(False, tokens))
 
 
 def sft_plan(
@@ -159,14 +176,15 @@ def sft_plan(
         for source, report in zip(there, material.reports, strict=True)
         for n, line in enumerate(report.lines())
     ]
-    tokens = min(planned_budget(stage, policy), stage.batch * max(lengths))
+    way = planned_way(stage, policy, max(lengths))
+    tokens = min(max(way.tokens, max(lengths)), stage.batch * max(lengths))
     return [
         f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
         f"{total:,} examples{f', {len(material.held_out):,} held out' if material.held_out else ''}",
         *counted_warnings(whole, stage),
         *reports,
         *later,
-        training_memory(policy, tokens, stage.optimizer, stage.lora).line(),
+        training_memory(policy, tokens, stage.optimizer, stage.lora, layered=way.layered).line(),
     ]
 
 
@@ -206,7 +224,8 @@ def preference_plan(
         train, held_out = stage.limited(policy).split(context, policy.tokenizer)
     units, whole, stage = [*train, *held_out], stage, stage.counted(len(train))
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
-    tokens = min(planned_budget(stage, policy), stage.batch * max(sizes))
+    way = planned_way(stage, policy, max(sizes))
+    tokens = min(max(way.tokens, max(sizes)), stage.batch * max(sizes))
     others = stage.role_bytes(policy, tokens)
     average = stage.batch * sum(sizes) // len(units)
     return [
@@ -214,7 +233,9 @@ def preference_plan(
         f"{len(train):,} that are not held out{times}",
         *counted_warnings(whole, stage),
         *reports,
-        training_memory(policy, tokens, stage.optimizer, stage.lora, others=others).line(),
+        training_memory(
+            policy, tokens, stage.optimizer, stage.lora, others=others, layered=way.layered
+        ).line(),
     ]
 
 
@@ -223,13 +244,15 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
     group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
     samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches
     longest, new = stage.longest(policy.tokenizer), stage.sampling.max_new_tokens
-    budget = planned_budget(stage, policy, stage.cache_bytes(policy))
+    reserved = stage.cache_bytes(policy) + stage.sampler_bytes(policy)
+    way = planned_way(stage, policy, longest, reserved)
+    budget = way.tokens
     automatic, here = stage.optimizer.token_budget == "auto", at_hand(policy.device) is not None
     elsewhere = automatic and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # a prompt is computed once for its group
     share = (longest + (group - 1) * new) / (group * longest)
-    tokens = round(share * min(budget, samples * longest))
+    tokens = round(share * min(max(budget, longest), samples * longest))
 
     held_out = len(stage.task.problems("test")[: stage.evaluate_problems])
     what = "accuracy" if stage.task.verifiable else "reward"
@@ -240,8 +263,8 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         scored = "there is no held-out score"
 
     def memory(one: RLStage) -> Memory:
-        rewards = reward_bytes(one, policy, before)
-        return rl_memory(one, policy, tokens, one.cache_bytes(policy, training=False), rewards)
+        cache, rewards = one.cache_bytes(policy, training=False), reward_bytes(one, policy, before)
+        return rl_memory(one, policy, tokens, cache, rewards, way.layered)
 
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
@@ -251,18 +274,25 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",
         memory(stage).line(),
-        checkpointing_line(stage, policy, tokens, memory(stage).total, at_hand(policy.device)),
+        checkpointing_line(stage, policy, tokens, way.need, at_hand(policy.device)),
         *savings(stage, memory),
     ]
 
 
-def rl_memory(stage: RLStage, policy: Policy, tokens: int, cache: float, rewards: float) -> Memory:
+def rl_memory(
+    stage: RLStage,
+    policy: Policy,
+    tokens: int,
+    cache: float,
+    rewards: float,
+    layered: bool | None = None,
+) -> Memory:
     """The policy's memory in training, and that of the other models; `rewards` is the weights of the reward models. A model that
     is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
     counts where it is larger than the gradients and activations that come in its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     others["weights of the sampler"] = stage.sampler_bytes(policy)
-    made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others)
+    made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others, layered)
     if not stage.release_cache:
         return made
     sizes = dict(made.items)
@@ -286,13 +316,13 @@ def model_bytes(name: str, policy: Policy) -> float:
 
 
 def checkpointing_line(
-    stage: RLStage, policy: Policy, tokens: int, total: float, have: float | None
+    stage: RLStage, policy: Policy, tokens: int, need: float, have: float | None
 ) -> str:
     """What checkpointing by layers would save and cost, and what the setting will choose with the memory at hand (which already
     holds the weights)."""
     kept, by_layer = (activation_bytes(policy, tokens, layered) for layered in (False, True))
     price = f"per layer, activations take {size_text(by_layer)} in place of {size_text(kept)}, and training about a third longer"
-    chosen, need = stage.optimizer.checkpointing, total - weight_bytes(policy)
+    chosen = stage.optimizer.checkpointing
     if chosen != "auto":
         found: str = chosen
     elif have is not None:

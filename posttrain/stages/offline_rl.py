@@ -13,7 +13,7 @@ from posttrain.collect import SavedGroups
 from posttrain.errors import Count, Positive, Several, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
-from posttrain.stages._plan import DryRun, few_steps, many, planned_budget, training_memory
+from posttrain.stages._plan import DryRun, few_steps, many, planned_way, training_memory
 from posttrain.stages._saved_groups import Saved, read_saved
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.stages.train import MaxLength, ReferenceStage, trained
@@ -82,9 +82,11 @@ class OfflineRLStage(ReferenceStage):
         saved = self.read(context, policy)
         sizes = [len(r.ids) for one in saved for g in one.groups for r in g.rollouts]
         groups = sum(len(one.groups) for one in saved)
-        tokens = min(planned_budget(self, policy), self.batch * sum(sizes) // groups)
+        way = planned_way(self, policy, max(sizes))
+        tokens = min(way.tokens, self.batch * sum(sizes) // groups)
         others = self.role_bytes(policy, tokens)
-        memory = training_memory(policy, tokens, self.optimizer, self.lora, others=others)
+        settings = (self.optimizer, self.lora, 0.0, others, way.layered)
+        memory = training_memory(policy, tokens, *settings)
         return [step, *chain(*(one.lines() for one in saved)), memory.line()]
 
     def dry_run(self) -> DryRun:

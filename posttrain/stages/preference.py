@@ -102,7 +102,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
         limited = self.limited(policy)
         train, held_out = limited.material(context, policy.tokenizer)
         stage = limited.begin(context, len(train))
-        trainer = self.make_trainer(context, policy, self.make_roles(context, policy))
+        longest = max(sum(len(example.ids) for example in unit) for unit in train)
+        roles = self.make_roles(context, policy)
+        trainer = self.make_trainer(context, policy, roles, longest=longest)
         judge = Judge(trainer, held_out)
         loop = stage.train(
             context,

@@ -36,7 +36,7 @@ from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
 from posttrain.system import machine
 from posttrain.tasks.base import Task
-from posttrain.train.memory import cache_bytes, weight_bytes
+from posttrain.train.memory import cache_bytes, copied_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.critic import Critic
@@ -247,7 +247,8 @@ class RLStage(ReferenceStage):
         reserved = self.cache_bytes(policy)
         if policy.device.type == "cuda" and context.cluster is None:
             reserved += self.sampler_bytes(policy)
-        trainer = self.make_trainer(context, policy, roles, reserved)
+        longest = self.longest(policy.tokenizer)
+        trainer = self.make_trainer(context, policy, roles, reserved, longest=longest)
         problems = {level: source.problems("train", level) for level in source.levels}
         sizes = [*map(len, problems.values())]
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
@@ -329,9 +330,10 @@ class RLStage(ReferenceStage):
         return cache_bytes(policy, rows, self.longest(policy.tokenizer))
 
     def sampler_bytes(self, policy: Policy) -> float:
-        """Weights of the processes that sample, each of which has its own."""
+        """Weights of the processes that sample, each of which has its own; of the engine, what it copies."""
+        narrow = self.lora is not None and self.lora.load_in_4bit
         if self.sampler == "engine":
-            return 0.0
+            return 0.0 if narrow or self.release_cache else copied_bytes(policy)
         adapters = self.lora
         more = (
             0.0 if adapters is None else adapters.weight_bytes(policy.body, policy.dtype.itemsize)

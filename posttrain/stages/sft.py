@@ -95,7 +95,8 @@ class SFTStage(DataStage):
         stage, held_out = self.begin(context, material.size), material.held_out
         measured = measured_units(context, self.name, held_out, self.evaluate_units)
         roles = self.make_roles(context, policy)
-        trainer = self.make_trainer(context, policy, roles)
+        longest = max(len(example.ids) for one in material.sets for example in one)
+        trainer = self.make_trainer(context, policy, roles, longest=longest)
         judge = Judge(trainer, measured)
         loop = stage.train(
             context,

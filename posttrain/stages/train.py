@@ -133,14 +133,15 @@ class TrainStage(Stage):
         roles: Sequence[Role] = (),
         reserved_bytes: float = 0.0,
         seed: int | None = None,
+        longest: int = 0,
     ) -> Trainer:
         """The trainer of a model, to which its adapters are added now: a reference and a critic were made before, on the same frozen
-        weights. `seed` is that of the adapters, if not the run's."""
-        events = context.events
+        weights. `seed` is that of the adapters, if not the run's; `longest` the tokens of the longest unit, where they are known."""
+        device = (reserved_bytes, context.events, longest)
         if self.lora is not None:
             head = ("score.",) if isinstance(learner, Scorer) else ()
             add_adapters(learner.model, self.lora, context.seed if seed is None else seed, head)
-        return Trainer(learner, self.algorithm, self.optimizer, roles, reserved_bytes, events)
+        return Trainer(learner, self.algorithm, self.optimizer, roles, *device)
 
     def train(
         self,

@@ -14,17 +14,30 @@ from posttrain.errors import require
 from posttrain.models.fused_body import takes_fused_pass
 from posttrain.models.policy import Network
 from posttrain.models.routing import routers
-from posttrain.ops.logprobs import CHUNK_LOGITS, CHUNK_LOGITS_CUDA, kept_room
+from posttrain.ops.device import device_bytes, free_bytes
+from posttrain.ops.logprobs import chunk_size, kept_room
 
 MARGIN = 0.08  # of the device's memory that an estimate leaves alone
 # tokens of a micro-batch, of which the largest that fits is taken: larger products are no faster
 BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288)
 PLAIN_BUDGET = 8192  # where memory does not decide, or nothing larger fits
+SMALL_BUDGETS = (PLAIN_BUDGET, 4096, 2048, 1024)  # where even that does not
 SAFETY = 1.15  # an estimate, by which a budget is chosen, may be that much too small
 
 
 def weight_bytes(policy: Network) -> float:
-    return float(policy.dtype.itemsize * policy.parameters)
+    return float(sum(p.numel() * p.element_size() for p in policy.model.parameters()))
+
+
+def copied_bytes(policy: Network) -> float:
+    """Weights that the decoder for CUDA copies side by side: queries, keys and values, and both halves of a gated feed-forward
+    layer."""
+    text = policy.model.config.get_text_config()
+    if policy.device.type != "cuda" or not takes_fused_pass(policy):
+        return 0.0
+    heads = text.num_attention_heads * (key_width(text) // text.num_key_value_heads)
+    rows = heads + 2 * key_width(text) + 2 * text.intermediate_size
+    return float(policy.dtype.itemsize * text.num_hidden_layers * text.hidden_size * rows)
 
 
 def learning_bytes(policy: Network, count: int, moments: float) -> tuple[tuple[str, float], ...]:
@@ -64,10 +77,18 @@ def logits_bytes(policy: Network, tokens: int) -> float:
     """Logits of a chunk of the tokens, which are never there for all of them, and their gradients; on CUDA also what is kept of them
     for the backward pass."""
     size = int(policy.model.config.get_text_config().vocab_size)
+    chunk = min(tokens * size, chunk_size(policy.device))
     if policy.device.type != "cuda":
-        return 8.0 * min(tokens * size, CHUNK_LOGITS)
-    kept = min(float(policy.dtype.itemsize * tokens * size), kept_room(policy.device))
-    return 6.0 * min(tokens * size, CHUNK_LOGITS_CUDA) + kept
+        return 8.0 * chunk
+    return 6.0 * chunk + min(float(policy.dtype.itemsize * tokens * size), kept_room(policy.device))
+
+
+def head_bytes(policy: Network) -> float:
+    """The gradient of a head that learns on CUDA: summed in float32 over chunks, then in the dtype of the weights."""
+    head = policy.model.get_output_embeddings()
+    if policy.device.type != "cuda" or head is None or not head.weight.requires_grad:
+        return 0.0
+    return float(head.weight.numel() * (4 + policy.dtype.itemsize % 4))
 
 
 def cache_bytes(policy: Network, rows: int, length: int) -> float:
@@ -88,9 +109,7 @@ def at_hand(device: torch.device) -> float | None:
     """Bytes that a CUDA device has left for us; None elsewhere, where nobody can say, and where it is not here."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0.0, float(free + unused) - MARGIN * total)
+    return max(0.0, free_bytes(device) - MARGIN * device_bytes(device))
 
 
 def step_bytes(
@@ -99,7 +118,7 @@ def step_bytes(
     """What a step takes beyond what is there once the optimizers are made: gradients and moments, which are `learning`, activations,
     a chunk of logits."""
     activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
-    return learning + logits_bytes(models[0], tokens) + activations
+    return learning + logits_bytes(models[0], tokens) + head_bytes(models[0]) + activations
 
 
 def choose_budget(asked: int | str, need: Callable[[int], float], have: float | None) -> int:
@@ -112,6 +131,29 @@ def choose_budget(asked: int | str, need: Callable[[int], float], have: float | 
         return asked
     fitting = (n for n in BUDGETS if have is not None and SAFETY * need(n) <= have)
     return next(fitting, PLAIN_BUDGET)
+
+
+def choose_way(
+    asked: int | str, setting: str, need: Callable[[bool, int], float], have: float | None
+) -> tuple[int, bool]:
+    """Tokens of a micro-batch, and whether layers are checkpointed. Where `auto` finds no room for the usual number, checkpointing
+    comes first, then fewer tokens.
+
+    >>> need = lambda layered, tokens: (0.25 if layered else 1.0) * tokens
+    >>> [choose_way("auto", "auto", need, have) for have in (4e4, 9e3, 7e3, 2e3, 1e2, None)]
+    [(32768, False), (8192, False), (8192, True), (4096, True), (1024, True), (8192, False)]
+    """
+    tokens = choose_budget(asked, partial(need, setting == "layer"), have)
+    on = checkpointing_pays(setting, need(False, tokens), have)
+    if (
+        have is not None
+        and asked == "auto"
+        and tokens == PLAIN_BUDGET
+        and (on or setting != "auto")
+    ):
+        fitting = (n for n in SMALL_BUDGETS if SAFETY * need(on, n) <= have)
+        tokens = next(fitting, SMALL_BUDGETS[-1])
+    return tokens, on
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:

@@ -26,8 +26,7 @@ from posttrain.train import parallel
 from posttrain.train.forward import PASSES, ROUTER_WEIGHT
 from posttrain.train.memory import (
     at_hand,
-    checkpointing_pays,
-    choose_budget,
+    choose_way,
     set_checkpointing,
     step_bytes,
 )
@@ -63,9 +62,9 @@ class Trainer:
     """Holds the model that the algorithm trains (a policy or a scorer), with its optimizer, and the roles that the algorithm asks for,
     of which some learn too.
 
-    `reserved_bytes` is memory of the device that others will take while it trains, such as the engine's cache: with it, and with what
-    is free, `token_budget: auto` and `checkpointing: auto` decide. `token_budget` is what was chosen until memory runs out; then it is
-    halved, once.
+    `reserved_bytes` is memory of the device that others will take while it trains, such as the engine's cache: with it, with what is
+    free and with the tokens of the longest sequence, `token_budget: auto` and `checkpointing: auto` decide. `token_budget` is what was
+    chosen until memory runs out; then it is halved, once.
     """
 
     def __init__(
@@ -76,6 +75,7 @@ class Trainer:
         roles: Sequence[Role] = (),
         reserved_bytes: float = 0.0,
         events: Events | None = None,
+        longest: int = 0,
     ):
         self.policy, self.algorithm, self.settings, self.roles = policy, algorithm, settings, roles
         routed = isinstance(policy, Policy) and bool(routers(policy.body))
@@ -89,29 +89,29 @@ class Trainer:
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
         # then every pass is one of all processes
         self.sharded = any(learner.network.sharded is not None for learner in self.learners)
-        self.events, self.reserved_bytes = events or Events(), reserved_bytes
-        have, layered = at_hand(policy.device), settings.checkpointing == "layer"
-        chosen = choose_budget(settings.token_budget, partial(self._need, layered), have)
+        self.events, self.reserved_bytes, self.longest = events or Events(), reserved_bytes, longest
+        have = at_hand(policy.device)
+        chosen, layered = choose_way(
+            settings.token_budget, settings.checkpointing, self._need, have
+        )
         self.first_budget = self.token_budget = min(map(int, current().gather(chosen)))
         if self.sharded and HALVED in os.environ and self.token_budget > 1:
             self.token_budget //= 2
-        self.checkpointed = self._choose_checkpointing(have)
+        self.checkpointed = self._set_checkpointing(layered, have)
 
     def _need(self, checkpointed: bool, tokens: int) -> float:
         """Bytes that a step with micro-batches of so many tokens takes, with what others take."""
         networks = [learner.network for learner in self.learners]
         learning = sum(learner.state_bytes for learner in self.learners)
+        tokens = max(tokens, self.longest)
         return self.reserved_bytes + step_bytes(networks, learning, tokens, checkpointed)
 
-    def _choose_checkpointing(self, have: float | None) -> bool:
-        networks = [learner.network for learner in self.learners]
-        chosen, need = self.settings.checkpointing, 0.0
-        if chosen == "auto" and have is not None:
+    def _set_checkpointing(self, layered: bool, have: float | None) -> bool:
+        on = current().any(layered)
+        for learner in self.learners:
+            set_checkpointing(learner.network.model, on)
+        if on and self.settings.checkpointing == "auto" and have is not None:
             need = self._need(False, self.token_budget)
-        on = current().any(checkpointing_pays(chosen, need, have))
-        for network in networks:
-            set_checkpointing(network.model, on)
-        if on and chosen == "auto" and have is not None:
             self.events.emit(
                 "memory",
                 f"memory: activations are computed again in the backward pass, layer by layer: a micro-batch of {self.token_budget} "

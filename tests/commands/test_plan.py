@@ -140,9 +140,10 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
         "float32 master weights": 4.0 * count,
         "optimizer": 8.0 * count,
         "activations": 2.0 * tokens * 2 * (6 * 32 + 3 * 24 + 2 * 2 * 8),
-        "logits": 6.0 * tokens * vocabulary,
+        "logits": 6.0 * tokens * vocabulary + 6.0 * vocabulary * 32,  # and the gradient of the head
         "key-value cache": 2.0 * 512 * longest * 2 * 8 * 2 * 2,
         "reference": 2.0 * count,
+        "weights of the sampler": 2.0 * 2 * 32 * (32 + 2 * 2 * 8 + 2 * 24),  # what the engine copies side by side
     }
     assert f"model {stage['model']}: {count:,} parameters, bfloat16" in text
     assert ", ".join(f"{name} {size_text(size)}" for name, size in expected.items()) in text

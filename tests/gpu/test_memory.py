@@ -26,7 +26,7 @@ from posttrain.models.policy import Policy, wrap_model
 from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.train.memory import activation_bytes
+from posttrain.train.memory import activation_bytes, at_hand
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.train.saving import Saving, Store
@@ -86,7 +86,7 @@ def test_a_full_device_halves_the_budget_once_and_gives_the_same_gradient() -> N
     del halved
     assert half < 0.7 * whole
     limit(0.35 * whole + 0.65 * half)
-    trainer, found, *_ = trained(TOKENS)
+    trainer, found, *_ = trained(TOKENS, checkpointing="never")
     (text,) = trainer.events.texts  # type: ignore[attr-defined]
     assert trainer.token_budget == TOKENS // 2 and "token_budget is halved to 16384" in text
     assert found == pytest.approx(norm, rel=2e-3)
@@ -102,7 +102,21 @@ def test_a_device_that_is_too_full_stops() -> None:
     *_, half = trained(TOKENS // 2)
     limit(0.75 * half)
     with pytest.raises(torch.OutOfMemoryError):
-        trained(TOKENS)
+        trained(TOKENS, checkpointing="never")
+
+
+def test_a_limit_on_the_process_is_the_size_of_the_device() -> None:
+    """The room for the cache, for chunks of logits and for a step, which is checkpointed and cut until it fits."""
+    gc.collect()
+    held = torch.cuda.memory_allocated()
+    limit(held + (1 << 30))
+    assert 0.8 * (1 << 30) < at_hand(torch.device("cuda")) < 1 << 30
+    policy = make()
+    backend = backend_of_first(policy)
+    assert backend.room() * backend.page_bytes < 1 << 30
+    trainer = Trainer(policy, SFT(), Optimization(lr=1e-3), events=Emitted(), longest=TOKENS)
+    assert trainer.checkpointed
+    assert np.isfinite(trainer.update(step(), 1e-3).grad_norm)
 
 
 def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
@@ -122,6 +136,12 @@ def test_checkpointed_layers_keep_less_and_the_estimate_holds() -> None:
 def backend_of(engine: Engine) -> CUDABackend:
     assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
     return engine.scheduler.backend
+
+
+def backend_of_first(policy: Policy) -> CUDABackend:
+    engine = Engine(policy)
+    list(generate_groups(engine, [Prompt((5, 6), 1, 0, Sampling(2))]))
+    return backend_of(engine)
 
 
 def test_the_cache_is_given_back_to_the_device_and_taken_anew() -> None:

@@ -91,8 +91,8 @@ def test_with_lora_the_reference_is_no_second_model(tmp_path: Path, monkeypatch:
     original, made = base.load_policy, PreferenceStage.make_trainer
     monkeypatch.setattr(base, "load_policy", lambda name, *more: loaded.append(name) or original(name, *more))
 
-    def look(self: PreferenceStage, context: Any, policy: Any, roles: Any, *more: Any) -> Any:
-        trainer = made(self, context, policy, roles, *more)
+    def look(self: PreferenceStage, context: Any, policy: Any, roles: Any, **more: Any) -> Any:
+        trainer = made(self, context, policy, roles, **more)
         own = {p.data_ptr() for p in policy.model.parameters() if not p.requires_grad}
         assert own >= {p.data_ptr() for p in roles[0].policy.model.parameters()}
         return trainer

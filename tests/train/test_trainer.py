@@ -215,7 +215,9 @@ def test_an_automatic_token_budget_is_what_memory_allows_and_8192_where_nobody_c
     need = trainer._need(False, 32768)
     monkeypatch.setattr("posttrain.train.trainer.at_hand", lambda device: 1.2 * need)
     assert chosen() == 32768 and Trainer(policy, SFT(), Optimization(token_budget=48)).token_budget == 48
-    assert chosen(reserved_bytes=0.5 * need) == 16384 and chosen(reserved_bytes=2 * need) == 8192
+    assert chosen(reserved_bytes=0.5 * need) == 16384 and chosen(reserved_bytes=2 * need) == 1024
+    longer = Trainer(policy, SFT(), Optimization(), longest=49152, events=Emitted())
+    assert longer.checkpointed and longer.token_budget == 8192, "one sequence decides where it is longer than a micro-batch"
 
 
 def test_without_memory_the_token_budget_is_halved_once_with_the_same_gradient() -> None:

@@ -1,0 +1,18 @@
+"""How much of a CUDA device's memory this process may take."""
+
+from __future__ import annotations
+
+import torch
+
+
+def device_bytes(device: torch.device) -> float:
+    """Bytes of a CUDA device: all of it, or as much as torch.cuda.set_per_process_memory_fraction leaves this process."""
+    whole = float(torch.cuda.get_device_properties(device).total_memory)
+    return whole * torch.cuda.get_per_process_memory_fraction(device)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes of it that are left, with what torch's allocator holds and nobody uses."""
+    held = torch.cuda.memory_reserved(device)
+    left = min(float(torch.cuda.mem_get_info(device)[0]), device_bytes(device) - held)
+    return left + held - torch.cuda.memory_allocated(device)
