@@ -185,5 +185,6 @@ def settle() -> None:
 
 
 def clock() -> float:
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter()

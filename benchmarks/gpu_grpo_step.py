@@ -106,7 +106,7 @@ class Ours:
                 for n, c in enumerate(completions)
             )
             groups.append(Group(problem, rollouts))
-        return pack_groups(groups, 1.0, "cuda")
+        return pack_groups(groups, 1.0, self.policy.device)
 
 
 def backend_of(engine: Engine) -> CUDABackend:

@@ -118,16 +118,19 @@ def training_memory(
     cache: float = 0.0,
     others: Mapping[str, float] | None = None,
     layered: bool | None = None,
+    predicted: int = 0,
 ) -> Memory:
     """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`, whose layers
-    are checkpointed where `layered`, or else the settings, say so; the sampler's cache and the weights of other models."""
+    are checkpointed where `layered`, or else the settings, say so; logits of its tokens, or of the `predicted` ones; the sampler's
+    cache and the weights of other models."""
     by_layer = optimizer.checkpointing == "layer" if layered is None else layered
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     items = {"weights": weight_bytes(policy) + more}
     items |= dict(learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes))
     items["activations"] = activation_bytes(policy, tokens, by_layer)
-    items["logits"] = logits_bytes(policy, tokens) + (0.0 if adapters else head_bytes(policy))
+    items["logits"] = logits_bytes(policy, predicted or tokens)
+    items["logits"] += 0.0 if adapters else head_bytes(policy)
     return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
 
 
@@ -250,9 +253,9 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
     automatic, here = stage.optimizer.token_budget == "auto", at_hand(policy.device) is not None
     elsewhere = automatic and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
-    # a prompt is computed once for its group
-    share = (longest + (group - 1) * new) / (group * longest)
-    tokens = round(share * min(max(budget, longest), samples * longest))
+    # a prompt is computed once for those of its group that are in one micro-batch
+    together = min(samples, max(1, budget // longest))
+    tokens = -(-together // group) * (longest - new) + together * new
 
     held_out = len(stage.task.problems("test")[: stage.evaluate_problems])
     what = "accuracy" if stage.task.verifiable else "reward"
@@ -264,7 +267,7 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
 
     def memory(one: RLStage) -> Memory:
         cache, rewards = one.cache_bytes(policy, training=False), reward_bytes(one, policy, before)
-        return rl_memory(one, policy, tokens, cache, rewards, way.layered)
+        return rl_memory(one, policy, tokens, cache, rewards, way.layered, together * new)
 
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
@@ -286,13 +289,15 @@ def rl_memory(
     cache: float,
     rewards: float,
     layered: bool | None = None,
+    predicted: int = 0,
 ) -> Memory:
     """The policy's memory in training, and that of the other models; `rewards` is the weights of the reward models. A model that
     is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
     counts where it is larger than the gradients and activations that come in its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     others["weights of the sampler"] = stage.sampler_bytes(policy)
-    made = training_memory(policy, tokens, stage.optimizer, stage.lora, cache, others, layered)
+    settings = (stage.optimizer, stage.lora, cache, others, layered, predicted)
+    made = training_memory(policy, tokens, *settings)
     if not stage.release_cache:
         return made
     sizes = dict(made.items)

@@ -326,8 +326,15 @@ class RLStage(ReferenceStage):
         """Keys and values of all that is written at once, at full length; while training, what a GPU keeps of them."""
         if training and (self.release_cache or policy.device.type != "cuda"):
             return 0.0
-        rows = min(self.rows(policy.device.type), self.prompts * self.algorithm.group_size)
-        return cache_bytes(policy, rows, self.longest(policy.tokenizer))
+        group = self.algorithm.group_size
+        rows, longest = (
+            min(self.rows(policy.device.type), self.prompts * group),
+            self.longest(policy.tokenizer),
+        )
+        if copied_bytes(policy):  # pages, where a group shares its prompt
+            new = self.sampling.max_new_tokens
+            return cache_bytes(policy, 1, rows * new + -(-rows // group) * (longest - new))
+        return cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
         """Weights of the processes that sample, each of which has its own; of the engine, what it copies."""

@@ -132,7 +132,8 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
     one = config.parse(str(recipe), []).recipe.stages[0]
     assert isinstance(one, RLStage)
     longest = one.longest(character_tokenizer(Arithmetic().alphabet))
-    tokens = round((longest + 7 * 20) / (8 * longest) * min(one.optimizer.plain_budget, 512 * longest))
+    rows = one.optimizer.plain_budget // longest  # of a micro-batch, in groups of 8
+    tokens = -(-rows // 8) * (longest - 20) + rows * 20
     vocabulary = len(character_tokenizer(Arithmetic().alphabet))
     expected = {
         "weights": 2.0 * count,
@@ -140,8 +141,8 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
         "float32 master weights": 4.0 * count,
         "optimizer": 8.0 * count,
         "activations": 2.0 * tokens * 2 * (6 * 32 + 3 * 24 + 2 * 2 * 8),
-        "logits": 6.0 * tokens * vocabulary + 6.0 * vocabulary * 32,  # and the gradient of the head
-        "key-value cache": 2.0 * 512 * longest * 2 * 8 * 2 * 2,
+        "logits": 6.0 * rows * 20 * vocabulary + 6.0 * vocabulary * 32,  # and the gradient of the head
+        "key-value cache": 2.0 * (512 * 20 + 64 * (longest - 20)) * 2 * 8 * 2 * 2,  # a prompt once a group
         "reference": 2.0 * count,
         "weights of the sampler": 2.0 * 2 * 32 * (32 + 2 * 2 * 8 + 2 * 24),  # what the engine copies side by side
     }
