@@ -8,7 +8,7 @@ import torch
 def device_bytes(device: torch.device) -> float:
     """Bytes of a CUDA device: all of it, or as much as torch.cuda.set_per_process_memory_fraction leaves this process."""
     whole = float(torch.cuda.get_device_properties(device).total_memory)
-    return whole * torch.cuda.get_per_process_memory_fraction(device)
+    return whole * torch.cuda.get_per_process_memory_fraction(device.index)
 
 
 def free_bytes(device: torch.device) -> float:
