@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import doctest
 import re
+import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from posttrain import config
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -28,6 +32,81 @@ def test_examples_are_true(path: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert doctest.testfile(str(next(p for p in DOCS if p.name == "mdp.md")), module_relative=False).attempted > 10
+
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [(path, kind, code) for path in PAGES for kind, code in FENCE.findall(path.read_text())]
+# who executes the programs of a page that are no doctests
+EXECUTED = {
+    "README.md": "tests/examples/test_examples.py",
+    "environments.md": "tests/tasks/test_tool_use.py",
+    "outside.md": "tests/tasks/test_outside.py",
+    "python.md": "tests/api/test_page.py",
+    "rewards.md": "tests/test_docs.py",
+    "serve.md": "tests/serve/test_serve.py",
+    "tasks.md": "tests/test_episodes.py",
+    "tools.md": "tests/tasks/test_tool_use.py",
+}
+
+
+def of_kind(kind: str, page: str = "") -> list[tuple[Path, str]]:
+    return [(path, code) for path, own, code in BLOCKS if own == kind and page in path.name]
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert [(path.name, code[:40]) for path, kind, code in BLOCKS if kind not in ("python", "sh", "yaml", "json", "text")] == []
+    fences = sum(line.startswith("```") for path in PAGES for line in path.read_text().splitlines())
+    assert fences == 2 * len(BLOCKS), "a block is not closed, or has more than a word behind its first marks"
+
+
+def test_every_program_is_a_doctest_or_is_executed_by_a_named_test() -> None:
+    programs = {path.name for path, code in of_kind("python") if ">>>" not in code}
+    assert programs == set(EXECUTED)
+    assert [page for page, test in EXECUTED.items() if page not in (ROOT / test).read_text()] == []
+
+
+def test_the_reward_of_the_page_pays_what_it_says(tmp_path: Path) -> None:
+    (code,) = (code for _, code in of_kind("python", "rewards.md") if ">>>" not in code)
+    (tmp_path / "mine.py").write_text(code)
+    polite = runpy.run_path(str(tmp_path / "mine.py"))["polite"]
+    assert [polite("", text, "4") for text in ("4, please", "4", "5, please")] == [1.0, 0.5, 0.0]
+
+
+def test_every_yaml_block_is_read_with_all_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of stages, one stage, a task, an algorithm: none has a key that is not known. Kubernetes reads its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rubric.txt").write_text("Prefer the answer that is right.")
+    for name, pages in {"mine.py": ("rewards.md", "tools.md"), "guess.py": ("environments.md",)}.items():
+        own = [code for page in pages for _, code in of_kind("python", page) if code.startswith(f"# {name}")]
+        (tmp_path / name).write_text("\n".join(own))
+    for number, (path, code) in enumerate(of_kind("yaml")):
+        tree = yaml.safe_load(code)
+        if isinstance(tree, dict) and "apiVersion" in tree:
+            continue
+        if isinstance(tree, dict) and "stages" not in tree:
+            ((key, value),) = tree.items()
+            tree = {"stages": [{"stage": "rl", "name": "rl", "model": "tiny:nano", "task": "arithmetic", key: value}]}
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump({"stages": tree} if isinstance(tree, list) else tree))
+        assert config.parse(str(file), [], allow_code=True).recipe.stages, path
+
+
+def test_every_script_and_target_of_a_command_is_there() -> None:
+    """`python FILE --option` names a file that has the option, `make TARGET` a target, a shell block is one that bash reads."""
+    missing = []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in PAGES:
+        text = path.read_text()
+        missing += [
+            f"{path.name}: make {t}" for t in re.findall(r"(?:^ *|`)make ([a-z-]+)", text, re.MULTILINE) if t not in targets
+        ]
+        for script, words in re.findall(r"(?:^ *|`)python (\w+/\w+\.py)([^`\n#]*)", text, re.MULTILINE):
+            source = (ROOT / script).read_text() if (ROOT / script).exists() else ""
+            options = [word for word in re.findall(r"--[a-z-]+", words) if word != "--help" and word not in source]
+            missing += [f"{path.name}: {script} {word}" for word in (options if source else [""])]
+    assert missing == []
+    for path, code in of_kind("sh"):
+        assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0, path
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -1,12 +1,11 @@
-"""What the guides and other pages tell a user to type is read by the command line, every file of a guide is planned, and links
-to headings lead to one."""
+"""What a page tells a user to type is read by the command line, every file of a guide is planned, and links to headings lead to one."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from posttrain import catalogue, cli, config
 from posttrain.commands import plan
+from posttrain.errors import UserError
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.stages.base import PRINTABLE
@@ -22,16 +22,29 @@ DOCS = Path(__file__).parent.parent / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 PAGES = [*GUIDES, *(DOCS / name for name in ("faq.md", "coverage.md")), *sorted((DOCS / "concepts").glob("*.md"))]
 FILE = re.compile(r"```yaml\n# (\w+\.yaml)\n(.*?)```", re.DOTALL)
-COMMAND = re.compile(r"(?:^    |`)(posttrain [a-z]+ [^`\n#]+)", re.MULTILINE)
+TYPED = "|".join(path.stem for path in Path(cli.__file__).parent.glob("[a-z]*.py") if path.stem != "base")
+COMMAND = re.compile(rf"(?:^(?: {{4}})?|`)(?:env/bin/)?(posttrain (?:{TYPED}) [^`\n#;&|]+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s:]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FILES = {name: body for path in PAGES for name, body in FILE.findall(path.read_text())}
-COMMANDS = sorted({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
-PLANNED = [
-    line
-    for line in COMMANDS
-    if line.split()[1] in ("plan", "run") and line.split()[2] in catalogue.names("recipe") and "--sweep" not in line
-]
+READ = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+COMMANDS = {
+    line.strip().replace("=N", "=0"): path.name
+    for path in READ
+    for line in COMMAND.findall(path.read_text())
+    if "--help" not in line
+}
+
+
+def recipes_of(commands: Iterable[str]) -> list[str]:
+    """The commands that plan or run a recipe, once."""
+    words = {line: line.split() for line in commands}
+    known = catalogue.names("recipe")
+    several = re.compile("--sweep|seeds=")
+    return [line for line, w in words.items() if w[1] in ("plan", "run") and w[2] in known and not several.search(line)]
+
+
+PLANNED = recipes_of({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
 QUESTIONS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
 GRADE_SCHOOL = [
     {"question": f"What is {n} + 1?", "answer": f"It is {n}+1 = <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"} for n in range(3000)
@@ -93,14 +106,18 @@ def test_every_file_of_a_guide_is_planned(name: str) -> None:
     assert lines[0].startswith("recipe ") and len(lines) > 3
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_every_command_is_read_with_all_its_keys(line: str) -> None:
-    words = shlex.split(line)[1:]
-    options = cli.parse(words)
-    if line in PLANNED:
-        recipe, *settings = [word for word in words[1:] if not word.startswith("--")]
-        config.parse(recipe, settings)
-    assert options.command == words[0]
+def test_every_command_is_read_with_all_its_keys() -> None:
+    wrong, recipes = [], set(recipes_of(COMMANDS))
+    for line, page in COMMANDS.items():
+        words = shlex.split(line)[1:]
+        try:
+            assert cli.parse(words).command == words[0]
+            if line in recipes:
+                recipe, *settings = [word for word in words[1:] if not word.startswith("--")]
+                config.parse(recipe, settings)
+        except UserError as error:
+            wrong.append(f"{page}: {line}: {error}")
+    assert wrong == [] and len(COMMANDS) > 200 and len(recipes) > 80
 
 
 @pytest.mark.slow

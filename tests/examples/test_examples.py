@@ -157,7 +157,7 @@ def test_the_readme_begins_with_ten_lines_that_run_then_two_commands_and_fits_a_
     readme = (EXAMPLES.parent / "README.md").read_text()
     first, _, _ = readme.partition("\n## ")
     blocks = re.findall(r"```(\w*)\n(.*?)```", first, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", ""] and len(first.splitlines()) <= 50
+    assert [kind for kind, _ in blocks] == ["python", "sh"] and len(first.splitlines()) <= 50
     assert [line.split()[:2] for line in blocks[1][1].splitlines()] == [["make", "demo"], ["make", "test"]]
     program = blocks[0][1]
     assert len([line for line in program.splitlines() if line.strip()]) <= 10

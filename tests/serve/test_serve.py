@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +70,17 @@ def test_the_openai_client_gets_text_ids_and_exact_logprobs(served: Served, poli
         np.testing.assert_allclose(found, fresh_logprobs(policy, prompt, choice.token_ids), atol=1e-4)
     tokens = sum(len(c.token_ids) for c in answer.choices)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), tokens)
+
+
+def test_the_page_asks_the_server_in_python_and_with_curl(served: Served, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    body = json.loads(re.findall(r"^curl .* -d '(.*)'$", page, re.MULTILINE)[0])
+    asked = program.replace("http://127.0.0.1:8000", served.url).replace('"rl"', '"tiny"')
+    (tmp_path / "page.py").write_text(asked.replace("seed=1", "seed=1, max_tokens=4"))
+    runpy.run_path(str(tmp_path / "page.py"))
+    status, answer = served.post({**body, "model": "tiny", "max_tokens": 4})
+    assert status == 200 and answer["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_a_stream_has_what_the_whole_answer_has(served: Served) -> None:
