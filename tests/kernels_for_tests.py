@@ -77,9 +77,36 @@ def rotate_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: T
         x.copy_(x * cos + torch.cat([y[..., half:], -y[..., :half]], -1))
 
 
-def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
-                        values: Tensor, query_norm: Tensor, key_norm: Tensor, epsilon: float, heads: int, key_heads: int,
-                        width: int, half_block: int, padded: int, norm: bool, shifted: bool) -> None:  # fmt: skip
+def row_scale(x: Tensor, epsilon: float) -> Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def gate_kernel(grid: Grid, both: Tensor, x: Tensor, out: Tensor, width: int, hidden: int, epsilon: float, tanh: bool, *rest: int
+                ) -> None:  # fmt: skip
+    gate, up = (both.float() * row_scale(x, epsilon)).chunk(2, 1)
+    out.copy_((F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up)
+
+
+def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, parts: Tensor, arrived: Tensor, rows: int, width: int, depth: int,
+                tall: int, broad: int, deep: int, split: int, add: bool, early: bool) -> None:  # fmt: skip
+    assert (
+        not arrived[: grid[0]].any() and tall >= rows and grid[0] * broad >= width and len(parts) == (split if split > 1 else 0)
+    )
+    made = x.float() @ weight.float().t()
+    out.copy_(out.float() + made if add else made)
+
+
+def thin_gate_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, rows: int, width: int, depth: int, epsilon: float,
+                     tanh: bool, tall: int, broad: int, deep: int, early: bool) -> None:  # fmt: skip
+    assert tall >= rows and grid[0] * broad >= width
+    gate_kernel(grid, x.float() @ weight.float().t(), x, out, width, depth, epsilon, tanh)
+
+
+def rotate_store_kernel(grid: Grid, qkv: Tensor, inner: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor,
+                        keys: Tensor, values: Tensor, query_norm: Tensor, key_norm: Tensor, row_epsilon: float, epsilon: float,
+                        hidden: int, heads: int, key_heads: int, width: int, half_block: int, padded: int, hidden_block: int,
+                        biased: bool, norm: bool, shifted: bool, early: bool) -> None:  # fmt: skip
+    qkv.copy_(qkv.float() * row_scale(inner, row_epsilon) + (bias.float() if biased else 0.0))
     split = qkv.view(len(qkv), heads + 2 * key_heads, width)
     query, key, value = split.split_with_sizes([heads, key_heads, key_heads], 1)
     at, half = position.long(), width // 2
@@ -105,49 +132,80 @@ def partial_attention(query_NHD: Tensor, slots: Tensor, store: tuple[Tensor, Ten
     return torch.einsum("nhl,lhd->nhd", weight, values), lse
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two partial attentions as one: outputs weighted by the exponents of their log-sum-exps. A part without keys weighs 0."""
-    lse = torch.logaddexp(one[1], other[1])
-    parts = [torch.where(s[..., None] == -torch.inf, 0.0, o * torch.exp(s - lse)[..., None]) for o, s in (one, other)]
-    return parts[0] + parts[1], lse
+def merge(*given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Partial attentions, [parts, ...] each, as one: outputs weighted by the exponents of their log-sum-exps. A part without keys
+    weighs 0."""
+    outs, lses = (torch.cat(side) for side in zip(*given, strict=True))
+    lse = torch.logsumexp(lses, 0)
+    weighed = torch.where(lses[..., None] == -torch.inf, 0.0, outs * torch.exp(lses - lse)[..., None])
+    return weighed.sum(0), lse
 
 
-def prefix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, before: Tensor, lse: Tensor, tile: Tensor,
-                  table: Tensor, position: Tensor, scaling: float, softcap: float, window: int, tiles: int, pages: int, heads: int,
-                  key_heads: int, width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool, precision: str
-                  ) -> None:  # fmt: skip
-    assert tiles == tile.shape[1] and pages == table.shape[1]
-    before.zero_()
-    lse.fill_(-torch.inf)
+def cut(first: int, end: int, part: int, parts: int) -> range:
+    """The pages of one part."""
+    each = -(-(end - first) // parts)
+    return range(first + part * each, min(first + (part + 1) * each, end))
+
+
+def prefix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found: Tensor, lse: Tensor, tile: Tensor,
+                  table: Tensor, position: Tensor, scaling: float, softcap: float, window: int, rows_in_all: int, tiles: int,
+                  pages: int, heads: int, key_heads: int, width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool,
+                  precision: str, early: bool) -> None:  # fmt: skip
+    assert tiles == tile.shape[1] and pages == table.shape[1] and rows_in_all == len(query)
+    found[: grid[2]] = 0
+    lse[: grid[2]] = -torch.inf
     for number in range(grid[0]):
         first, count, length = tile[:, number].tolist()
-        part, at = slice(first, first + count), torch.arange(length)
-        if count:
+        mine = slice(first, first + count)
+        start = max(0, int(position[mine].min()) - window + 1) // page if count and windowed else 0
+        for part in range(grid[2] if count else 0):
+            at = positions(cut(start, -(-length // page), part, grid[2]), page, length)
             slots = table[number, at // page].long() * page + at % page
-            hidden = at[None] <= position[part, None] - window if windowed else None
-            found = partial_attention(query[part], slots, (keys, values), hidden, scaling, softcap if capped else None)
-            before[part], lse[part] = found
+            hidden = at[None] <= position[mine, None] - window if windowed else None
+            one = partial_attention(query[mine], slots, (keys, values), hidden, scaling, softcap if capped else None)
+            found[part, mine], lse[part, mine] = one
 
 
-def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, before: Tensor, lse: Tensor, out: Tensor, count: Tensor,
-                  done: Tensor, table: Tensor, scaling: float, softcap: float, window: int, pages: int, heads: int, key_heads: int,
-                  width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool, precision: str) -> None:  # fmt: skip
-    assert pages == table.shape[1]
-    for n in range(grid[0]):
-        at = torch.arange(0 if done[n] else int(count[n]))
-        slots = table[n, at // page].long() * page + at % page
-        hidden = (at < len(at) - window)[None] if windowed else None
-        own = partial_attention(query[n : n + 1], slots, (keys, values), hidden, scaling, softcap if capped else None)
-        out[n] = merge((before[n], lse[n]), (own[0][0], own[1][0]))[0].to(out.dtype)
+def positions(pages: range, page: int, length: int) -> Tensor:
+    """The tokens of these pages of a sequence."""
+    return torch.arange(pages.start * page, max(pages.start * page, min(pages.stop * page, length)))
+
+
+def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found: Tensor, lse: Tensor, out: Tensor, count: Tensor,
+                  done: Tensor, table: Tensor, scaling: float, softcap: float, window: int, rows_in_all: int, pages: int,
+                  ahead: int, whole: bool, heads: int, key_heads: int, width: int, wide: int, rows: int, page: int, windowed: bool,
+                  capped: bool, precision: str, early: bool) -> None:  # fmt: skip
+    assert pages == table.shape[1] and (ahead, grid[2]) == (1, 1) if whole else len(found) == ahead + grid[2]
+    for n in range(grid[1]):
+        length = 0 if done[n] else int(count[n])
+        oldest = max(0, length - window) if windowed else 0
+        for part in range(grid[2]):
+            at = positions(cut(oldest // page, -(-length // page), part, grid[2]), page, length)
+            slots = table[n, at // page].long() * page + at % page
+            hidden = (at < oldest)[None] if windowed else None
+            own = partial_attention(query[n : n + 1], slots, (keys, values), hidden, scaling, softcap if capped else None)
+            if whole:
+                both = merge((found[:ahead, n], lse[:ahead, n]), (own[0], own[1]))
+                out[n] = both[0].to(out.dtype)
+            else:
+                found[ahead + part, n], lse[ahead + part, n] = own[0][0], own[1][0]
+
+
+def merge_kernel(grid: Grid, found: Tensor, lse: Tensor, out: Tensor, *sizes: int) -> None:
+    out.copy_(merge((found, lse))[0])
 
 
 def block_sums_kernel(grid: Grid, *rest: Any) -> None:
     """What it sums is only for `draw_kernel`, which here draws from all logits at once."""
 
 
-def draw_kernel(grid: Grid, logits: Tensor, temperature: Tensor, top: Tensor, total: Tensor, best: Tensor, seed: Tensor,
-                count: Tensor, done: Tensor, id_N: Tensor, logprob_N: Tensor, *sizes: int) -> None:  # fmt: skip
-    rows = len(id_N)
+head_sums_kernel = block_sums_kernel
+
+
+def draw_kernel(grid: Grid, source: Tensor, weight: Tensor, temperature: Tensor, top: Tensor, total: Tensor, fine_top: Tensor,
+                fine_total: Tensor, seed: Tensor, count: Tensor, done: Tensor, id_N: Tensor, logprob_N: Tensor, size: int,
+                blocks: int, width: int, block: int, padded: int, fine: int, deep: int, again: bool) -> None:  # fmt: skip
+    rows, logits = len(id_N), source.float() @ weight.float().t() if again else source
     choices = Choices(temperature[:rows], temperature[:rows], temperature[:rows])
     for target, found in zip((id_N, logprob_N), draw(logits, choices, uniforms(seed[:rows], count[:rows]), False), strict=True):
         target.copy_(found)
@@ -176,6 +234,9 @@ class Kernels:
     def __init__(self, module: str):
         self.module = module
 
+    def tiles(self, matrix: Tensor, *shape: int) -> Any:
+        return import_module(self.module).tiles(matrix, *shape) if matrix.is_cuda else matrix
+
     def __getattr__(self, name: str) -> Kernel:
         return Kernel(self.module, name)
 
@@ -186,7 +247,7 @@ class Kernel:
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         def launch(*inputs: Any, **options: int) -> None:
-            if inputs[0].is_cuda:
+            if any(isinstance(one, Tensor) and one.is_cuda for one in inputs):
                 getattr(import_module(self.module), self.name)[grid](*inputs, **options)
             else:
                 globals()[self.name](grid, *inputs)
@@ -209,4 +270,5 @@ def decode_in_pages(patch: pytest.MonkeyPatch, on: bool = True) -> None:
 
 
 decoding._triton = lambda: Kernels("posttrain.engine.triton_kernels")
+decoding._sampling = lambda: Kernels("posttrain.engine.triton_sampling")
 training._triton = lambda: Kernels("posttrain.ops.triton_training")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine.fused import Fused, advance, attend_pages, choose, fused, tile_rows
+from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
 from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
@@ -25,7 +25,6 @@ from posttrain.models.policy import Policy
 from posttrain.models.routing import routers
 from posttrain.ops.device import device_bytes, free_bytes
 from posttrain.ops.fused import power_of_two
-from posttrain.ops.logprobs import head_logits
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 BURST = 64  # max steps between two looks of the host
@@ -292,8 +291,8 @@ class CUDABackend:
         assert self.state is not None
         state = self.state.after(first)
         state.step.zero_()
-        logits_NV = head_logits(hidden_PH[which_N], self.policy.head)
-        advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
+        found = sample(hidden_PH[which_N], self.policy.head, state, self.truncated)
+        advance(*found, self.stop_V, state)
         return self._drawn(1, first)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -401,9 +400,8 @@ class CUDABackend:
 
         last, position, slot = (state[name][:size] for name in ("last", "position", "slot"))
         given = (last, position, slot, self.stores, attend, self.choices)
-        hidden_NH = self.decoder.hidden(*given)
-        logits_NV = head_logits(hidden_NH, self.policy.head)
-        advance(*choose(logits_NV, state, self.truncated), self.stop_V, state)
+        found = sample(self.decoder.hidden(*given), self.policy.head, state, self.truncated)
+        advance(*found, self.stop_V, state)
 
     def _capture(self, size: int, tiles: int) -> torch.cuda.CUDAGraph:
         """The graph of one step. The step that warms it up finds every row done, and changes nothing."""

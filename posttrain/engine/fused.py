@@ -2,14 +2,14 @@
 decoding in CUDA graphs; and the other operations of a decode step, one Triton kernel each.
 
 It reads the parameters of the policy's own module. Products that share their input are done as one, for which their weights are
-copied side by side (`refresh`, at every call of `generate`, a millisecond for a billion weights); everything else is the module's own
-memory, so that an optimizer step in place is seen by graphs already captured. Adapters are not merged, which in bf16 would round
-small ones away: they are two narrow products in addition to each wide one.
+copied side by side, times the weight of the norm before them (`refresh`, at every call of `generate`, a millisecond for a billion
+weights); everything else is the module's own memory, so that an optimizer step in place is seen by graphs already captured. Adapters
+are not merged, which in bf16 would round small ones away: they are two narrow products in addition to each wide one.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,19 +33,33 @@ from posttrain.models.layers import (
 from posttrain.models.policy import Policy
 from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, power_of_two
+from posttrain.ops.logprobs import Head, head_logits
 
 BLOCK = 4096  # logits that one program sums
 MAX_QUERIES = 64  # queries that read a prompt together
+THIN = 64  # rows of a product up to which our kernel is used
+PROGRAMS = 512  # of an attention kernel; fewer leave the device idle
+PROMPT_PARTS = 4  # into which prompts are cut then
+HEAD_TILE = (
+    128,
+    256,
+    64,
+)  # rows, ids and elements that one program of the output layer's product takes
+FINE = 32  # of those ids: logits that are computed again where one of them is drawn
 
 
 class Products:
     """y = x W^T + b + (x A^T) B^T of one or more linear layers that read the same x: weights side by side, adapters (scale in B, one
-    block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `copies`. Weights in 4 bits are not
-    copied: they are made anew for each product."""
+    block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `refresh`. Weights in 4 bits are not
+    copied: they are made anew for each product.
 
-    def __init__(self, projection: Projection):
-        self.projection, self.narrow = projection, bool(projection.narrow)
-        self.copied = len(projection.modules) > 1 and not self.narrow
+    With a `norm` the x that they read is normalised, x s w with a factor s of the row. The w is in the copies; s and b are left to
+    the kernel that reads the product, so that the normalised x is never there.
+    """
+
+    def __init__(self, projection: Projection, norm: Norm | None = None):
+        self.projection, self.norm, self.narrow = projection, norm, bool(projection.narrow)
+        self.copied = (norm is not None or len(projection.modules) > 1) and not self.narrow
         self.allocate()
 
     def allocate(self) -> None:
@@ -60,6 +74,7 @@ class Products:
             self.bias = first.new_empty(rows) if len(modules) > 1 else bias.detach()
         ranks = sum(adapter.a_RI.shape[0] for adapter in self.projection.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=first.device)
 
     def release(self) -> None:
         """Give the copies back, until `allocate`."""
@@ -84,18 +99,38 @@ class Products:
                 rank = until
         return pairs
 
+    def scale_copies(self) -> None:
+        """The norm's weight into the copies."""
+        for copied in [self.weight, self.down] if self.copied else [self.down]:
+            if self.norm is not None:
+                torch.mul(copied, _factor(self.norm), out=copied)
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self._adapt(F.linear(x, self._whole(), self.bias), x)
+        """Without s and b where there is a norm."""
+        bias, weight = self.bias if self.norm is None else None, self.whole()
+        if bias is None and _thin(x):
+            out = x.new_empty(len(x), len(weight))
+            thin_product(x, weight, out, self.arrived, add=False)
+        else:
+            out = F.linear(x, weight, bias)
+        return self._adapt(out, x)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
-        total.addmm_(x, self._whole().t())
+        if _thin(x):
+            thin_product(x, self.whole(), total, self.arrived, add=True)
+        else:
+            total.addmm_(x, self.whole().t())
         if self.bias is not None:
             total += self.bias
         self._adapt(total, x)
 
-    def _whole(self) -> Tensor:
-        return self.projection.weight() if self.narrow else self.weight
+    def whole(self) -> Tensor:
+        """The weight, the norm's within it."""
+        if not self.narrow:
+            return self.weight
+        weight = self.projection.weight()
+        return weight if self.norm is None else (weight * _factor(self.norm)).to(weight.dtype)
 
     def _adapt(self, out: Tensor, x: Tensor) -> Tensor:
         return out if not self.down.shape[0] else out.addmm_(F.linear(x, self.down), self.up.t())
@@ -106,7 +141,8 @@ class Layer:
 
     def __init__(self, layer: LayerDescription):
         self.described, self.heads = layer, layer.heads
-        self.products = [Products(projection) for projection in layer.projections]
+        norms = (layer.input_norm, None, layer.post_norm, None)
+        self.products = list(map(Products, layer.projections, norms))
         self.qkv, self.out, *self.mlp = self.products
 
     def __call__(
@@ -120,18 +156,27 @@ class Layer:
         routes: Routes | None = None,
     ) -> None:
         layer, heads = self.described, self.heads
-        qkv = self.qkv(_normalised(x, layer.input_norm))
-        rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms)
+        qkv = self.qkv(x)
+        rotate_store(qkv, (x, self.qkv), heads, rope, position, slot, store, layer.qk_norms)
         split = qkv.view(len(qkv), -1, heads.width)
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
         out = attend(layer.number, query, key, value, layer.rule)
         self.out.add_to(x, out.reshape(len(qkv), -1))
-        inner = _normalised(x, layer.post_norm)
         if layer.experts is not None:
+            inner = _normalised(x, layer.post_norm)
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
             return
         gate_up, down = self.mlp
-        down.add_to(x, gated(gate_up(inner), layer.tanh))
+        if _thin(x) and not gate_up.down.shape[0]:
+            inner = thin_gate(x, gate_up.whole(), layer.post_norm, layer.tanh)
+        else:
+            inner = gate(gate_up(x), x, layer.post_norm, layer.tanh)
+        down.add_to(x, inner)
+
+
+def _factor(norm: Norm) -> Tensor:
+    weight_H = norm.weight.detach()
+    return 1 + weight_H.float() if norm.shifted else weight_H
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -166,6 +211,8 @@ class Fused:
             self.released = False
         pairs = [pair for product in self.products for pair in product.copies()]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for product in self.products:
+            product.scale_copies()
 
     def release(self) -> None:
         """Give the memory of the copies back; `refresh` takes it anew, in another place."""
@@ -238,8 +285,43 @@ def _triton() -> Any:
     return triton_kernels
 
 
+def _sampling() -> Any:
+    from posttrain.engine import triton_sampling
+
+    return triton_sampling
+
+
+def _thin(x: Tensor) -> bool:
+    """Whether a product with so few rows is faster by the kernel for them."""
+    narrow = x.dtype.itemsize == 2 and x.shape[1] % 64 == 0
+    return len(x) <= THIN and narrow and _hopper(x.device)
+
+
+def thin_product(x: Tensor, weight: Tensor, out: Tensor, arrived: Tensor, add: bool) -> None:
+    """out = x W^T, or out += x W^T, for few rows; `arrived` is 0, and 0 again afterwards."""
+    (rows, depth), width, early = x.shape, len(weight), _hopper(x.device)
+    tall, broad = (16 if rows <= 16 else power_of_two(THIN)), 16 if width <= 4096 else 32
+    split = 1 if depth < 2048 else 4
+    parts = torch.empty(split if split > 1 else 0, rows, width, device=x.device)
+    sizes = (rows, width, depth, tall, broad, 128, split, add, early)
+    grid = (-(-width // broad), split)
+    given = (x, weight, out, parts, arrived, *sizes)
+    _triton().thin_kernel[grid](*given, num_stages=4, launch_pdl=early)
+
+
+def thin_gate(x: Tensor, weight: Tensor, norm: Norm, tanh: bool) -> Tensor:
+    """act(gate) * up of few normalised rows, in one kernel; the norm's weight is in that of the product."""
+    (rows, depth), width, early = x.shape, len(weight) // 2, _hopper(x.device)
+    out = x.new_empty(rows, width)
+    tile = (16, 16, 128) if rows <= 16 else (power_of_two(THIN), 16, 64)
+    given = (x, weight, out, rows, width, depth, norm.epsilon, tanh, *tile, early)
+    _triton().thin_gate_kernel[(-(-width // 16),)](*given, num_stages=4, launch_pdl=early)
+    return out
+
+
 def rotate_store(
     qkv: Tensor,
+    product: tuple[Tensor, Products],
     heads: Heads,
     rope: RopeTable,
     position_T: Tensor,
@@ -247,15 +329,32 @@ def rotate_store(
     store: tuple[Tensor, Tensor],
     norms: tuple[Norm, Norm] | None,
 ) -> None:
-    """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by their positions' angles, and
-    write keys and values into their slots of the [slots, Hk, D] stores."""
+    """In place on [T, (Hq + 2 Hk) D], the product with x: finish it, normalise queries and keys, where there are norms, rotate them by
+    their positions' angles, and write keys and values into their slots of the [slots, Hk, D] stores."""
+    x, (norm, bias) = product[0], (product[1].norm, product[1].bias)
+    assert norm is not None
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
     epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
     blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
-    sizes = (heads.heads, heads.keys, heads.width, *blocks)
-    inputs = (qkv, *rope, position_T, slot_T, *store, *weights)
-    flags = (norms is not None, shifted)
-    _triton().rotate_store_kernel[(len(qkv),)](*inputs, epsilon, *sizes, *flags)
+    sizes = (heads.heads, heads.keys, heads.width, *blocks, power_of_two(x.shape[1]))
+    inputs = (qkv, x, qkv if bias is None else bias, *rope, position_T, slot_T, *store, *weights)
+    early = _hopper(x.device)
+    flags = (bias is not None, norms is not None, shifted, early)
+    _triton().rotate_store_kernel[(len(qkv),)](
+        *inputs, norm.epsilon, epsilon, x.shape[1], *sizes, *flags, launch_pdl=early
+    )
+
+
+def gate(both: Tensor, x: Tensor, norm: Norm, tanh: bool) -> Tensor:
+    """act(gate) * up of the product of normalised x, [T, 2I], that holds the gate and then the rest, each still without the norm's
+    factor of its row."""
+    rows, width, hidden = len(both), both.shape[1] // 2, x.shape[1]
+    out = both.new_empty(rows, width)
+    block = min(max(1024, power_of_two(hidden)), power_of_two(width))
+    early = _hopper(x.device)
+    sizes = (width, hidden, norm.epsilon, tanh, block, power_of_two(hidden), early)
+    _triton().gate_kernel[(rows, -(-width // block))](both, x, out, *sizes, launch_pdl=early)
+    return out
 
 
 def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
@@ -263,6 +362,16 @@ def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
     queries = min(MAX_QUERIES, max(16, power_of_two(group * heads.grouped)))
     queries = max(queries, power_of_two(heads.grouped))
     return queries // heads.grouped, queries
+
+
+def parts(programs: int, pages: int) -> int:
+    """Into how many parts the keys of a row with up to so many pages are cut, where there are too few rows for the device: a power
+    of two, so that few kernels are compiled, and two pages or more each.
+
+    >>> [parts(programs, 16) for programs in (2048, 256, 96, 2)], parts(16, 2)
+    ([1, 2, 4, 8], 1)
+    """
+    return power_of_two(max(1, min(PROGRAMS // programs, 8, pages // 2)) + 1) // 2
 
 
 def attend_pages(
@@ -281,43 +390,101 @@ def attend_pages(
     o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
     """
     kernels, count, wide = _triton(), len(query_NHD), torch.float32
-    before = torch.empty(query_NHD.shape, dtype=wide, device=query_NHD.device)
+    own = parts(count * heads.keys, rows.pages)
+    whole = own == 1
+    ahead = 1 if whole else PROMPT_PARTS
+    total, device = ahead if whole else ahead + own, query_NHD.device
+    found = torch.empty(total, *query_NHD.shape, dtype=wide, device=device)
     # every live row is in a tile
-    lse = torch.empty(count, heads.heads, dtype=wide, device=query_NHD.device)
-    out = torch.empty(query_NHD.shape, dtype=query_NHD.dtype, device=query_NHD.device)
-    limits = (rule.scaling, rule.softcap or 1.0, rule.sliding_window or 0)
+    lse = torch.empty(total, count, heads.heads, dtype=wide, device=device)
+    out = torch.empty(query_NHD.shape, dtype=query_NHD.dtype, device=device)
+    limits = (rule.scaling, rule.softcap or 1.0, rule.sliding_window or 0, count)
     precision = "ieee" if query_NHD.dtype == wide else "tf32"
-    flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision)
+    early = _hopper(device)
+    flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision, early)
     shape = (heads.heads, heads.keys, heads.width, max(16, power_of_two(heads.width)))
-    state = (query_NHD, *store, before, lse)
+    state = (query_NHD, *store, found, lse)
     prompts = (rows.tile, rows.prompt_table, rows["position"])
     sizes = (rows.capacity, rows.prompt_pages, *shape, queries)
     inputs = (*state, *prompts, *limits, *sizes, *flags)
-    kernels.prefix_kernel[(tiles, heads.keys)](*inputs, num_stages=2)
-    own = (rows["count"], rows["done"], rows.table)
-    own_sizes = (rows.pages, *shape, max(16, power_of_two(heads.grouped)))
-    own_inputs = (*state, out, *own, *limits, *own_sizes, *flags)
-    kernels.suffix_kernel[(count, heads.keys)](*own_inputs, num_stages=3)
+    written = (rows["count"], rows["done"], rows.table)
+    own_sizes = (rows.pages, ahead, whole, *shape, max(16, power_of_two(heads.grouped)))
+    own_inputs = (*state, out, *written, *limits, *own_sizes, *flags)
+    page_bytes = PAGE * shape[-1] * query_NHD.dtype.itemsize
+    # the next page's keys and values are on their way while this one's are used, where shared memory holds both
+    how: dict[str, Any] = {"num_stages": 3 if page_bytes <= 1 << 15 else 2, "launch_pdl": early}
+    kernels.prefix_kernel[(tiles, heads.keys, ahead)](*inputs, **how)
+    warps = 2 if page_bytes <= 1 << 13 else 4
+    kernels.suffix_kernel[(heads.keys, count, own)](*own_inputs, num_warps=warps, **how)
+    if not whole:
+        merged = (total, heads.heads, heads.width, shape[-1], power_of_two(heads.heads), early)
+        kernels.merge_kernel[(count,)](found, lse, out, count, *merged, launch_pdl=early)
     return out
 
 
+def _head_fits(hidden_NH: Tensor, head: Head) -> bool:
+    """Whether the kernel that sums logits without writing them can do this output layer on this device: Hopper's, on which it was
+    timed; others may have too little shared memory for its tiles."""
+    plain = head.softcap is None and head.bias_V is None and head.scale == 1.0
+    narrow = hidden_NH.dtype.itemsize == 2 and hidden_NH.shape[1] % 8 == 0
+    return plain and narrow and _hopper(hidden_NH.device)
+
+
+@cache
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def sample(hidden_NH: Tensor, head: Head, rows: Rows, truncated: bool) -> tuple[Tensor, Tensor]:
+    """An id and its log-prob for each of the first rows, drawn at the row's own uniform; rows that are done get nothing of meaning.
+    Logits are not written to memory where nothing but the product makes them."""
+    if truncated or not _head_fits(hidden_NH, head):
+        return choose(head_logits(hidden_NH, head), rows, truncated)
+    kernels, (count, width), size = _sampling(), hidden_NH.shape, head.weight_VH.shape[0]
+    tall, broad, deep = HEAD_TILE
+    grid = (-(-count // tall), -(-size // broad))
+    sums = [
+        t
+        for blocks in (grid[1], grid[1] * (broad // FINE))
+        for t in hidden_NH.new_empty(2, count, blocks, dtype=torch.float32)
+    ]
+    tiles = (kernels.tiles(hidden_NH, tall, deep), kernels.tiles(head.weight_VH, broad, deep))
+    sizes = (count, size, width, FINE, *HEAD_TILE)
+    kernels.head_sums_kernel[grid](
+        *tiles, rows.temperature, *sums, *sizes, num_warps=8, num_stages=3
+    )
+    return _drawn(hidden_NH, head.weight_VH, rows, sums, (size, grid[1], width, broad))
+
+
 def choose(logits_NV: Tensor, rows: Rows, truncated: bool) -> tuple[Tensor, Tensor]:
-    """An id and its log-prob for each of the first rows, drawn at the row's own uniform. Logits are read once, and one block of
-    them again; rows that are done get nothing of meaning."""
+    """`sample` from logits, which are read once, and one block of them again."""
     count, size = logits_NV.shape
     if truncated:
         choices = Choices(rows.temperature[:count], rows["top_k"][:count], rows.top_p[:count])
         uniform_N = uniforms(rows["seed"][:count], rows["count"][:count])
         return draw(logits_NV, choices, uniform_N, truncated)
-    kernels, blocks, device = _triton(), -(-size // BLOCK), logits_NV.device
-    top, total = (torch.empty(count, blocks, dtype=torch.float32, device=device) for _ in range(2))
-    best = torch.empty(count, blocks, dtype=torch.int32, device=device)
+    blocks = -(-size // BLOCK)
+    top, total = logits_NV.new_empty(2, count, blocks)
+    sums = (logits_NV, rows.temperature, top, total, size, blocks, BLOCK)
+    _sampling().block_sums_kernel[(count, blocks)](*sums)
+    return _drawn(logits_NV, None, rows, [top, total] * 2, (size, blocks, size, BLOCK))
+
+
+def _drawn(
+    source: Tensor,
+    weight_VH: Tensor | None,
+    rows: Rows,
+    sums: list[Tensor],
+    sizes: tuple[int, int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs by the sums of blocks and of their parts, and logits or hidden states."""
+    count, device = len(source), source.device
     id_N = torch.zeros(count, dtype=torch.int64, device=device)
     logprob_N = torch.zeros(count, device=device)
-    sums, sizes = (logits_NV, rows.temperature, top, total, best), (size, blocks, BLOCK)
-    kernels.block_sums_kernel[(count, blocks)](*sums, *sizes)
     state = (rows["seed"], rows["count"], rows["done"], id_N, logprob_N)
-    kernels.draw_kernel[(count,)](*sums, *state, *sizes, power_of_two(blocks))
+    again = weight_VH is not None
+    given = (source, weight_VH if again else source, rows.temperature, *sums, *state, *sizes)
+    _sampling().draw_kernel[(count,)](*given, power_of_two(sizes[1]), FINE, 128, again)
     return id_N, logprob_N
 
 
@@ -326,5 +493,5 @@ def advance(id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, rows: Rows) -> None
     names = ("last", "count", "position", "slot", "limit", "min", "done")
     state = (*(rows[name] for name in names), rows.table, rows.step, rows.ids, rows.logprobs)
     sizes = (len(id_N), rows.capacity, rows.pages, PAGE, 128)
-    _triton().advance_kernel[(-(-len(id_N) // 128),)](id_N, logprob_N, stop_V, *state, *sizes)
+    _sampling().advance_kernel[(-(-len(id_N) // 128),)](id_N, logprob_N, stop_V, *state, *sizes)
     rows.step.add_(1)

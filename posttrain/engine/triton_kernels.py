@@ -1,6 +1,9 @@
 """The CUDA kernels of a decode step, in Triton. `posttrain/engine/fused.py` calls them.
 
 Keys and values lie in pages: slot s of a layer is row s of a [slots, heads, width] tensor, page p holds the slots p * PAGE and on.
+
+EARLY: launched before the kernel ahead of it has ended (programmatic dependent launch). Until `gdc_wait` it reads only weights and
+what the host wrote, and writes nothing; every program waits, so that whoever waits for this kernel has waited for those before it.
 """
 
 # mypy: ignore-errors
@@ -10,11 +13,28 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def row_scale(x_ptr, row, width, epsilon, BLOCK: tl.constexpr):
+    """1 / sqrt(mean(x^2) + epsilon) of one row."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+
+
+@triton.jit
+def store_halves(ptr, low, high, mask, WIDTH: tl.constexpr):
+    tl.store(ptr, low, mask=mask)
+    tl.store(ptr + WIDTH // 2, high, mask=mask)
 
 
 @triton.jit
 def rotate_store_kernel(
     qkv_ptr,
+    x_ptr,
+    bias_ptr,
     cos_ptr,
     sin_ptr,
     position_ptr,
@@ -23,29 +43,45 @@ def rotate_store_kernel(
     values_ptr,
     query_norm_ptr,
     key_norm_ptr,
+    row_epsilon,
     epsilon,
+    hidden,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIAS: tl.constexpr,
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """All heads of one token: [normalise,] rotate by the position's angle, write back; keys and values also into their slot."""
+    """All heads of one token: times the norm's factor of the row that the product read, [plus bias, normalise,] rotate by the
+    position's angle, write back; keys and values also into their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
     wide = half < WIDTH // 2
     inside = (head < HEADS + 2 * KEYS) & wide
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    factor = row_scale(x_ptr, token, hidden, row_epsilon, HIDDEN)
     place = qkv_ptr + (token * (HEADS + 2 * KEYS) + head) * WIDTH + half
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
     narrow = qkv_ptr.dtype.element_ty
+    low, high = low * factor, high * factor
+    if BIAS:
+        own = bias_ptr + head * WIDTH + half
+        low += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(own + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    low, high = low.to(narrow).to(tl.float32), high.to(narrow).to(tl.float32)
     slot = tl.load(slot_ptr + token).to(tl.int64) * KEYS
     value = inside & (head >= HEADS + KEYS)
     to = values_ptr + (slot + head - HEADS - KEYS) * WIDTH + half
-    tl.store(to, low.to(narrow), mask=value)
-    tl.store(to + WIDTH // 2, high.to(narrow), mask=value)
+    store_halves(to, low.to(narrow), high.to(narrow), value, WIDTH)
+    store_halves(place, low.to(narrow), high.to(narrow), value, WIDTH)
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + epsilon)[:, None]
         asks, gives = (head < HEADS) & wide, (head >= HEADS) & wide
@@ -69,21 +105,170 @@ def rotate_store_kernel(
     rotated_low = (low * cos_low - high * sin_low).to(narrow)
     rotated_high = (high * cos_high + low * sin_high).to(narrow)
     rotated = (head < HEADS + KEYS) & wide
-    tl.store(place, rotated_low, mask=rotated)
-    tl.store(place + WIDTH // 2, rotated_high, mask=rotated)
-    key = rotated & (head >= HEADS)
+    store_halves(place, rotated_low, rotated_high, rotated, WIDTH)
     to = keys_ptr + (slot + head - HEADS) * WIDTH + half
-    tl.store(to, rotated_low, mask=key)
-    tl.store(to + WIDTH // 2, rotated_high, mask=key)
+    store_halves(to, rotated_low, rotated_high, rotated & (head >= HEADS), WIDTH)
 
 
 @triton.jit
-def load_page(ptr, wide, WHOLE: tl.constexpr):
-    """A page is always there as a whole, and always finite: what is not allowed weighs nothing."""
-    if WHOLE:
-        return tl.load(ptr)
+def activated(x, TANH: tl.constexpr):
+    """silu, or gelu with its tanh approximation."""
+    if TANH:
+        return x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
     else:
-        return tl.load(ptr, mask=wide[None, :], other=0.0)
+        return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gate_kernel(
+    both_ptr,
+    x_ptr,
+    out_ptr,
+    width,
+    hidden,
+    epsilon,
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """act(gate) * up, where a row of `both` is gate and then up, both still to be multiplied by the norm's factor of the row that
+    the product read; act is silu or tanh-approximated gelu."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    narrow = out_ptr.dtype.element_ty
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    factor = row_scale(x_ptr, row, hidden, epsilon, HIDDEN)
+    gate = tl.load(both_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    gate, up = gate * factor, up * factor
+    y = activated(gate, TANH) * up
+    tl.store(out_ptr + row * width + at, y.to(narrow), mask=inside)
+
+
+@triton.jit
+def prefetch(ptr):
+    """Ask for lines of memory to be brought into the L2 cache."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def thin_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    rows,
+    width,
+    depth,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """x W^T of few rows, added to `out` where ADD. The inner dimension is cut into SPLIT parts, which the program that comes last adds
+    up in their order. EARLY: the weights are on their way while the kernel ahead still computes x."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    at_m, at_n, at_k = tl.arange(0, BM), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
+    each = tl.cdiv(tl.cdiv(depth, BK), SPLIT) * BK
+    first = part * each
+    end = tl.minimum(first + each, depth)
+    there_m, there_n = (at_m < rows)[:, None], at_n < width
+    weight_ptr += at_n.to(tl.int64)[:, None] * depth
+    if EARLY:
+        gdc_launch_dependents()
+        line = tl.arange(0, BK // 64)[None, :] * 64
+        for k in range(first, end, BK):
+            prefetch(weight_ptr + tl.minimum(k + line, depth - 1))
+        gdc_wait()
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k in range(first, end, BK):
+        there_k = (k + at_k < depth)[None, :]
+        at = (k + at_k)[None, :]
+        w = tl.load(weight_ptr + at, mask=there_n[:, None] & there_k, other=0.0)
+        x = tl.load(x_ptr + at_m[:, None] * depth + at, mask=there_m & there_k, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc)
+    mask, at = there_m & there_n[None, :], at_m[:, None] * width + at_n[None, :]
+    last = True
+    if SPLIT > 1:
+        tl.store(parts_ptr + part * rows * width + at, acc, mask=mask)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        if SPLIT > 1:
+            acc = tl.zeros([BM, BN], tl.float32)
+            for one in tl.static_range(SPLIT):
+                other = parts_ptr + one * rows * width + at
+                acc += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+        if ADD:
+            acc += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def thin_gate_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    width,
+    depth,
+    epsilon,
+    TANH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """act(x Wg) * (x Wu) of few normalised rows; the norm's factor of a row comes from the x that the products read."""
+    at_m, at_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    at_k = tl.arange(0, BK)
+    there_m, there_n = (at_m < rows)[:, None], at_n < width
+    gate_ptr = weight_ptr + at_n.to(tl.int64)[:, None] * depth
+    up_ptr = gate_ptr + width.to(tl.int64) * depth
+    if EARLY:
+        gdc_launch_dependents()
+        line = tl.arange(0, BK // 64)[None, :] * 64
+        for k in range(0, depth, BK):
+            prefetch(gate_ptr + tl.minimum(k + line, depth - 1))
+            prefetch(up_ptr + tl.minimum(k + line, depth - 1))
+        gdc_wait()
+    gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    squares = tl.zeros([BM], tl.float32)
+    for k in range(0, depth, BK):
+        at = (k + at_k)[None, :]
+        there_k = at < depth
+        x = tl.load(x_ptr + at_m[:, None] * depth + at, mask=there_m & there_k, other=0.0)
+        there = there_n[:, None] & there_k
+        gate = tl.dot(x, tl.trans(tl.load(gate_ptr + at, mask=there, other=0.0)), gate)
+        up = tl.dot(x, tl.trans(tl.load(up_ptr + at, mask=there, other=0.0)), up)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+    factor = tl.rsqrt(squares / depth + epsilon)[:, None]
+    gate, up = gate * factor, up * factor
+    to = out_ptr + at_m[:, None] * width + at_n[None, :]
+    tl.store(
+        to,
+        (activated(gate, TANH) * up).to(out_ptr.dtype.element_ty),
+        mask=there_m & there_n[None, :],
+    )
+
+
+@triton.jit
+def load_page(ptr, seen, wide, WHOLE: tl.constexpr):
+    """Those tokens of a page that are seen; 0 for the others."""
+    if WHOLE:
+        return tl.load(ptr, mask=seen[:, None], other=0.0)
+    else:
+        return tl.load(ptr, mask=seen[:, None] & wide[None, :], other=0.0)
 
 
 @triton.jit
@@ -105,6 +290,59 @@ def add_page(score, v, top, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_part(lse, out, top, total, acc):
+    """The same with another part's log-sum-exp and output; a part without keys has -inf, and weighs nothing."""
+    higher = tl.maximum(top, lse)
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    weight, shrink = tl.exp(lse - safe), tl.exp(top - safe)
+    acc = acc * shrink[:, None] + tl.where(weight[:, None] > 0.0, out * weight[:, None], 0.0)
+    return higher, total * shrink + weight, acc
+
+
+@triton.jit
+def store_part(out_ptr, lse_ptr, to, top, total, acc, mine, wide, WIDTH: tl.constexpr, at_d):
+    """Outputs over a part of the keys, and their log-sum-exps; no keys: 0 and -inf."""
+    safe = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, -float("inf"), top + tl.log(safe))
+    tl.store(lse_ptr + to, lse, mask=mine)
+    place = out_ptr + to[:, None] * WIDTH + at_d[None, :]
+    tl.store(place, acc / safe[:, None], mask=mine[:, None] & wide[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def merge_kernel(
+    parts_ptr,
+    lse_ptr,
+    out_ptr,
+    count,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Attention of one row to all keys from its parts: o = sum(o_i exp(s_i)) / sum(exp(s_i))."""
+    row = tl.program_id(0).to(tl.int64)
+    member, at_d = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    mine, wide = member < HEADS, at_d < WIDTH
+    both = mine[:, None] & wide[None, :]
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+    to = row * HEADS + member
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    for part in tl.static_range(PARTS):
+        at = to + part * count * HEADS
+        lse = tl.load(lse_ptr + at, mask=mine, other=-float("inf"))
+        out = tl.load(parts_ptr + at[:, None] * WIDTH + at_d[None, :], mask=both, other=0.0)
+        top, total, acc = add_part(lse, out, top, total, acc)
+    acc = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + to[:, None] * WIDTH + at_d[None, :], acc, mask=both)
+
+
+@triton.jit(do_not_specialize=["count"])
 def prefix_kernel(
     qkv_ptr,
     keys_ptr,
@@ -117,6 +355,7 @@ def prefix_kernel(
     scaling,
     softcap,
     window,
+    count,
     tiles,
     pages,
     HEADS: tl.constexpr,
@@ -128,10 +367,15 @@ def prefix_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Attention of all rows of a tile, [first row, rows, prompt length], to their common prompt, read once; and its log-sum-exp."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    """Attention of all rows of a tile, [first row, rows, prompt length], to one part of their common prompt, read once; and its
+    log-sum-exp."""
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tl.load(tile_ptr + tiles + tile)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if rows == 0:
         return
     first, length = tl.load(tile_ptr + tile), tl.load(tile_ptr + 2 * tiles + tile)
@@ -148,31 +392,35 @@ def prefix_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
-    for page in range(start, tl.cdiv(length, PAGE)):
-        slot = tl.load(table_ptr + tile * pages + page).to(tl.int64) * PAGE + at_n
+    end = tl.cdiv(length, PAGE)
+    each = tl.cdiv(end - start, tl.num_programs(2))
+    start += part * each
+    end = tl.minimum(start + each, end)
+    table_ptr += tile * pages
+    coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
+    for page in range(start, end):
+        slot = coming.to(tl.int64) * PAGE + at_n
+        coming = tl.load(table_ptr + tl.minimum(page + 1, end - 1))
         seen = page * PAGE + at_n < length
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
         allowed = seen[None, :]
         if WINDOWED:
             allowed = allowed & (page * PAGE + at_n[None, :] > position[:, None] - window)
-        k = load_page(keys_ptr + at, wide, WIDE == WIDTH)
+        k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(allowed, score, -float("inf"))
-        v = load_page(values_ptr + at, wide, WIDE == WIDTH)
+        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
         top, total, acc = add_page(score, v, top, total, acc, PRECISION)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = tl.where(total == 0.0, -float("inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
-    to = row * HEADS + query_head
-    tl.store(lse_ptr + to, lse, mask=mine)
-    tl.store(out_ptr + to[:, None] * WIDTH + at_d[None, :], acc, mask=mine[:, None] & wide[None, :])
+    to = (part * count + row) * HEADS + query_head
+    store_part(out_ptr, lse_ptr, to, top, total, acc, mine, wide, WIDTH, at_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "ahead"])
 def suffix_kernel(
     qkv_ptr,
     keys_ptr,
     values_ptr,
-    before_ptr,
+    parts_ptr,
     lse_ptr,
     out_ptr,
     count_ptr,
@@ -181,7 +429,10 @@ def suffix_kernel(
     scaling,
     softcap,
     window,
+    count,
     pages,
+    ahead,
+    WHOLE: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -191,9 +442,12 @@ def suffix_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Attention of one row to the tokens it has written, begun from what `prefix_kernel` left: a merge by log-sum-exp."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Attention of one row to the tokens it has written. WHOLE: merged with what `prefix_kernel` left in one part; else to one part
+    of them, left behind the `ahead` ones of that kernel, beside which it runs. Heads of a token lie side by side: theirs are
+    neighbouring programs. Where the next page lies is read a page ahead, so that its keys can be on their way in time."""
+    head, row, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     GROUPED: tl.constexpr = HEADS // KEYS
     member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
     mine, wide = member < GROUPED, at_d < WIDTH
@@ -205,140 +459,38 @@ def suffix_kernel(
     place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
     q = tl.load(qkv_ptr + place, mask=both, other=0.0)
     state = row * HEADS + query_head
-    top = tl.load(lse_ptr + state, mask=mine, other=-float("inf"))
-    total = tl.where(top == -float("inf"), 0.0, 1.0)
-    acc = tl.load(before_ptr + state[:, None] * WIDTH + at_d[None, :], mask=both, other=0.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)
-    for page in range(oldest // PAGE, tl.cdiv(length, PAGE)):
-        slot = tl.load(table_ptr + row * pages + page).to(tl.int64) * PAGE + at_n
+    start, end = oldest // PAGE, tl.cdiv(length, PAGE)
+    if not WHOLE:
+        each = tl.cdiv(end - start, tl.num_programs(2))
+        start += part * each
+        end = tl.minimum(start + each, end)
+    table_ptr += row * pages
+    coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
+    for page in range(start, end):
+        slot = coming.to(tl.int64) * PAGE + at_n
+        coming = tl.load(table_ptr + tl.minimum(page + 1, end - 1))
         seen = (page * PAGE + at_n < length) & (page * PAGE + at_n >= oldest)
         at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
-        k = load_page(keys_ptr + at, wide, WIDE == WIDTH)
+        k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(seen[None, :], score, -float("inf"))
-        v = load_page(values_ptr + at, wide, WIDE == WIDTH)
+        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
         top, total, acc = add_page(score, v, top, total, acc, PRECISION)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    acc = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + state[:, None] * WIDTH + at_d[None, :], acc, mask=both)
-
-
-@triton.jit
-def block_sums_kernel(
-    logits_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, size, blocks, BLOCK: tl.constexpr
-):
-    """Of one block of one row's logits: the largest z = logit / temperature, sum(exp(z - largest)), and where the largest is."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    heat = tl.load(temperature_ptr + row)
-    z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf"))
-    z = z / tl.where(heat == 0.0, 1.0, heat)
-    top, best = tl.max(z, 0, return_indices=True)
-    tl.store(top_ptr + row * blocks + block, top)
-    tl.store(sum_ptr + row * blocks + block, tl.sum(tl.exp(z - top), 0))
-    tl.store(best_ptr + row * blocks + block, block * BLOCK + best)
-
-
-@triton.jit
-def draw_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_ptr,
-    sum_ptr,
-    best_ptr,
-    seed_ptr,
-    count_ptr,
-    done_ptr,
-    id_ptr,
-    logprob_ptr,
-    size,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """The first id whose cumulative probability exceeds the row's own uniform, and its log-prob: one block is read again."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(done_ptr + row) != 0:
-        return
-    heat = tl.load(temperature_ptr + row)
-    at_b = tl.arange(0, BLOCKS)
-    here = at_b < blocks
-    top_b = tl.load(top_ptr + row * blocks + at_b, mask=here, other=-float("inf"))
-    top = tl.max(top_b, 0)
-    mass_b = tl.load(sum_ptr + row * blocks + at_b, mask=here, other=0.0).to(tl.float64)
-    mass_b = mass_b * tl.exp(top_b - top).to(tl.float64)
-    if heat == 0.0:
-        place = tl.min(tl.where(top_b == top, at_b, BLOCKS), 0)
-        tl.store(id_ptr + row, tl.load(best_ptr + row * blocks + place).to(tl.int64))
-        tl.store(logprob_ptr + row, 0.0)
+    if EARLY:
+        gdc_wait()
+    if WHOLE:
+        lse = tl.load(lse_ptr + state, mask=mine, other=-float("inf"))
+        before_ptr = parts_ptr + state[:, None] * WIDTH + at_d[None, :]
+        before = tl.load(before_ptr, mask=both, other=0.0)
+        top, total, acc = add_part(lse, before, top, total, acc)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out_ptr + state[:, None] * WIDTH + at_d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=both)
     else:
-        # SplitMix64, as posttrain/engine/random.py has it; shifts of a signed integer are masked to be logical
-        x = (tl.load(count_ptr + row).to(tl.int64) + 1) * -7046029254386353131
-        x = tl.load(seed_ptr + row) + x
-        x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
-        x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
-        x = x ^ ((x >> 31) & 8589934591)
-        uniform = ((x >> 11) & 9007199254740991).to(tl.float64) * 1.1102230246251565e-16
-        cumulative_b = tl.cumsum(mass_b, 0)
-        total = tl.sum(mass_b, 0)
-        level = uniform * total
-        block = tl.sum(((cumulative_b <= level) & here).to(tl.int32), 0)
-        # rounding may bring the level up to the whole sum
-        last = tl.max(tl.where(mass_b > 0.0, at_b, 0), 0)
-        block = tl.minimum(block, last)
-        level = level - tl.sum(tl.where(at_b < block, mass_b, 0.0), 0)
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + row * size + at, mask=at < size, other=-float("inf")) / heat
-        p = tl.exp(z - top)
-        below = tl.sum((tl.cumsum(p.to(tl.float64), 0) <= level).to(tl.int32), 0)
-        below = tl.minimum(below, tl.max(tl.where(p > 0.0, tl.arange(0, BLOCK), 0), 0))
-        chosen = block * BLOCK + below
-        z_chosen = tl.load(logits_ptr + row * size + chosen) / heat
-        tl.store(id_ptr + row, chosen.to(tl.int64))
-        tl.store(logprob_ptr + row, z_chosen - top - tl.log(total.to(tl.float32)))
-
-
-@triton.jit
-def advance_kernel(
-    id_ptr,
-    logprob_ptr,
-    stop_ptr,
-    last_ptr,
-    count_ptr,
-    position_ptr,
-    slot_ptr,
-    limit_ptr,
-    min_ptr,
-    done_ptr,
-    table_ptr,
-    step_ptr,
-    ids_ptr,
-    logprobs_ptr,
-    rows,
-    capacity,
-    pages,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the drawn ids down, and make every row ready for its next token."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    live = inside & (tl.load(done_ptr + row, mask=inside, other=1) == 0)
-    step = tl.load(step_ptr)
-    drawn = tl.load(id_ptr + row, mask=live, other=0)
-    tl.store(ids_ptr + step * capacity + row, drawn, mask=live)
-    logprob = tl.load(logprob_ptr + row, mask=live, other=0.0)
-    tl.store(logprobs_ptr + step * capacity + row, logprob, mask=live)
-    tl.store(last_ptr + row, drawn, mask=live)
-    count = tl.load(count_ptr + row, mask=live, other=0) + 1
-    tl.store(count_ptr + row, count, mask=live)
-    stopped = tl.load(stop_ptr + drawn, mask=live, other=0) != 0
-    stopped = stopped & (count > tl.load(min_ptr + row, mask=live, other=0))
-    finished = stopped | (count >= tl.load(limit_ptr + row, mask=live, other=0))
-    tl.store(done_ptr + row, finished.to(tl.int64), mask=live)
-    going = live & (finished == 0)
-    tl.store(position_ptr + row, tl.load(position_ptr + row, mask=going, other=0) + 1, mask=going)
-    page = tl.load(table_ptr + row * pages + (count - 1) // PAGE, mask=going, other=0).to(tl.int64)
-    tl.store(slot_ptr + row, page * PAGE + (count - 1) % PAGE, mask=going)
+        state += (ahead + part) * count * HEADS
+        store_part(parts_ptr, lse_ptr, state, top, total, acc, mine, wide, WIDTH, at_d)

@@ -13,15 +13,18 @@ from material_for_tests import small_policy
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import cuda
 from posttrain.engine import engine as engine_module
+from posttrain.engine import fused as fused_module
 from posttrain.engine.cuda import CUDABackend, Pages, bucket, pages_of
 from posttrain.engine.engine import Engine
 from posttrain.engine.fused import Fused
-from posttrain.engine.rows import PAGE
+from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
 from posttrain.models import nf4
+from posttrain.models.layers import Norm, Projection
 from posttrain.models.lora import Lora, add_adapters, merge_adapters
 from posttrain.models.policy import Policy, wrap_model
+from posttrain.ops.logprobs import Head
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_examples
 from posttrain.types import Completion, Example, Request, Sampling
@@ -77,7 +80,7 @@ def test_two_parts_merge_to_attention_over_both() -> None:
 
     def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
         s, v = torch.tensor(score[..., keys]), torch.tensor(value[:, keys])
-        return s.softmax(-1) @ v, torch.logsumexp(s, -1)
+        return (s.softmax(-1) @ v)[None], torch.logsumexp(s, -1)[None]
 
     out, lse = merge(part(slice(0, 3)), part(slice(3, 9)))
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-12)
@@ -85,8 +88,8 @@ def test_two_parts_merge_to_attention_over_both() -> None:
 
 
 def test_a_part_without_keys_weighs_nothing() -> None:
-    nothing = torch.full((1, 2), float("nan")), torch.tensor([-torch.inf])
-    something = torch.tensor([[3.0, 4.0]]), torch.tensor([0.5])
+    nothing = torch.full((1, 1, 2), float("nan")), torch.tensor([[-torch.inf]])
+    something = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[0.5]])
     for pair in ((nothing, something), (something, nothing)):
         out, lse = merge(*pair)
         assert out.tolist() == [[3.0, 4.0]] and lse.tolist() == [0.5]
@@ -180,6 +183,52 @@ def test_a_history_that_grows_leaves_what_graphs_read_where_it_is(policy: Policy
         states.append(pages_backend(engine).state)
     assert all(state is states[0] for state in states)
     engine.close()
+
+
+def test_without_logits_in_memory_the_same_ids_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hot and cold rows; where the support is cut, logits are made."""
+    rows, generator = Rows(6, 1, 1, 1, torch.device("cpu")), torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (6, 40))
+    rows["seed"].copy_(torch.arange(6) * 7919)
+    rows.temperature.copy_(torch.tensor([1.0, 0.0, 0.7, 1.0, 1.0, 2.0]))
+    rows.top_p.fill_(1.0)
+    made: list[int] = []
+    monkeypatch.setattr(
+        fused_module, "head_logits", lambda h, head: (made.append(1), (h.float() @ head.weight_VH.float().t()))[1]
+    )
+    expected = fused_module.sample(hidden, Head(weight), rows, False)
+    monkeypatch.setattr(fused_module, "_head_fits", lambda hidden, head: True)
+    found = fused_module.sample(hidden, Head(weight), rows, False)
+    assert len(made) == 1 and fused_module.sample(hidden, Head(weight), rows, True) and len(made) == 2
+    assert found[0].tolist() == expected[0].tolist() and torch.allclose(found[1], expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_few_rows_are_multiplied_by_the_kernel_for_them(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same products, made and added to; more rows than it is for are not given to it."""
+    layers = [torch.nn.Linear(64, 48, bias=bias).bfloat16() for bias in (False, True)]
+    products = [fused_module.Products(Projection((layer,), (None,))) for layer in layers]
+    x, total = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 48).bfloat16()
+    expected = [total.float() + layer(x).float() for layer in layers] + [layers[0](x).float()]
+    called: list[int] = []
+    product = fused_module.thin_product
+    monkeypatch.setattr(fused_module, "thin_product", lambda *given, add: (called.append(rows), product(*given, add=add)))
+    monkeypatch.setattr(fused_module, "_hopper", lambda device: True)
+    monkeypatch.setattr(fused_module, "THIN", 16)
+    found = [total.clone(), total.clone()]
+    for one, out in zip(products, found, strict=True):
+        one.add_to(out, x)
+    for one, other in zip([*found, products[0](x)], expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+    assert called == ([rows] * 3 if rows <= 16 else [])
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_the_gate_of_few_rows_is_the_gate_after_the_product(tanh: bool) -> None:
+    x, weight = torch.randn(5, 64), torch.randn(2 * 40, 64)
+    norm = Norm(x[0], 1e-5, False)
+    expected = fused_module.gate(x @ weight.t(), x, norm, tanh)
+    torch.testing.assert_close(fused_module.thin_gate(x, weight, norm, tanh), expected)
 
 
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
