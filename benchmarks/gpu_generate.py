@@ -143,7 +143,7 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
         with watch(activities=[ProfilerActivity.CUDA]) as seen:
             backend.launch()
             torch.cuda.synchronize()
-        steps = backend.steps
+        steps = backend.drawn[0].steps
         scheduler.launched = True
     engine.cancel(list(engine.sessions))
     rows = [(e.key[:70], e.self_device_time_total / 1000 / steps, e.count // steps) for e in seen.key_averages()]

@@ -114,7 +114,7 @@ def step() -> dict[str, Any]:
                     began = clock()
                     backend.launch()
                     seconds = clock() - began
-                    found[f"{way}, {rows}"] = seconds * 1000 / backend.steps
+                    found[f"{way}, {rows}"] = seconds * 1000 / backend.drawn[0].steps
                     scheduler.launched = True
                 engine.cancel(list(engine.sessions))
     return found

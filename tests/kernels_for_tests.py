@@ -225,7 +225,7 @@ def advance_kernel(grid: Grid, id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, 
     going = live & ~finished
     position[:rows] += going
     own = table[torch.arange(rows), ((written - 1) // page).clamp(max=pages - 1)].long()
-    slot[:rows] = torch.where(going, own * page + (written - 1) % page, slot[:rows])
+    slot[:rows] = torch.where(live, torch.where(going, own * page + (written - 1) % page, 0), slot[:rows])
 
 
 class Kernels:

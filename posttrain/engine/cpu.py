@@ -117,6 +117,9 @@ class CPUBackend:
         hidden_NH = self._hidden(self.last_N[:, None], position_N[:, None], layout)[:, 0]
         self.drawn = self._draw(hidden_NH, 0)
 
+    def ahead(self) -> bool:
+        return False
+
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         return self.drawn
 

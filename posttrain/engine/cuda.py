@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
-from posttrain.engine.rows import INTEGERS, PAGE, Rows, RowTable
+from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
@@ -29,6 +29,7 @@ from posttrain.ops.fused import power_of_two
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 BURST = 64  # max steps between two looks of the host
 STOPPABLE = 16  # the same where a response may end at any of them
+FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 MARGIN = 0.08  # of the device's memory that the cache leaves to others
@@ -118,9 +119,10 @@ class CUDABackend:
         self.numbers = count()
         # pages of all live rows at their longest, of their prompts, and of kept sessions
         self.promised = 0
-        # the device does not know yet; rows and tiles it knew last
-        self.changed, self.shape = True, (0, 0)
-        self.steps = 0
+        # the device does not know yet; rows and tiles it knew last, and where it has each live row
+        self.changed, self.shape, self.order = True, (0, 0), np.arange(0)
+        self.drawn: list[Drawn] = []  # of the last burst, and of the one before it
+        self.over = False  # whether the one before it was not collected yet
 
     @property
     def prefill_tokens(self) -> int:
@@ -200,6 +202,7 @@ class CUDABackend:
         new = tuple(max(pair) for pair in zip(old, wanted, strict=True))
         if new != old:
             self.state = Rows(new[0], new[1], new[2], BURST, self.device)
+            self.drawn = [Drawn(self.state), Drawn(self.state)]
             more = [(0, b - a) for a, b in zip(old, new, strict=True)]
             self.table = np.pad(self.table, more[:2])
             self.prompt_table = np.pad(self.prompt_table, (more[0], more[2]))
@@ -293,7 +296,9 @@ class CUDABackend:
         state.step.zero_()
         found = sample(hidden_PH[which_N], self.policy.head, state, self.truncated)
         advance(*found, self.stop_V, state)
-        return self._drawn(1, first)
+        drawn = (state.ids, state.logprobs)
+        ids, logprobs = (t[:1, : self.rows.count - first].cpu().numpy() for t in drawn)
+        return ids, logprobs
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
@@ -325,11 +330,9 @@ class CUDABackend:
         return hidden_TH[torch.from_numpy(np.cumsum(new) - 1).to(self.device)]
 
     def launch(self) -> None:
-        rows, state = self.rows, self.state
-        assert state is not None
-        left = int((rows.live("limit") - rows.live("count")).max())
-        self.steps = min(BURST if self.endless else STOPPABLE, left)
-        self._reserve(self.steps)
+        rows = self.rows
+        steps = self._burst(0)
+        self._reserve(steps)
         size = bucket(rows.count, self.capacity)
         # few sizes: later turns have prompts of their own among those that a group shares, and a tile without rows costs nothing
         tiles = min(power_of_two(self._tiles().shape[1]), size)
@@ -340,18 +343,49 @@ class CUDABackend:
         if self.changed or (size, tiles) != self.shape:
             self._upload(size, tiles)
             self.shape = (size, tiles)
-        state.step.zero_()
-        for _ in range(self.steps):
-            self.graphs[key].replay()
+        self._replay(steps)
+
+    def _burst(self, before: int) -> int:
+        """Steps of a burst that begins so many after those that the host has seen."""
+        rows = self.rows
+        left = int((rows.live("limit") - rows.live("count")).max()) - before
+        return min(BURST if self.endless else STOPPABLE, left)
+
+    def _replay(self, steps: int) -> None:
+        assert self.state is not None
+        self.state.step.zero_()
+        graph = self.graphs[(*self.shape, self.queries, self.truncated)]
+        for _ in range(steps):
+            graph.replay()
+        self.drawn.reverse()
+        self.drawn[0].take(steps)
+
+    def ahead(self) -> bool:
+        last = self.drawn[0]
+        last.wait()
+        size, steps = self.shape[0], self._burst(last.steps)
+        live = int((last.done[:size] == 0).sum())
+        fewer = bucket(live, self.capacity)
+        # few rows cost as much as fewer
+        if steps < 1 or not live or (fewer < size and (size > FEW or 2 * fewer <= size)):
+            return False
+        changed, self.changed = self.changed, False
+        self._reserve(last.steps + steps)
+        if self.changed:  # pages alone: the device's state of the rows is newer than ours
+            assert self.state is not None
+            table = np.zeros((size, self.table.shape[1]), np.int32)
+            table[self.order] = self.table[: len(self.order)]
+            self.state.table[:size].copy_(torch.from_numpy(table).to(self.device))
+        self.changed |= changed
+        if not self.graphs:  # the pool has grown
+            return False
+        self._replay(steps)
+        self.over = True
+        return True
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._drawn(self.steps, 0)
-
-    def _drawn(self, steps: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.state is not None
-        drawn = (self.state.ids, self.state.logprobs)
-        ids, logprobs = (t[:steps, first : self.rows.count].cpu().numpy() for t in drawn)
-        return ids, logprobs
+        drawn, self.over = self.drawn[int(self.over)], False
+        return drawn.of(self.order)
 
     def _tiles(self) -> np.ndarray:
         """[3, tiles]: runs of rows that share a prompt, none longer than a tile."""
@@ -387,7 +421,7 @@ class CUDABackend:
             tile[:, : made.shape[1]], prompt[: made.shape[1]] = made, self.prompt_table[made[0]]
             state.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
             state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
-        self.changed = not tiles
+        self.changed, self.order = not tiles, np.arange(rows.count)
 
     def _step(self, size: int, tiles: int) -> None:
         """One token for each of the first rows."""
@@ -471,7 +505,7 @@ class CUDABackend:
         stay = np.delete(np.arange(rows.count), gone)
         for table in (self.table, self.prompt_table):
             table[: len(stay)], table[len(stay) : rows.count] = table[stay], 0
-        self.changed = True
+        self.changed, self.order = True, self.order[stay[stay < len(self.order)]]
         return stay
 
     def idle(self) -> None:

@@ -93,3 +93,34 @@ class Rows:
         rest.ids, rest.logprobs = self.ids[:, first:], self.logprobs[:, first:]
         rest.table = self.table[first:]
         return rest
+
+
+class Drawn:
+    """What a burst drew, and which rows were done after it, on the host. `take` asks for it, `wait` ends when it is there."""
+
+    def __init__(self, rows: Rows):
+        self.source, self.steps = rows, 0
+        self.on_cuda = rows.ids.is_cuda
+        sources = (rows.ids, rows.logprobs, rows["done"])
+        self.ids, self.logprobs, self.done = (
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=self.on_cuda) for t in sources
+        )
+        self.event = torch.cuda.Event() if self.on_cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self, steps: int) -> None:
+        rows, self.steps = self.source, steps
+        self.ids[:steps].copy_(rows.ids[:steps], non_blocking=True)
+        self.logprobs[:steps].copy_(rows.logprobs[:steps], non_blocking=True)
+        self.done.copy_(rows["done"], non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def of(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs of these rows, [S, N]."""
+        self.wait()
+        ids, logprobs = (t[: self.steps].numpy() for t in (self.ids, self.logprobs))
+        return ids[:, order], logprobs[:, order]

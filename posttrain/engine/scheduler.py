@@ -85,6 +85,11 @@ class Backend(Protocol):
         """Start a burst of steps for the live rows."""
         ...
 
+    def ahead(self) -> bool:
+        """Wait for the burst, and start another one of the same rows where that needs nothing of what was drawn; then the one that is
+        over is collected next."""
+        ...
+
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probs of the burst, [S, N]; what comes after a row's end has no meaning."""
         ...
@@ -204,6 +209,10 @@ class Scheduler:
         self.backend.release()
 
     def _advance(self) -> None:
+        if self.launched and not (self.waiting or self.fresh) and self.backend.ahead():
+            self._collect()  # while the device is at the next burst
+            self.launched = True
+            return
         self._collect()  # first: the backend may move what the burst was written to
         if self.arrived or self.fresh:
             largest = max((len(work.requests) for work in self.waiting), default=0)

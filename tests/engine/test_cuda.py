@@ -231,6 +231,21 @@ def test_the_gate_of_few_rows_is_the_gate_after_the_product(tanh: bool) -> None:
     torch.testing.assert_close(fused_module.thin_gate(x, weight, norm, tanh), expected)
 
 
+def test_the_next_burst_is_launched_before_the_last_one_is_read(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the rows stay; where one of four ends, three go on beside its place, which others' pages do not mind."""
+    calls: list[str] = []
+    for name in ("launch", "_replay", "collect"):
+        method = getattr(CUDABackend, name)
+        monkeypatch.setattr(
+            CUDABackend, name, lambda one, *given, name=name, method=method: (calls.append(name), method(one, *given))[1]
+        )
+    lengths = [3 * PAGE, 3 * PAGE - 5, 3 * PAGE - 20, 40]
+    requests = [Prompt((5, 6, n), 1, n, Sampling(length, min_new_tokens=length)) for n, length in enumerate(lengths)]
+    engine = Engine(policy)
+    assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and all_free(engine)
+    assert calls == ["launch", "_replay", "_replay", "collect", "_replay", "collect", "collect"]
+
+
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
     engine = Engine(policy, 4)
     requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
