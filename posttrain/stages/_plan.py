@@ -137,7 +137,7 @@ def training_memory(
 @dataclass(frozen=True, slots=True)
 class Way:
     """Tokens of a micro-batch and whether layers are checkpointed, as the trainer will choose them where the device is here; and what
-    a step would need without checkpointing, beside the weights as the policy has them."""
+    a step would need without checkpointing, not counting the weights as the policy has them."""
 
     tokens: int
     layered: bool
