@@ -515,8 +515,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` of all. Means of means cannot
-    arise by accident.
+    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` or the `smallest` of all. Means of
+    means cannot arise by accident.
 
     >>> Metric("reward", 3.0, 4).value
     0.75
@@ -526,6 +526,7 @@ class Metric:
     total: Tensor | float
     count: Tensor | float | None
     largest: bool = False
+    smallest: bool = False
 
     @property
     def value(self) -> float:

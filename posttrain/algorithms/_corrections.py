@@ -17,6 +17,15 @@ DEFAULT_CAP = 2.0
 Drop = Literal["none", "mean", "sequence"]
 
 
+def ratio_range(ratio_T: Tensor) -> list[Metric]:
+    """How far the ratio moved from 1, on either side. It is 1 where the mask is not."""
+    still_T = ratio_T.detach()
+    return [
+        Metric("ratio/min", still_T.min(), None, smallest=True),
+        Metric("ratio/max", still_T.max(), None, largest=True),
+    ]
+
+
 def step_kl(batch: Batch, mask_T: Tensor) -> Tensor:
     """[T]: log mu - log pi_ref of the sampled tokens, the k1 estimate of the KL to the reference; 0 outside `mask_T`."""
     sampled_T, reference_T = (

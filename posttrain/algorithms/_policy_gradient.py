@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, step_kl
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, ratio_range, step_kl
 from posttrain.algorithms.base import Algorithm, Correction, Reuse, State
 from posttrain.errors import Count, NotNegative, Positive, Range
 from posttrain.ops.advantages import group_advantages, process_advantages, turn_advantages
@@ -206,7 +206,8 @@ class PolicyGradient(Algorithm):
         policy_T, stopped_T = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
         count = mask_T.sum()
         policy_T, corrections = self.corrections.apply(policy_T, batch)
-        metrics = [Metric("clip_fraction", stopped_T.sum(), count), *corrections]
+        moved = ratio_range(ratio_T)
+        metrics = [Metric("clip_fraction", stopped_T.sum(), count), *moved, *corrections]
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.beta > 0:
             reference_T = batch.reference_T.where(mask_T, 0.0)

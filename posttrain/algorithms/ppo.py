@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, step_kl
+from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, ratio_range, step_kl
 from posttrain.algorithms._policy_gradient import dual_clip_mistakes
 from posttrain.algorithms.base import Algorithm, Correction, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Positive, Range, Several, Share, Whole
@@ -245,7 +245,8 @@ class PPO(Algorithm):
         # KL(mu || pi): the tokens are mu's
         moved_T = kl_estimate("k3", behaviour_T, logprob_T.detach())
         clipped = Metric("clip_fraction", clip_binds(*given).sum(), count)
-        return terms, [clipped, Metric("kl/update", moved_T.sum(), count), *corrections]
+        moved = Metric("kl/update", moved_T.sum(), count)
+        return terms, [clipped, *ratio_range(ratio_T), moved, *corrections]
 
     def value_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         mask_T, return_T = batch.mask_T, batch.return_T

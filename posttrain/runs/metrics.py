@@ -48,14 +48,16 @@ def merge(metrics: Iterable[Metric]) -> Figures:
         total, count = float(metric.total), None if metric.count is None else float(metric.count)
         before = merged.get(metric.name)
         if before is not None:
-            if (before.count is None) != (count is None) or before.largest != metric.largest:
+            ranks = (before.largest, before.smallest) == (metric.largest, metric.smallest)
+            if (before.count is None) != (count is None) or not ranks:
                 kinds = "a sum in one place and a mean or a maximum in another"
                 raise ValueError(f"metric {metric.name!r} is {kinds}")
             both = float(before.total) + total
-            # NaN stays NaN
-            total = max(float(before.total), total) if metric.largest and both == both else both
+            if both == both and (metric.largest or metric.smallest):  # NaN stays NaN
+                both = (max if metric.largest else min)(float(before.total), total)
+            total = both
             count = None if count is None or before.count is None else float(before.count) + count
-        merged[metric.name] = Metric(metric.name, total, count, metric.largest)
+        merged[metric.name] = Metric(metric.name, total, count, metric.largest, metric.smallest)
     return Figures(merged)
 
 

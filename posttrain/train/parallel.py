@@ -92,7 +92,7 @@ def sum_metrics(metrics: Sequence[Metric]) -> list[Metric]:
     if world.size == 1:
         return list(metrics)
     own = [
-        [m.name, float(m.total), None if m.count is None else float(m.count), m.largest]
+        [m.name, float(m.total), None if m.count is None else float(m.count), m.largest, m.smallest]
         for m in metrics
     ]
     return [Metric(*row) for rows in world.gather(own)[:: world.tensor] for row in rows]

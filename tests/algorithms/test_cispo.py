@@ -37,7 +37,7 @@ def test_the_loss_by_hand() -> None:
     advantage = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert float(loss.detach()) == pytest.approx(advantage * (-5 * math.log(0.6) + math.log(0.5)) / 2)
     assert slope.tolist() == pytest.approx([0, -5 * advantage / 2, 0, advantage / 2])
-    assert {m.name: (float(m.total), float(m.count)) for m in terms.metrics}["clip_fraction"] == (1.0, 2.0)
+    assert {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}["clip_fraction"] == (1.0, 2.0)
 
 
 def test_a_token_that_grpo_silences_keeps_pulling() -> None:

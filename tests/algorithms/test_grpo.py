@@ -130,8 +130,9 @@ def test_terms_by_hand() -> None:
     assert sums["policy"] == pytest.approx((-1.2 + 1.5) / 2)  # clipped at 1.2 going up; not clipped going down
     assert sums["kl"] == pytest.approx(0.5 * (0.5 + log(2) - 1) / 2)  # q/p is 1/2 and 1
     assert sums["entropy"] == pytest.approx(-0.1 * (1.0 + 2.0) / 2)
-    metrics = {m.name: (float(m.total), float(m.count)) for m in terms.metrics}
+    metrics = {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}
     assert metrics["clip_fraction"] == (1.0, 2.0)
+    assert metrics["ratio/min"][0] == 1.0 and metrics["ratio/max"][0] == pytest.approx(1.5), "what is masked does not count"
     assert metrics["kl"] == pytest.approx((0.5 + log(2) - 1, 2.0))
 
 

@@ -61,7 +61,7 @@ def test_a_response_is_clipped_whole() -> None:
     terms = algorithm.terms(Outputs(logprob_T, torch.zeros(5)), prepared)
     (slope,) = torch.autograd.grad((terms.terms[0].weight * terms.terms[0].loss).sum(), logprob_T)
     assert slope[:3].tolist() == [0, 0, 0] and float(slope[4]) > 0
-    assert {m.name: (float(m.total), float(m.count)) for m in terms.metrics}["clip_fraction"] == (2.0, 3.0)
+    assert {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}["clip_fraction"] == (2.0, 3.0)
 
 
 def test_the_two_forms_agree_where_a_response_has_one_advantage() -> None:

@@ -89,7 +89,7 @@ def test_kl_in_the_reward_by_hand() -> None:
     )
     prepared = algorithm.prepare(step, {})
     assert prepared.advantage_T.tolist() == pytest.approx([0, 0.15, 0, -0.15, -0.15])
-    shown = {m.name: (float(m.total), float(m.count)) for m in algorithm.terms(outputs(prepared), prepared).metrics}
+    shown = {m.name: (float(m.total), float(m.count or 0)) for m in algorithm.terms(outputs(prepared), prepared).metrics}
     assert shown["kl"] == (3.0, 3.0)
 
 
@@ -187,7 +187,7 @@ def test_far_responses_are_dropped(settings: dict, dropped: list[int]) -> None:
     terms = algorithm.terms(Outputs(logprob_T, torch.zeros(6)), prepared)
     (slope,) = torch.autograd.grad((terms.terms[0].weight * terms.terms[0].loss).sum(), logprob_T)
     assert [n for n in range(2) if not slope[step.sequence_T == n].any()] == dropped
-    assert {m.name: (float(m.total), float(m.count)) for m in terms.metrics}["dropped"] == (len(dropped), 2)
+    assert {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}["dropped"] == (len(dropped), 2)
     assert torch.equal(prepared.weight_T, GRPO(beta=0.0).prepare(step, {}).weight_T)
 
 

@@ -284,6 +284,7 @@ def test_terms_by_hand() -> None:
     assert found["value"] == pytest.approx(0.5 * (1.3**2 + 0.3**2) / 2)
     metrics = {m.name: (float(m.total), float(m.count or 0)) for m in terms.metrics}
     assert metrics["clip_fraction"] == (1.0, 2.0)
+    assert (metrics["ratio/min"][0], metrics["ratio/max"][0]) == pytest.approx((1.0, 1.5))
     assert metrics["value/clip_fraction"] == (1.0, 2.0)
     assert metrics["value/error"] == pytest.approx((1.0 + 0.09, 2.0))
     assert metrics["value/mean"] == pytest.approx((1.3, 2.0))

@@ -38,6 +38,7 @@ TASK = str(Path(__file__).parent.parent / "faults" / "letters.py") + ":Letters"
 STEPS = 10
 SHOWN = ("loss", "grad_norm", "reward", "length", "groups/zero_variance")  # figures that are kept as numbers
 TIMES = ("seconds", "tokens_per_second", "memory")  # figures of the machine, not of the run
+LATER = ("ratio/",)  # figures that are newer than the pins
 
 OPTIMIZER = {"lr": 3e-3, "warmup": 2, "schedule": "cosine", "token_budget": 700}
 RL = {"stage": "rl", "name": "rl", "model": "tiny:nano", "steps": STEPS, "prompts": 8, "sampling": {"max_new_tokens": 20},
@@ -81,7 +82,7 @@ def digest(data: bytes | str) -> str:
 def facts(found: Run) -> dict[str, Any]:
     """What a run directory says of a run, short enough to be kept: digests, and some figures to read when they differ."""
     stage = found.stages()[0]
-    rows = [{k: v for k, v in row.figures.items() if not k.startswith(TIMES)} for row in found.metrics(stage)]
+    rows = [{k: v for k, v in row.figures.items() if not k.startswith(TIMES + LATER)} for row in found.metrics(stage)]
     figures = [[f"{key} {value.hex()}" for key, value in sorted(row.items())] for row in rows]
     weights = load_file(found.directory / "stages" / stage / "model" / "model.safetensors")
     texts, tokens = [], []

@@ -54,6 +54,14 @@ def test_the_largest_of_all_merges_as_such() -> None:
         merge([parts[0], Metric("worst", 1.0, None)])
 
 
+def test_the_smallest_of_all_merges_as_such() -> None:
+    parts = [Metric("least", value, None, smallest=True) for value in (3.0, 1.0, 2.0)]
+    assert merge(parts)["least"] == 1.0
+    assert math.isnan(merge([parts[0], Metric("least", float("nan"), None, smallest=True)])["least"])
+    with pytest.raises(ValueError, match="least"):
+        merge([parts[0], Metric("least", 1.0, None, largest=True)])
+
+
 def test_tensors_are_taken_as_numbers() -> None:
     torch = pytest.importorskip("torch")
     assert merge([Metric("kl", torch.tensor(1.5), torch.tensor(2)), Metric("kl", 0.5, 2)])["kl"] == 0.5

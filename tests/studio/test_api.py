@@ -75,7 +75,8 @@ def test_every_figure_that_training_records_is_explained() -> None:
     static = Path(pages_rollouts.__file__).parent / "static" / "metrics.json"
     table = json.loads(static.read_text())
     known = table["figures"]
-    recorded = """reward reward/answer kl entropy length truncated failed reflection loss loss/policy nll grad_norm clip_fraction
+    recorded = """reward reward/answer kl entropy length truncated failed reflection loss loss/policy nll grad_norm
+    clip_fraction ratio/min
     mismatch mismatch/max learning_rate tokens_per_second seconds/train level accuracy/test reward/test
     accuracy/held_out loss/held_out margin
     repetition distinct keyword agreement reward_spread groups/zero_variance updates tokens trained turns failed/timeout
