@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from posttrain.cli.base import add_json, add_settings, print_json, print_lines
+
+if TYPE_CHECKING:
+    from posttrain.commands.inspect import EvalReport
 
 EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000"
 
@@ -12,7 +16,7 @@ EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task")
+    what.add_argument("--task", help="a task, or several with commas: NAME.KEY is a setting of one")
     what.add_argument(
         "--harness", metavar="TASK", help="tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
     )
@@ -30,20 +34,34 @@ def call(options: argparse.Namespace) -> None:
     if options.harness:
         call_harness(options)
         return
-    from posttrain.commands.inspect import evaluate
-    from posttrain.runs.console import figures_table, show
+    from posttrain.commands.inspect import evaluate_tasks
+    from posttrain.runs.console import final_table, show
 
     against = [f"against={options.against}"] if options.against else []
-    found = evaluate(options.model, options.task, [*options.settings, *against])
+    tasks = options.task.split(",")
+    reports = evaluate_tasks(options.model, tasks, [*options.settings, *against])
     if options.json:
-        print_json(found.tree(), indent=None)
+        trees = {task: report.tree() for task, report in reports.items()}
+        print_json(trees if len(tasks) > 1 else trees[tasks[0]], indent=None)
         return
+    if len(tasks) > 1 and all(report.paired for report in reports.values()):
+        first, second = (one.model for one in next(iter(reports.values())).models)
+        rows = [report.change(task) for task, report in reports.items()]
+        show(final_table(rows, f"before: {second}; after: {first}"))
+        return
+    for report in reports.values():
+        show_report(options.model, report)
+
+
+def show_report(model: str, found: EvalReport) -> None:
+    from posttrain.runs.console import figures_table, show
+
     for one in found.models:
         print_lines([f"{one.model} on {found.setting}"])
         show(figures_table(one.figures))
         print_lines(one.notes)
     if found.paired:
-        print_lines([f"  {options.model} less {found.models[1].model}: {found.paired}"])
+        print_lines([f"  {model} less {found.models[1].model}: {found.paired}"])
     print_lines(found.lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from posttrain.types import JSON, Message, Sampler, Sampling
 
 if TYPE_CHECKING:
     from posttrain.collect import Prompt
+    from posttrain.runs.console import BeforeAfter
     from posttrain.stages.base import Stage
 
 Options = TypeVar("Options", bound="MachineOptions")
@@ -99,6 +101,15 @@ class EvalReport:
     won: Mapping[str, JSON] = field(default_factory=dict)
     lines: Sequence[str] = ()  # of two models, for a person
 
+    def change(self, name: str) -> BeforeAfter:
+        """Two models as a row of a table of tasks: the second is the one before."""
+        from posttrain.runs.console import BeforeAfter
+
+        assert self.paired is not None
+        after, before = (one.figures["accuracy"] for one in self.models)
+        many = self.models[0].figures["problems"]
+        return BeforeAfter(name, before, after, self.paired.difference.row(), many)
+
     def tree(self) -> JSON:
         """As `posttrain eval --json` prints it."""
         tree = {**self.models[0].figures} if self.models else dict(self.won)
@@ -123,6 +134,25 @@ def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options
     tree = {field.name: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
     made: Options = config.from_tree(tree, kind, where)
     return made
+
+
+def evaluate_tasks(
+    model: str, tasks: Sequence[str], settings: Sequence[str]
+) -> dict[str, EvalReport]:
+    """The same of each of several tasks. A setting NAME.KEY is of the task NAME alone; others are of all."""
+    if len(tasks) == 1:
+        return {tasks[0]: evaluate(model, tasks[0], settings)}
+    require(len(set(tasks)) == len(tasks), f"eval: {','.join(tasks)}: a task is named twice")
+    saved = [word for word in settings if word.startswith("save=")]
+    require(not saved, "eval: save is of one task; leave it out, or name one task")
+    found = {}
+    for task in tasks:
+        others = tuple(f"{other}." for other in tasks if other != task)
+        own = [word for word in settings if not word.startswith(others)]
+        found[task] = evaluate(
+            model, task, [re.sub(rf"^{re.escape(task)}\.", "task.", word) for word in own]
+        )
+    return found
 
 
 def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:

@@ -163,3 +163,28 @@ def test_what_cannot_be_labelled_is_refused_with_its_line(row: dict[str, object]
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=text):
         Labels.read(str(file))
+
+
+def test_several_tasks_against_another_model_are_one_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(run / "stages" / "sft" / "model")
+    words = [
+        "eval",
+        str(run),
+        "--task",
+        "arithmetic,countdown",
+        "--against",
+        base,
+        "problems=4",
+        "max_new_tokens=3",
+        "device=cpu",
+    ]
+    assert cli.main([*words, "arithmetic.level=1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("before") == 2 and all(name in printed for name in ("arithmetic", "countdown", "change", base))
+    assert cli.main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert list(tree) == ["arithmetic", "countdown"] and tree["countdown"]["against"]["model"] == base
+    assert cli.main([*words, "save=x.jsonl"]) == 2
+    assert "save is of one task" in capsys.readouterr().err
+    assert cli.main([*words, "countdown.nothing=1"]) == 2
+    assert "nothing" in capsys.readouterr().err
