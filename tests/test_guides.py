@@ -21,7 +21,7 @@ from posttrain.stages.base import PRINTABLE
 DOCS = Path(__file__).parent.parent / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 PAGES = [*GUIDES, *(DOCS / name for name in ("faq.md", "coverage.md")), *sorted((DOCS / "concepts").glob("*.md"))]
-FILE = re.compile(r"```yaml\n# (\w+\.yaml)\n(.*?)```", re.DOTALL)
+FILE = re.compile(r"```yaml\n# (\w+\.yaml)[^\n]*\n(.*?)```", re.DOTALL)
 TYPED = "|".join(path.stem for path in Path(cli.__file__).parent.glob("[a-z]*.py") if path.stem != "base")
 COMMAND = re.compile(rf"(?:^(?: {{4}})?|`)(?:env/bin/)?(posttrain (?:{TYPED}) [^`\n#;&|]+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s:]*)#([^)\s]+)\)")
