@@ -145,11 +145,14 @@ def stage_lines(
     if model not in policies:
         policies[model] = load_priced(model, context, stage.alphabet())
     policy = policies[stage.name] = policies[model]
-    dtype = str(policy.dtype).removeprefix("torch.")
+    return [model_line(model, policy), *stage.plan(policy, context, before)]
+
+
+def model_line(name: str, policy: Policy) -> str:
     count, active = policy.parameters, policy.active_parameters
     used = f" of which a token uses {active:,}" if active < count else ""
-    size = f"model {model}: {count:,} parameters{used}, {dtype}"
-    return [size, *stage.plan(policy, context, before)]
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return f"model {name}: {count:,} parameters{used}, {dtype}"
 
 
 def load_priced(name: str, context: Context, alphabet: str) -> Policy:

@@ -115,7 +115,7 @@ def mixture(
     expert_S, order_S = torch.sort(index_TK.reshape(-1).to(narrow), stable=True)
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-    numbers_E = torch.arange(experts, device=order_S.device).to(narrow)
+    numbers_E = torch.arange(experts, dtype=narrow, device=order_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     inner_SH = _Take.apply(x_TH, order_S // count, place_S, count)  # type: ignore[no-untyped-call]
     both_SJ = F.grouped_mm(inner_SH, gate_up_EJH.transpose(1, 2), offs=ends_E)

@@ -30,7 +30,7 @@ def forward(policy: Policy, batch: Batch) -> Outputs:
 
 
 def _forward(policy: Policy, batch: Batch) -> Outputs:
-    routes = routes_of(policy, batch)
+    routes, learning = routes_of(policy, batch), torch.is_grad_enabled()
     hidden_KH, source_T = states(policy, batch, routes)
     at = _sent(np.flatnonzero(host_mask(batch)), batch)
     before = at - 1 if source_T is None else source_T[at - 1]
@@ -41,7 +41,7 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
         empty_T.index_copy(0, at, logprob_M),
         empty_T.index_copy(0, at, entropy_M),
         predictions={"policy": Prediction(at, hidden_MH, head)},
-        balance_T=None if routes is None else balance(routes, source_T, batch),
+        balance_T=balance(routes, source_T, batch) if routes is not None and learning else None,
         rerouted_T=None if routes is None else routes.differing(source_T),
     )
 
@@ -57,7 +57,7 @@ def routes_of(policy: Policy, batch: Batch) -> Routes | None:
 
 def balance(routes: Routes, source_T: Tensor | None, batch: Batch) -> Tensor:
     """[T]: the terms of the auxiliary loss, with gradients where the batch weighs them."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and ROUTER_WEIGHT in batch.columns):
+    with torch.set_grad_enabled(ROUTER_WEIGHT in batch.columns):
         totals = routes.stacked()
         if source_T is not None:
             totals = (totals[0][source_T], totals[1][source_T])

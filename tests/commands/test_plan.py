@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from material_for_tests import small_policy
+from material_for_tests import small_mixture, small_policy
 from scripts_for_tests import load_script
 
 from posttrain import cli, config
@@ -218,3 +218,11 @@ def test_what_processes_divide_is_priced() -> None:
         f"{size_text(8 * 199_392)} of it{copied}"
         for copied in ("", f" and {size_text(4 * 199_392)} of the copy for generation")
     ]
+
+
+def test_the_weights_that_a_token_uses_are_stated_of_a_mixture_of_experts() -> None:
+    """Of 4 experts a token has 2: half of 2 layers x 4 x 3 matrices of 16 x 16 is left out."""
+    count = small_mixture().parameters
+    line = f"model it: {count:,} parameters of which a token uses {count - 3072:,}, float32"
+    assert plan.model_line("it", small_mixture()) == line
+    assert "of which" not in plan.model_line("it", small_policy())

@@ -76,9 +76,10 @@ def test_weights_in_4_bits_take_the_same_way_and_none_is_kept_in_full(family: st
     assert len(layers) == 14 and kept and not whole & {tuple(shape) for shape in kept}
 
 
-def test_a_scorer_takes_the_same_way() -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_a_scorer_takes_the_same_way(family: str) -> None:
     """A reward model's or a critic's body is a policy's."""
-    compare(from_policy(make("llama"), zero=False), "llama", False)
+    compare(from_policy(make(family), zero=False), family, False)
 
 
 def described_model(network: Network) -> ModelDescription:

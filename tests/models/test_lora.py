@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from material_for_tests import WIDE, material, small_policy
+from material_for_tests import WIDE, material, small_mixture, small_policy
 from torch import Tensor
 
 from posttrain.algorithms.ppo import PPO
@@ -264,6 +264,25 @@ def test_unknown_layers_are_named() -> None:
         UserError, match="lora: this model has no linear layer called c_attn, lm_head; it has down_proj, gate_proj"
     ):
         add_adapters(small_policy().model, Lora(targets=("q_proj", "c_attn", "lm_head")), 0)
+
+
+def test_a_mixture_of_experts_has_adapters_in_its_attention_alone_and_merges_to_a_plain_model() -> None:
+    with pytest.raises(
+        UserError, match="called gate_proj; it has k_proj, o_proj, q_proj, v_proj, and experts get none"
+    ):
+        add_adapters(small_mixture().model, Lora(targets=("q_proj", "gate_proj")), 0)
+    policy = small_mixture()
+    add_adapters(policy.model, LORA, 0)
+    learning = {name.split(".")[-4] for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert learning == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+        expected = forward(policy, BATCH).logprob_T
+        merge_adapters(policy.model)
+        torch.testing.assert_close(forward(policy, BATCH).logprob_T, expected, rtol=0, atol=1e-5)
+    assert policy.model.state_dict().keys() == small_mixture().model.state_dict().keys()
 
 
 def test_without_peft_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
