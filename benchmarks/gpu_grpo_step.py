@@ -4,7 +4,8 @@
     python benchmarks/gpu_grpo_step.py --cases a --trl       # and TRL's step of case a, in a process of its own, same weights
     python benchmarks/gpu_grpo_step.py --cases a --profile   # where the time of forward and backward goes
     python benchmarks/gpu_grpo_step.py --cases c,e --brief   # long ones: one step after a warm-up on short answers
-    python benchmarks/gpu_grpo_step.py --cases moe,moe-dense # a mixture of experts beside a dense model of its active size
+    python benchmarks/gpu_grpo_step.py --cases moe,moe+replay,moe-dense # a mixture of experts, with its
+                                                             # choices replayed, and a dense model of its active size
     python benchmarks/gpu_grpo_step.py --cases b --gate-only # the gradient against float32, without timing
 
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
@@ -162,7 +163,9 @@ def gate(ours: Ours, batch: Batch) -> dict[str, float]:
     return result
 
 
-def run_case(name: str, repeats: int, budget: int | None, do_gate: bool, replay: bool) -> dict[str, Any]:
+def run_case(
+    name: str, repeats: int, budget: int | None, do_gate: bool, replay: bool, ways: str = "shared,plain"
+) -> dict[str, Any]:
     case = CASES[name]
     result: dict[str, Any] = {"case": name, "budget": budget or BUDGETS[name], "replay": replay}
     ours = Ours(case, result["budget"], replay)
@@ -170,8 +173,8 @@ def run_case(name: str, repeats: int, budget: int | None, do_gate: bool, replay:
     if do_gate:
         result["gate"] = gate(ours, ours.rollout(1))
         torch.cuda.empty_cache()
-    for way, least in (("shared", 4), ("plain", 1 << 60)):
-        forward_module.SHARED = least
+    for way in ways.split(","):
+        forward_module.SHARED = {"shared": 4, "plain": 1 << 60}[way]
         ours.step(2)
         settle()
         steps = [ours.step(10 + n) for n in range(repeats)]
@@ -246,28 +249,29 @@ def main() -> None:
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--gate-only", action="store_true")
     parser.add_argument("--brief", action="store_true")
-    parser.add_argument("--replay", action="store_true", help="train with the experts that the sampler chose")
+    parser.add_argument("--ways", default="shared,plain", help="prompts computed once, and plain")
     options = parser.parse_args()
     import transformers
 
     bytes_s, flops_s = ceilings()
     print(f"ceilings: {bytes_s / 1e12:.2f} TB/s, {flops_s / 1e12:.0f} TFLOP/s", flush=True)
     results = []
-    for name in options.cases.split(","):
-        case = CASES[name]
+    for asked in options.cases.split(","):
+        name, _, more = asked.partition("+")
+        case, replay = CASES[name], more == "replay"
         if options.brief:
             result = run_brief(name, options.budget)
         elif options.gate_only:
-            result = run_gate(name, options.budget, options.replay)
+            result = run_gate(name, options.budget, replay)
         else:
-            result = run_case(name, options.repeats, options.budget, not options.no_gate, options.replay)
+            result = run_case(name, options.repeats, options.budget, not options.no_gate, replay, options.ways)
         ours = result.pop("ours")
         for way in (way for way in ("shared", "plain") if way in result):
             figures, flops = result[way], train_flops(case, way == "shared")
             figures["mfu"] = flops / figures["train"] / flops_s
             figures["bound_s"] = decode_bound(case, bytes_s, flops_s, way == "shared") + flops / flops_s
-            print(f"{name} {way}: {json.dumps({k: round(v, 4) for k, v in figures.items()})}", flush=True)
-        print(f"{name} gate: {result.get('gate')}", flush=True)
+            print(f"{asked} {way}: {json.dumps({k: round(v, 4) for k, v in figures.items()})}", flush=True)
+        print(f"{asked} gate: {result.get('gate')}", flush=True)
         if options.profile:
             result["profile"] = profile(ours)
             for key, milliseconds, launches in result["profile"]:

@@ -267,9 +267,7 @@ def test_unknown_layers_are_named() -> None:
 
 
 def test_a_mixture_of_experts_has_adapters_in_its_attention_alone_and_merges_to_a_plain_model() -> None:
-    with pytest.raises(
-        UserError, match="called gate_proj; it has k_proj, o_proj, q_proj, v_proj, and experts get none"
-    ):
+    with pytest.raises(UserError, match="called gate_proj; it has k_proj, o_proj, q_proj, v_proj, and experts get none"):
         add_adapters(small_mixture().model, Lora(targets=("q_proj", "gate_proj")), 0)
     policy = small_mixture()
     add_adapters(policy.model, LORA, 0)
