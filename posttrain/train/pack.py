@@ -79,7 +79,7 @@ def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor |
     whole = [np.full((len(r.ids), width), -1, np.int16) for r in rollouts]
     for made, rollout in zip(whole, rollouts, strict=True):
         if rollout.routes is not None:
-            made[: len(rollout.routes)] = rollout.routes
+            made[: len(rollout.routes)] = rollout.routes[: len(made)]
     return torch.from_numpy(np.concatenate(whole)).to(device)
 
 

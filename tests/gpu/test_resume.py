@@ -92,6 +92,29 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     kill_and_resume(tmp_path)
 
 
+def save_experts(folder: Path) -> None:
+    """A mixture of experts for the runs of this folder."""
+    import transformers
+
+    from posttrain.models.save import save
+    from posttrain.models.tiny import character_tokenizer
+    from posttrain.tasks.arithmetic import Arithmetic
+
+    tokenizer = character_tokenizer(Arithmetic(level=2).alphabet)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    save(transformers.AutoModelForCausalLM.from_config(config), tokenizer, folder / "model")
+
+
+def test_that_of_a_mixture_of_experts_too(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+    kill_and_resume(tmp_path)
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 4:
         where, what, which = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
