@@ -4,10 +4,10 @@
     python benchmarks/gpu_memory.py --cases qlora7b --limit 24        # as on a GPU of 24 GiB
     python benchmarks/gpu_memory.py --device cpu --small              # a tiny model, to try the script
 
-    qlora7b   GRPO on a 7B model in 4 bits with adapters: 16 prompts x 8 answers, 256 + 512 tokens; as on a GPU of 18 GiB
-    dpo7b     DPO on the same: 16 pairs of 256 + 512 tokens, the reference is the frozen weights
+    qlora7b   GRPO on a 7B model in 4 bits with adapters, 16 prompts x 8 answers, 256 + 512 tokens; then, as dpo7b, DPO on 16 pairs of
+              256 + 512 tokens, whose reference is the frozen weights; as on a GPU of 18 GiB
+    long32k   GRPO on all weights of a 0.5B model, sequences of 32,768 tokens: 2 x 4, 32,256 + 512; as on a GPU of 24 GiB
     full7b    GRPO on all weights of a 7B model, moments in 8 bits: 16 x 8, 256 + 512
-    long32k   GRPO on a 0.5B model, sequences of 32,768 tokens: 2 x 4, 32,256 + 512
 
 Each case makes a step on answers of 64 tokens first, which compiles and captures. Peak: of torch's allocator over both steps, used
 and held. Needs a CUDA device, triton, peft (LoRA) and torchao (full7b). Prints a line a case, then one JSON line; the exit code is 1
@@ -18,11 +18,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
+import gc
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +75,8 @@ class Setup:
 large, small = replace(SHAPES["c"], prompts=16, new=512), replace(SHAPES["a"], prompts=2, group=4, prompt=32256, new=512)
 CASES = {
     "qlora7b": Setup(large, QLORA, limit=18.0),
-    "dpo7b": Setup(large, QLORA, limit=18.0),
+    "long32k": Setup(small, limit=24.0),
     "full7b": Setup(large, moments="int8"),
-    "long32k": Setup(small),
 }
 
 
@@ -96,7 +100,7 @@ class Step(Ours):
         self.trainer = Trainer(policy, self.algorithm, stage.optimizer, (), reserved, longest=stage.longest(None))
 
 
-def pairs(case: Case, device: str) -> Batch:
+def pairs(case: Case, device: torch.device) -> Batch:
     """Random pairs: one prompt, two answers."""
     generator, examples = np.random.default_rng(0), []
     for unit in range(case.prompts):
@@ -107,28 +111,12 @@ def pairs(case: Case, device: str) -> Batch:
     return pack_examples(examples, device)
 
 
-def dpo_steps(
-    case: Case, policy: Policy, reference: Policy, optimizer: Optimization, device: str
-) -> tuple[Trainer, list[float]]:
-    algorithm, both = DPO(), 2 * (case.prompt + case.new)
-    trainer = Trainer(policy, algorithm, optimizer, [Reference(reference)], longest=both)
-    seconds = []
-    for _ in range(2):
-        began = clock()
-        batch = trainer.fill(pairs(case, device))
-        assert trainer.update(algorithm.prepare(batch, algorithm.start()), 1e-6).moved
-        seconds.append(clock() - began)
-    return trainer, seconds
-
-
-def plan_lines(setup: Setup, stage: Sized, policy: Policy, preferences: bool) -> list[str]:
-    """What `posttrain plan` says of the stage; of pairs, what it says of their memory."""
-    if not preferences:
-        return _plan.rl_plan(stage, policy, {})
+def pairs_plan(stage: Sized, policy: Policy) -> list[str]:
+    """What `posttrain plan` says of the memory of pairs of such sequences."""
     both = 2 * stage.longest(None)
     way = _plan.planned_way(stage, policy, both)
     tokens = min(max(way.tokens, both), stage.prompts * both)
-    return [_plan.training_memory(policy, tokens, stage.optimizer, setup.lora, layered=way.layered).line()]
+    return [_plan.training_memory(policy, tokens, stage.optimizer, stage.lora, layered=way.layered).line()]
 
 
 def planned_gib(lines: list[str]) -> float:
@@ -136,46 +124,83 @@ def planned_gib(lines: list[str]) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def run_case(name: str, setup: Setup, limit: float, device: str) -> dict[str, Any]:
-    case, cuda, preferences = setup.case, device == "cuda", name.startswith("dpo")
-    policy = wrap_model(make_model(case, torch.bfloat16 if cuda else torch.float32, device), None, (STOP,), "a random Qwen2")
-    if cuda:
+def limit_to(gib: float) -> None:
+    """Let this process have so much of the GPU; 0: all of it."""
+    gc.collect()
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
         whole = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit or whole) / whole))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (gib or whole) / whole))
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def turn(lock: str) -> Iterator[None]:
+    """Until it is left, no other process that names the same file times a step."""
+    with open(lock or os.devnull, "w") as file:
+        if lock:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def peaks(found: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    found |= {"token_budget": trainer.token_budget, "checkpointed": trainer.checkpointed}
+    if torch.cuda.is_available():
+        sizes = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        found["peak_gib"], found["held_gib"] = (size / 2**30 for size in sizes)
+        found["plan_error"] = found["plan_gib"] / found["peak_gib"] - 1
+    return found
+
+
+def rl_steps(case: Case, policy: Policy, stage: Sized, lines: list[str], lock: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"plan_gib": planned_gib(lines), "plan": lines}
+    ours = Step(replace(case, new=min(64, case.new)), policy, stage)
+    found["warm_up"] = ours.step(0)["step"]
+    ours.case = case
+    with turn(lock):
+        found |= ours.step(1)
+    if torch.cuda.is_available():
+        found["cache_gib"] = sum(t.nbytes for pair in backend_of(ours.engine).stores for t in pair) / 2**30
+    found = peaks(found, ours.trainer)
+    ours.engine.close()
+    return found
+
+
+def dpo_steps(case: Case, policy: Policy, reference: Policy, stage: Sized, lines: list[str], lock: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"plan_gib": planned_gib(lines), "plan": lines}
+    algorithm = DPO()
+    trainer = Trainer(policy, algorithm, stage.optimizer, [Reference(reference)], longest=2 * stage.longest(None))
+    for name in ("warm_up", "step"):
+        with turn(lock):
+            began = clock()
+            batch = trainer.fill(pairs(case, policy.device))
+            assert trainer.update(algorithm.prepare(batch, algorithm.start()), 1e-6).moved
+            found[name] = clock() - began
+    return peaks(found, trainer)
+
+
+def run_case(name: str, setup: Setup, limit: float, device: str, lock: str) -> dict[str, dict[str, Any]]:
+    case, dtype = setup.case, torch.bfloat16 if device == "cuda" else torch.float32
+    policy = wrap_model(make_model(case, dtype, device), None, (STOP,), "a random Qwen2")
     stage = Sized(
         name=name, model="random", task=Arithmetic(), prompts=case.prompts, prompt=case.prompt, evaluate_every=0,
         algorithm=GRPO(beta=0.0, group=case.group), sampling=Sampling(case.new), lora=setup.lora,
         optimizer=Optimization(lr=1e-6, moments=setup.moments),
     )  # fmt: skip
-    lines = plan_lines(setup, stage, policy, preferences)
+    limit_to(limit)
+    lines, pair_lines = _plan.rl_plan(stage, policy, {}), pairs_plan(stage, policy)
     print("\n".join(f"  plan: {line}" for line in lines), flush=True)
-    reference = policy
-    if setup.lora is not None:
-        if setup.lora.load_in_4bit:
-            nf4.quantize_layers(policy.body, device)
-        reference = share_weights(policy)
-        add_adapters(policy.model, setup.lora, 0)
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    result: dict[str, Any] = {"case": name, "limit_gib": limit, "plan_gib": planned_gib(lines), "plan": lines}
-    if preferences:
-        trainer, (result["warm_up"], result["step"]) = dpo_steps(case, policy, reference, stage.optimizer, device)
-    else:
-        ours = Step(case, policy, stage)
-        trainer, ours.case = ours.trainer, replace(case, new=min(64, case.new))
-        result["warm_up"] = ours.step(0)["step"]
-        ours.case = case
-        result |= ours.step(1)
-        if cuda:
-            result["cache_gib"] = sum(t.nbytes for pair in backend_of(ours.engine).stores for t in pair) / 2**30
-    result |= {"token_budget": trainer.token_budget, "checkpointed": trainer.checkpointed}
-    if cuda:
-        peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        result["peak_gib"], result["held_gib"] = (size / 2**30 for size in peaks)
-        result["plan_error"] = result["plan_gib"] / result["peak_gib"] - 1
-    return result
+    if setup.lora is None:
+        return {name: rl_steps(case, policy, stage, lines, lock)}
+    limit_to(0)  # a stage reads the model into the host's memory, and the GPU has no more of it than this leaves
+    nf4.quantize_layers(policy.body, device)
+    reference = share_weights(policy)
+    add_adapters(policy.model, setup.lora, 0)
+    limit_to(limit)
+    found = {name: rl_steps(case, policy, stage, lines, lock)}
+    limit_to(limit)
+    print(f"  plan: {pair_lines[0]}", flush=True)
+    return found | {name.replace("qlora", "dpo"): dpo_steps(case, policy, reference, stage, pair_lines, lock)}
 
 
 def main() -> int:
@@ -185,6 +210,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, help="tokens of an answer, in place of the case's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--turns", default="", help="a file: processes that name it time their steps one after the other")
     options = parser.parse_args()
     names = options.cases.split(",")
     if len(names) > 1:  # a process each: torch's allocator keeps what the one before has taken
@@ -200,14 +226,16 @@ def main() -> int:
             setup.case, layers=2, hidden=64, feed_forward=128, heads=4, keys=2, vocabulary=2048, prompts=2, prompt=24, new=8
         )
         setup = replace(setup, case=case, moments="float32")
-    result = run_case(name, setup, setup.limit if options.limit is None else options.limit, options.device)
+    limit = setup.limit if options.limit is None else options.limit
+    results = run_case(name, setup, limit, options.device, options.turns)
     keys = ("peak_gib", "held_gib", "plan_gib", "plan_error", "cache_gib", "generate", "train", "step", "warm_up", "mismatch")
-    shown = {key: round(result[key], 3) for key in keys if key in result}
-    print(f"{name}: {shown}, {result['token_budget']} tokens, checkpointed: {result['checkpointed']}", flush=True)
+    for label, result in results.items():
+        shown = {key: round(result[key], 3) for key in keys if key in result}
+        print(f"{label}: {shown}, {result['token_budget']} tokens, checkpointed: {result['checkpointed']}", flush=True)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     about = {"benchmark": "gpu_memory", "date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__}
-    print(json.dumps(about | result))
-    return int(abs(result.get("plan_error", 0.0)) > BOUND)
+    print(json.dumps(about | {"limit_gib": limit, "results": results}))
+    return int(any(abs(result.get("plan_error", 0.0)) > BOUND for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     block_NB = weight.detach().reshape(-1, BLOCK)
     scale_N1 = block_NB.abs().amax(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     level = torch.tensor(LEVELS, device=weight.device)
-    code = torch.bucketize(block_NB.float() / scale_N1.float(), (level[1:] + level[:-1]) / 2)
+    edges = (level[1:] + level[:-1]) / 2
+    code = torch.bucketize(block_NB.float() / scale_N1.float(), edges, out_int32=True)
     code = code.to(torch.uint8).view(-1, 2)
     return code[:, 0] * 16 + code[:, 1], scale_N1[:, 0].clone()
 

@@ -13,9 +13,9 @@ from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
 from posttrain.train.memory import (
+    PLAIN_BUDGET,
     activation_bytes,
     at_hand,
-    checkpointing_pays,
     choose_way,
     head_bytes,
     learning_bytes,
@@ -137,28 +137,31 @@ def training_memory(
 @dataclass(frozen=True, slots=True)
 class Way:
     """Tokens of a micro-batch and whether layers are checkpointed, as the trainer will choose them where the device is here; and what
-    a step would need without checkpointing, not counting the weights as the policy has them."""
+    a step would need without checkpointing, not counting the weights, and what there is for it."""
 
     tokens: int
     layered: bool
     need: float
+    have: float | None
 
 
 def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float = 0.0) -> Way:
     """For sequences of up to `longest` tokens. Roles that learn are not counted."""
-    optimizer, lora = stage.optimizer, stage.lora
+    optimizer, lora, have = stage.optimizer, stage.lora, at_hand(policy.device)
     count = policy.parameters if lora is None else lora.parameters(policy.body)
-    # of weights in 4 bits, what is at hand does not know yet
-    more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
+    if lora is not None and have is not None:  # the weights are there, and not yet in 4 bits
+        have -= lora.weight_bytes(policy.body, policy.dtype.itemsize)
     learning = sum(size for _, size in learning_bytes(policy, count, optimizer.moment_bytes))
-    learning += more - (0.0 if lora is None else head_bytes(policy))
+    frozen = 0.0 if lora is None else head_bytes(policy)
 
     def need(layered: bool, tokens: int) -> float:
-        return reserved + step_bytes([policy], learning, max(tokens, longest), layered)
+        whole = step_bytes([policy], learning, max(tokens, longest), layered)
+        return reserved + whole - frozen
 
-    have = at_hand(policy.device)
-    tokens, layered = choose_way(optimizer.token_budget, optimizer.checkpointing, need, have)
-    return Way(tokens, layered, need(False, tokens))
+    asked = (optimizer.token_budget, optimizer.checkpointing)
+    tokens, layered = choose_way(*asked, need, have, reserved + learning)
+    usual = tokens if isinstance(optimizer.token_budget, int) else max(tokens, PLAIN_BUDGET)
+    return Way(tokens, layered, need(False, usual), have)
 
 
 def sft_plan(
@@ -277,7 +280,7 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",
         memory(stage).line(),
-        checkpointing_line(stage, policy, tokens, way.need, at_hand(policy.device)),
+        checkpointing_line(stage, policy, tokens, way),
         *savings(stage, memory),
     ]
 
@@ -320,19 +323,18 @@ def model_bytes(name: str, policy: Policy) -> float:
     return sum(sizes) or weight_bytes(policy)
 
 
-def checkpointing_line(
-    stage: RLStage, policy: Policy, tokens: int, need: float, have: float | None
-) -> str:
-    """What checkpointing by layers would save and cost, and what the setting will choose with the memory at hand (which already
-    holds the weights)."""
+def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) -> str:
+    """What checkpointing by layers would save and cost, and what the setting chooses with the memory at hand."""
     kept, by_layer = (activation_bytes(policy, tokens, layered) for layered in (False, True))
     price = f"per layer, activations take {size_text(by_layer)} in place of {size_text(kept)}, and training about a third longer"
-    chosen = stage.optimizer.checkpointing
+    chosen, need, have = stage.optimizer.checkpointing, way.need, way.have
     if chosen != "auto":
         found: str = chosen
     elif have is not None:
-        way = "per layer" if checkpointing_pays(chosen, need, have) else "never"
-        found = f"{way}, for {size_text(need)} are needed and {size_text(have)} are at hand"
+        does = "per layer" if way.layered else "never"
+        found = (
+            f"{does}, for {size_text(need)} are needed without and {size_text(have)} are at hand"
+        )
     elif policy.device.type == "cuda":
         found = f"chosen by the memory of the GPU, which is not here: per layer where it has less than {size_text(need)}"
         found += " besides the weights"

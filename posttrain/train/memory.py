@@ -121,20 +121,31 @@ def step_bytes(
     return learning + logits_bytes(models[0], tokens) + head_bytes(models[0]) + activations
 
 
-def choose_budget(asked: int | str, need: Callable[[int], float], have: float | None) -> int:
-    """Tokens of a micro-batch: as asked, or for `auto` the most of which `need` says that they fit into what a device has.
+def choose_budget(
+    asked: int | str, need: Callable[[int], float], have: float | None, fixed: float = 0.0
+) -> int:
+    """Tokens of a micro-batch: as asked, or for `auto` the most of which `need` says that they fit into what a device has. Of that,
+    `fixed` is known, and the rest an estimate.
 
     >>> [choose_budget(asked, float, have) for asked, have in ((700, 1e9), ("auto", 4e4), ("auto", 9.0), ("auto", None))]
     [700, 32768, 8192, 8192]
     """
     if isinstance(asked, int):
         return asked
-    fitting = (n for n in BUDGETS if have is not None and SAFETY * need(n) <= have)
+    fitting = (n for n in BUDGETS if have is not None and _safe(need(n), fixed) <= have)
     return next(fitting, PLAIN_BUDGET)
 
 
+def _safe(need: float, fixed: float) -> float:
+    return fixed + SAFETY * (need - fixed)
+
+
 def choose_way(
-    asked: int | str, setting: str, need: Callable[[bool, int], float], have: float | None
+    asked: int | str,
+    setting: str,
+    need: Callable[[bool, int], float],
+    have: float | None,
+    fixed: float = 0.0,
 ) -> tuple[int, bool]:
     """Tokens of a micro-batch, and whether layers are checkpointed. Where `auto` finds no room for the usual number, checkpointing
     comes first, then fewer tokens.
@@ -143,7 +154,7 @@ def choose_way(
     >>> [choose_way("auto", "auto", need, have) for have in (4e4, 9e3, 7e3, 2e3, 1e2, None)]
     [(32768, False), (8192, False), (8192, True), (4096, True), (1024, True), (8192, False)]
     """
-    tokens = choose_budget(asked, partial(need, setting == "layer"), have)
+    tokens = choose_budget(asked, partial(need, setting == "layer"), have, fixed)
     on = checkpointing_pays(setting, need(False, tokens), have)
     if (
         have is not None
@@ -151,7 +162,7 @@ def choose_way(
         and tokens == PLAIN_BUDGET
         and (on or setting != "auto")
     ):
-        fitting = (n for n in SMALL_BUDGETS if SAFETY * need(on, n) <= have)
+        fitting = (n for n in SMALL_BUDGETS if _safe(need(on, n), fixed) <= have)
         tokens = next(fitting, SMALL_BUDGETS[-1])
     return tokens, on
 

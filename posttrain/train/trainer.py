@@ -91,9 +91,9 @@ class Trainer:
         self.sharded = any(learner.network.sharded is not None for learner in self.learners)
         self.events, self.reserved_bytes, self.longest = events or Events(), reserved_bytes, longest
         have = at_hand(policy.device)
-        chosen, layered = choose_way(
-            settings.token_budget, settings.checkpointing, self._need, have
-        )
+        fixed = reserved_bytes + sum(learner.state_bytes for learner in self.learners)
+        asked = (settings.token_budget, settings.checkpointing)
+        chosen, layered = choose_way(*asked, self._need, have, fixed)
         self.first_budget = self.token_budget = min(map(int, current().gather(chosen)))
         if self.sharded and HALVED in os.environ and self.token_budget > 1:
             self.token_budget //= 2

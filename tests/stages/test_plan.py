@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from material_for_tests import small_policy
 
@@ -115,14 +116,29 @@ def test_checkpointing_is_chosen_and_priced() -> None:
 
     def line(have: float | None, way: str = "auto") -> str:
         one = stage(optimizer=Optimization(checkpointing=way))
-        return plan.checkpointing_line(one, POLICY, 100, need, have)
+        return plan.checkpointing_line(one, POLICY, 100, plan.Way(100, have is not None and need > have, need, have))
 
     assert line(None) == "activation checkpointing: never on a CPU" + price
-    assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed and 6.0 KiB are at hand" + price
-    assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed and 4.0 KiB are at hand" + price
+    assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed without and 6.0 KiB are at hand" + price
+    assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed without and 4.0 KiB are at hand" + price
     assert line(4096.0, "never") == "activation checkpointing: never" + price
     layered = items(stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer")))
     assert layered["activations"] == activation_bytes(POLICY, 100, checkpointed=True)
+
+
+def test_the_way_of_a_step_is_planned_by_the_memory_that_4_bits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the trainer will choose it: by what is at hand once the weights are in 4 bits, with what learns counted as it is."""
+    monkeypatch.setattr(plan, "at_hand", lambda device: have)
+    have = 1e9
+    narrow = stage(lora=Lora(load_in_4bit=True))
+    saved = -Lora(load_in_4bit=True).weight_bytes(POLICY.body, 4)
+    assert plan.planned_way(narrow, POLICY, 10).have == have + saved
+    free = plan.planned_way(stage(), POLICY, 10)
+    assert free.tokens == 65536 and not free.layered and free.have == have
+    have = free.need * 4096 / 65536
+    short = plan.planned_way(stage(), POLICY, 10)
+    assert short.tokens < 8192 and short.layered
+    assert plan.planned_way(stage(optimizer=Optimization(token_budget=700)), POLICY, 10).tokens == 700
 
 
 def test_reward_models_by_stage_and_by_directory(tmp_path: Path) -> None:
