@@ -66,7 +66,7 @@ class Products:
         """Room for the copies."""
         modules, rows = self.projection.modules, sum(self.projection.sizes)
         first, bias = modules[0].weight.detach(), modules[0].bias
-        self.weight = first.new_empty(rows, first.shape[1]) if self.copied else first
+        self.weight: Tensor = first.new_empty(rows, first.shape[1]) if self.copied else first
         if self.narrow:
             self.weight = first.new_empty(0)
         self.bias: Tensor | None = None
@@ -129,8 +129,7 @@ class Products:
         """The weight, the norm's within it."""
         if not self.narrow:
             return self.weight
-        weight = self.projection.weight()
-        return weight if self.norm is None else (weight * _factor(self.norm)).to(weight.dtype)
+        return self.projection.weight(None if self.norm is None else _factor(self.norm))
 
     def _adapt(self, out: Tensor, x: Tensor) -> Tensor:
         return out if not self.down.shape[0] else out.addmm_(F.linear(x, self.down), self.up.t())
