@@ -208,6 +208,7 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--limit", type=float, help="GiB of the GPU that the case is run as if on")
     parser.add_argument("--new", type=int, help="tokens of an answer, in place of the case's")
+    parser.add_argument("--layers", type=int, help="layers of the model, in place of the case's: for a smaller GPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--turns", default="", help="a file: processes that name it time their steps one after the other")
@@ -219,8 +220,8 @@ def main() -> int:
         return max(codes)
     (name,) = names
     setup = CASES[name]
-    if options.new:
-        setup = replace(setup, case=replace(setup.case, new=options.new))
+    case = setup.case
+    setup = replace(setup, case=replace(case, new=options.new or case.new, layers=options.layers or case.layers))
     if options.small:
         case = replace(
             setup.case, layers=2, hidden=64, feed_forward=128, heads=4, keys=2, vocabulary=2048, prompts=2, prompt=24, new=8
@@ -234,7 +235,7 @@ def main() -> int:
         print(f"{label}: {shown}, {result['token_budget']} tokens, checkpointed: {result['checkpointed']}", flush=True)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     about = {"benchmark": "gpu_memory", "date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__}
-    print(json.dumps(about | {"limit_gib": limit, "results": results}))
+    print(json.dumps(about | {"limit_gib": limit, "layers": setup.case.layers, "results": results}))
     return int(any(abs(result.get("plan_error", 0.0)) > BOUND for result in results.values()))
 
 
