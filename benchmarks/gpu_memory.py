@@ -6,7 +6,7 @@
 
     qlora7b   GRPO on a 7B model in 4 bits with adapters, 16 prompts x 8 answers, 256 + 512 tokens; then, as dpo7b, DPO on 16 pairs of
               256 + 512 tokens, whose reference is the frozen weights; as on a GPU of 18 GiB
-    long32k   GRPO on all weights of a 0.5B model, sequences of 32,768 tokens: 2 x 4, 32,256 + 512; as on a GPU of 24 GiB
+    long32k   GRPO on all weights of a 0.5B model, sequences of 32,768 tokens: 1 x 4, 32,256 + 512; as on a GPU of 24 GiB
     full7b    GRPO on all weights of a 7B model, moments in 8 bits: 16 x 8, 256 + 512
 
 Each case makes a step on answers of 64 tokens first, which compiles and captures. Peak: of torch's allocator over both steps, used
@@ -72,7 +72,7 @@ class Setup:
     limit: float = 0.0
 
 
-large, small = replace(SHAPES["c"], prompts=16, new=512), replace(SHAPES["a"], prompts=2, group=4, prompt=32256, new=512)
+large, small = replace(SHAPES["c"], prompts=16, new=512), replace(SHAPES["a"], prompts=1, group=4, prompt=32256, new=512)
 CASES = {
     "qlora7b": Setup(large, QLORA, limit=18.0),
     "long32k": Setup(small, limit=24.0),
