@@ -66,15 +66,33 @@ def gated_backward_kernel(grid: Grid, grad: Tensor, both: Tensor, out: Tensor, w
     out.copy_(torch.cat([grad * up * slope, grad * act], 1))
 
 
-def rotate_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, stride: int, sign: int, heads: int,
-                  width: int, *blocks: int) -> None:  # fmt: skip
-    x = qkv[:, : heads * width].view(-1, heads, width)
-    cos, sin, half = cos[position][:, None], sin[position][:, None], width // 2
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """[T, H, D] rotated by angles of [T, D]; sign -1: by the transposed rotation."""
+    cos, sin, half = cos[:, None], sin[:, None], x.shape[-1] // 2
     if sign > 0:
-        x.copy_(x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin)
-    else:
-        y = x * sin
-        x.copy_(x * cos + torch.cat([y[..., half:], -y[..., :half]], -1))
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    y = x * sin
+    return x * cos + torch.cat([y[..., half:], -y[..., :half]], -1)
+
+
+def heads_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, source: Tensor, kept: Tensor, query: Tensor,
+                 key: Tensor, value: Tensor, heads: int, keys: int, width: int, *rest: int) -> None:  # fmt: skip
+    q, k, v = qkv.view(len(qkv), -1, width).split_with_sizes([heads, keys, keys], 1)
+    at = source if rest[3] else torch.arange(grid[0])
+    assert not rest[3] or torch.equal(source[kept], torch.arange(len(kept)))
+    query.copy_(turned(q, cos[position], sin[position], 1))
+    key.copy_(turned(k, cos[position], sin[position], 1)[at])
+    value.copy_(v[at])
+
+
+def heads_backward_kernel(grid: Grid, dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor, position: Tensor,
+                          first: Tensor, reader: Tensor, out: Tensor, heads: int, keys: int, width: int, *rest: int
+                          ) -> None:  # fmt: skip
+    wide = torch.promote_types(dkey.dtype, torch.float32)
+    ends = [*zip(first[:-1].tolist(), first[1:].tolist(), strict=True)] if rest[3] else []
+    sums = [torch.stack([g[reader[a:b]].to(wide).sum(0) for a, b in ends]) if ends else g.to(wide) for g in (dkey, dvalue)]
+    turn = [turned(g, cos[position].to(wide), sin[position].to(wide), -1) for g in (dquery.to(wide), sums[0])]
+    out.copy_(torch.cat([*turn, sums[1]], 1).view_as(out))
 
 
 def row_scale(x: Tensor, epsilon: float) -> Tensor:

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-
-from posttrain.ops.fused import spread
 
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
@@ -30,6 +29,8 @@ IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
 IGNORED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
 NARROW = (torch.bfloat16, torch.float16)
+MANY = 8  # sequences of one length that are computed as a batch; a few are equal by chance, and each shape is planned anew
+BATCHED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 WIDEST = 256  # elements of a head that torch's kernel for packed sequences takes
 # torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -194,23 +195,28 @@ def attend_packed(
     lengths: tuple[int, ...],
     device: torch.device,
     queries: tuple[int, ...] | None = None,
-    source_T: Tensor | None = None,
 ) -> Attend:
     """Causal attention within each of several sequences end to end: torch's flash kernel where it is available, else plain attention.
+    In training, sequences of equal length are a batch, for which cuDNN has a faster one.
 
-    Of each sequence only the last `queries` tokens are computed. Where beginnings are shared, `source_T` says which computed token
-    stands for each. A rule's window counts the token itself, torch's counts those to its left.
+    Of each sequence only the last `queries` tokens ask. A rule's window counts the token itself, torch's counts those to its left.
     """
     new = lengths if queries is None else queries
     starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (new, lengths)]
     from_N, of_N = (start_N.to(device, non_blocking=True) for start_N in starts)
     longest = (max(new), max(lengths))
+    equal = len(lengths) >= MANY and new == lengths and min(lengths) == max(lengths)
     packed = cache(lambda: Packed((0, *accumulate(lengths)), device))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if source_T is not None:
-            key, value = spread(key, source_T), spread(value, source_T)
-        if available(query, query.shape[-1], rule.softcap):
+        fitting = available(query, query.shape[-1], rule.softcap)
+        whole = (rule.sliding_window or longest[1]) >= longest[1]
+        if fitting and equal and whole and torch.is_grad_enabled():
+            batch = [t.view(len(lengths), -1, *t.shape[1:]) for t in (query, key, value)]
+            rows = [t.transpose(1, 2) for t in batch]
+            with sdpa_kernel(BATCHED, set_priority=True):
+                return causal(rows[0], rows[1], rows[2], rule).transpose(1, 2).flatten(0, 1)
+        if fitting:
             window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
             bounds = (from_N, of_N, *longest)
             return varlen_attn(  # type: ignore[return-value]  # a pair only where the log-sum-exp is asked for

@@ -26,7 +26,7 @@ from posttrain.models.layers import (
 from posttrain.models.nf4 import product
 from posttrain.models.policy import Network
 from posttrain.ops.experts import Routes
-from posttrain.ops.fused import add_norm, gated, rotate
+from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated
 
 
 class FusedBody:
@@ -42,13 +42,14 @@ class FusedBody:
         positions: int,
         attend: Attend,
         routes: Routes | None = None,
+        sharing: Sharing | None = None,
     ) -> Tensor:
-        """[T] ids at positions below `positions` -> [T, H]."""
+        """[T] ids at positions below `positions` -> [T, H]. `sharing`: they stand for more tokens, to whose keys they attend."""
         body = self.described.body
         x, y, rope = self.embed(id_T), None, self.described.rope_table(positions)
         recomputed = body.gradient_checkpointing and torch.is_grad_enabled()
         for number in range(len(self.described.layers)):
-            given = (number, x, y, rope, position_T, attend, routes)
+            given = (number, x, y, rope, position_T, attend, routes, sharing)
             x, y = (
                 checkpoint(self.layer, *given, use_reentrant=False)
                 if recomputed
@@ -93,6 +94,7 @@ def _layer(
     position_T: Tensor,
     attend: Attend,
     routes: Routes | None,
+    sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream before and what must be added to it, through one layer; the sum is done with the next norm."""
     heads, keys, width = layer.heads.heads, layer.heads.keys, layer.heads.width
@@ -106,8 +108,8 @@ def _layer(
             for part, norm in zip((query, key), layer.qk_norms, strict=True)
         )
         qkv = torch.cat([query, key, value], 1).view(tokens, -1)
-    qkv = rotate(qkv, heads + keys, width, rope, position_T).view(tokens, -1, width)
-    query, key, value = qkv.split_with_sizes([heads, keys, keys], 1)
+    shape = (heads, keys, width)
+    query, key, value = attention_heads(qkv, shape, rope, position_T, sharing)
     seen = attend(layer.number, query, key, value, layer.rule).reshape(tokens, -1)
     x, inner = _add_norm(x, _linear(layer.out, seen), layer.post_norm)
     if layer.experts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PROGRAMS = 132 * 8  # that share the rows of a norm's backward pass
+READERS = 4  # tokens whose gradients are summed at once for the token that stands for them
 
 
 def _triton() -> Any:
@@ -106,54 +108,79 @@ def gated(both_TI: Tensor, tanh: bool) -> Tensor:
     return _Gated.apply(both_TI, tanh)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Rotate(torch.autograd.Function):
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Tokens of sequences that begin alike, of which each beginning is computed once: `source_T` is the computed token that stands for
+    each, `kept_K` where in the sequences the computed ones are. `reader_T` has the tokens by whom they read, those of computed token k
+    from `first_K`[k] on."""
+
+    source_T: Tensor
+    kept_K: Tensor
+    reader_T: Tensor
+    first_K: Tensor  # one longer
+
+    @classmethod
+    def of(cls, source_T: Tensor, kept_K: Tensor) -> Sharing:
+        """Sorted on the device: nothing waits for it."""
+        sorted_T, reader_T = source_T.sort(stable=True)
+        counted = torch.arange(len(kept_K) + 1, device=source_T.device)
+        return cls(source_T, kept_K, reader_T, torch.searchsorted(sorted_T, counted))
+
+
+class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, width: int, cos: Tensor, sin: Tensor, position_T: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin, position_T)
-        ctx.heads, ctx.width = heads, width
-        ctx.mark_dirty(qkv)
-        return _rotate_in_place(ctx, qkv, (cos, sin, position_T), 1)
+        ctx: Any,
+        qkv: Tensor,
+        shape: tuple[int, int, int],
+        cos: Tensor,
+        sin: Tensor,
+        position_K: Tensor,
+        sharing: Sharing | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin, position_K)
+        ctx.shape, ctx.sharing = shape, sharing
+        heads, keys, width = shape
+        computed = len(qkv)
+        tokens = computed if sharing is None else len(sharing.source_T)
+        query = qkv.new_empty(computed, heads, width)
+        key, value = (qkv.new_empty(tokens, keys, width) for _ in range(2))
+        which = (position_K,) * 2 if sharing is None else (sharing.source_T, sharing.kept_K)
+        given = (qkv.contiguous(), cos, sin, position_K, *which, query, key, value)
+        _triton().heads_kernel[(tokens,)](*given, *_blocks(shape), sharing is not None)
+        return query, key, value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        back = _rotate_in_place(ctx, grad.contiguous().clone(), ctx.saved_tensors, -1)
-        return back, None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        heads, keys, width = ctx.shape
+        angles, sharing = ctx.saved_tensors, ctx.sharing
+        position_K = angles[2]
+        out = grads[0].new_empty(len(position_K), (heads + 2 * keys) * width)
+        which = (position_K,) * 2 if sharing is None else (sharing.first_K, sharing.reader_T)
+        given = (*(grad.contiguous() for grad in grads), *angles, *which, out)
+        readers = 1 if sharing is None else READERS
+        _triton().heads_backward_kernel[(len(out),)](
+            *given, *_blocks(ctx.shape), sharing is not None, readers
+        )
+        return out, None, None, None, None, None
 
 
-def _rotate_in_place(ctx: Any, qkv: Tensor, angles: tuple[Tensor, ...], sign: int) -> Tensor:
-    """The first heads of each row by their position's angle, or (sign -1) by the transposed rotation."""
-    heads, width = ctx.heads, ctx.width
-    sizes = (heads, width, power_of_two(heads), power_of_two(width // 2))
-    _triton().rotate_kernel[(qkv.shape[0],)](qkv, *angles, qkv.stride(0), sign, *sizes)
-    return qkv
+def _blocks(shape: tuple[int, int, int]) -> tuple[int, ...]:
+    heads, keys, width = shape
+    return (*shape, power_of_two(heads), power_of_two(keys), power_of_two(width // 2))
 
 
-def rotate(
-    qkv: Tensor, heads: int, width: int, rope: tuple[Tensor, Tensor], position_T: Tensor
-) -> Tensor:
-    """Rotary embedding of the first `heads` heads of [T, any] rows, in place: x cos + rotate_half(x) sin."""
-    return _Rotate.apply(qkv, heads, width, *rope, position_T)  # type: ignore[no-untyped-call, no-any-return]
+def attention_heads(
+    qkv: Tensor,
+    shape: tuple[int, int, int],
+    rope: tuple[Tensor, Tensor],
+    position_K: Tensor,
+    sharing: Sharing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[K, Hq, D] queries of computed tokens, [T, Hk, D] keys and values of all, from [K, (Hq + 2 Hk) D] rows; `shape` is (Hq, Hk, D).
 
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_K: Tensor, source_T: Tensor) -> Tensor:
-        ctx.save_for_backward(source_T)
-        ctx.count = x_K.shape[0]
-        return x_K.index_select(0, source_T)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Any, ...]:
-        (source_T,) = ctx.saved_tensors
-        wide = grad_T if grad_T.dtype == torch.float64 else grad_T.float()
-        total = torch.zeros(ctx.count, *grad_T.shape[1:], dtype=wide.dtype, device=grad_T.device)
-        return total.index_add_(0, source_T, wide).to(grad_T.dtype), None
-
-
-def spread(x_K: Tensor, source_T: Tensor) -> Tensor:
-    """x[source], whose gradients are summed in float32: a prompt's keys are read by every sample of it."""
-    return _Spread.apply(x_K, source_T)  # type: ignore[no-untyped-call, no-any-return]
+    Queries and keys have the rotary embedding, x cos + rotate_half(x) sin. Gradients of a token that stands for several, as a prompt's
+    that every sample of it reads, are summed in float32.
+    """
+    return _Heads.apply(qkv, shape, *rope, position_K, sharing)  # type: ignore[no-untyped-call, no-any-return]

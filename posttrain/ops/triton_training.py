@@ -123,38 +123,127 @@ def gated_backward_kernel(
 
 
 @triton.jit
-def rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    stride,
-    sign,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Rotate the first HEADS heads of a token in place by its position's angle; sign -1: by the opposite angle."""
-    token = tl.program_id(0).to(tl.int64)
-    head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
-    wide = half < WIDTH // 2
-    inside = (head < HEADS) & wide
-    place = x_ptr + token * stride + head * WIDTH + half
-    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    at = tl.load(position_ptr + token).to(tl.int64) * WIDTH + half
+def angles(cos_ptr, sin_ptr, position, half, WIDTH: tl.constexpr):
+    """cos and sin of a position, of both halves of a head."""
+    at, wide = position.to(tl.int64) * WIDTH + half, half < WIDTH // 2
     cos_low = tl.load(cos_ptr + at, mask=wide, other=0.0).to(tl.float32)
     cos_high = tl.load(cos_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
     sin_low = tl.load(sin_ptr + at, mask=wide, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_ptr + at + WIDTH // 2, mask=wide, other=0.0).to(tl.float32)
-    narrow = x_ptr.dtype.element_ty
-    if sign > 0:
-        new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
-    else:  # the transpose of the above
-        new_low, new_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
-    tl.store(place, new_low.to(narrow), mask=inside)
-    tl.store(place + WIDTH // 2, new_high.to(narrow), mask=inside)
+    return cos_low, cos_high, sin_low, sin_high
+
+
+@triton.jit
+def heads_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    source_ptr,
+    kept_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """One token of a sequence: key, rotated by the position's angle, and value of the computed token that stands for it; and where it
+    is computed itself, the rotated query."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(source_ptr + token).to(tl.int64) if SHARED else token
+    own = tl.load(kept_ptr + row) == token if SHARED else row == token
+    half = tl.arange(0, HALF)[None, :]
+    narrow = qkv_ptr.dtype.element_ty
+    wide, start = half < WIDTH // 2, qkv_ptr + row * (HEADS + 2 * KEYS) * WIDTH + half
+    position = tl.load(position_ptr + row)
+    cos_low, cos_high, sin_low, sin_high = angles(cos_ptr, sin_ptr, position, half, WIDTH)
+    head = tl.arange(0, QUERY_BLOCK)[:, None]
+    inside = (head < HEADS) & wide & own
+    low = tl.load(start + head * WIDTH, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(start + head * WIDTH + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    to = query_ptr + (row * HEADS + head) * WIDTH + half
+    tl.store(to, (low * cos_low - high * sin_low).to(narrow), mask=inside)
+    tl.store(to + WIDTH // 2, (high * cos_high + low * sin_high).to(narrow), mask=inside)
+    head = tl.arange(0, KEY_BLOCK)[:, None]
+    inside, place = (head < KEYS) & wide, start + (HEADS + head) * WIDTH
+    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    to = (token * KEYS + head) * WIDTH + half
+    tl.store(key_ptr + to, (low * cos_low - high * sin_low).to(narrow), mask=inside)
+    tl.store(key_ptr + to + WIDTH // 2, (high * cos_high + low * sin_high).to(narrow), mask=inside)
+    place += KEYS * WIDTH
+    tl.store(value_ptr + to, tl.load(place, mask=inside), mask=inside)
+    other_half = tl.load(place + WIDTH // 2, mask=inside)
+    tl.store(value_ptr + to + WIDTH // 2, other_half, mask=inside)
+
+
+@triton.jit
+def heads_backward_kernel(
+    dquery_ptr,
+    dkey_ptr,
+    dvalue_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    first_ptr,
+    reader_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+    READERS: tl.constexpr,
+):
+    """The gradient of one computed token's query, key and value: those of all tokens for which it stands are summed in float32, and
+    rotated by the opposite angle."""
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF)[None, :]
+    narrow = out_ptr.dtype.element_ty
+    wide, start = half < WIDTH // 2, out_ptr + row * (HEADS + 2 * KEYS) * WIDTH + half
+    position = tl.load(position_ptr + row)
+    cos_low, cos_high, sin_low, sin_high = angles(cos_ptr, sin_ptr, position, half, WIDTH)
+    head = tl.arange(0, QUERY_BLOCK)[:, None]
+    inside, place = (head < HEADS) & wide, dquery_ptr + (row * HEADS + head) * WIDTH + half
+    low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    to = start + head * WIDTH
+    tl.store(to, (low * cos_low + high * sin_high).to(narrow), mask=inside)
+    tl.store(to + WIDTH // 2, (high * cos_high - low * sin_low).to(narrow), mask=inside)
+    head = tl.arange(0, KEY_BLOCK)[:, None]
+    inside, own = (head < KEYS) & wide, head * WIDTH + half
+    low = tl.zeros([KEY_BLOCK, HALF], tl.float32)
+    high = tl.zeros([KEY_BLOCK, HALF], tl.float32)
+    value_low = tl.zeros([KEY_BLOCK, HALF], tl.float32)
+    value_high = tl.zeros([KEY_BLOCK, HALF], tl.float32)
+    first, last = row, row + 1
+    if SHARED:
+        first, last = tl.load(first_ptr + row), tl.load(first_ptr + row + 1)
+    for begin in range(first, last, READERS):
+        at = begin + tl.arange(0, READERS)
+        token = at.to(tl.int64)
+        if SHARED:
+            token = tl.load(reader_ptr + at, mask=at < last, other=0).to(tl.int64)
+        they = token[:, None, None] * KEYS * WIDTH + own[None, :, :]
+        here = (at < last)[:, None, None] & inside[None, :, :]
+        low += tl.sum(tl.load(dkey_ptr + they, mask=here, other=0.0).to(tl.float32), 0)
+        value_low += tl.sum(tl.load(dvalue_ptr + they, mask=here, other=0.0).to(tl.float32), 0)
+        they += WIDTH // 2
+        high += tl.sum(tl.load(dkey_ptr + they, mask=here, other=0.0).to(tl.float32), 0)
+        value_high += tl.sum(tl.load(dvalue_ptr + they, mask=here, other=0.0).to(tl.float32), 0)
+    to = start + (HEADS + head) * WIDTH
+    tl.store(to, (low * cos_low + high * sin_high).to(narrow), mask=inside)
+    tl.store(to + WIDTH // 2, (high * cos_high - low * sin_low).to(narrow), mask=inside)
+    to += KEYS * WIDTH
+    tl.store(to, value_low.to(narrow), mask=inside)
+    tl.store(to + WIDTH // 2, value_high.to(narrow), mask=inside)
 
 
 @triton.jit

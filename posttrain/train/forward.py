@@ -16,6 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.routing import ROUTES, routers
 from posttrain.models.scorer import Scorer
 from posttrain.ops.experts import Routes, load_balance
+from posttrain.ops.fused import Sharing
 from posttrain.ops.logprobs import token_logprobs
 from posttrain.train.pack import host_ids, host_mask
 from posttrain.types import Batch, Outputs, Prediction
@@ -82,8 +83,11 @@ def positions(batch: Batch) -> Tensor:
 
 
 def _sent(array: np.ndarray, batch: Batch) -> Tensor:
-    """A host array on the batch's device, without waiting for what the device is at."""
-    return torch.from_numpy(array).to(batch.ids_T.device, non_blocking=True)
+    """A host array on the batch's device, without waiting for what the device is at: from memory that is pinned, since CUDA copies
+    other memory while the host waits, in its turn after all that was launched."""
+    device, tensor = batch.ids_T.device, torch.from_numpy(array)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def scores(scorer: Scorer, batch: Batch) -> Tensor:
@@ -107,19 +111,21 @@ def states(
     """
     device, edges = batch.ids_T.device, np.array(batch.starts)
     kept, source = shared_beginnings(batch)
-    ids_K, position_K, source_T = batch.ids_T, positions(batch), None
+    ids_K, position_K, source_T, sharing = batch.ids_T, positions(batch), None, None
     shared = len(kept) < batch.tokens
     if shared:
         at_K, source_T = _sent(kept, batch), _sent(source, batch)
         ids_K, position_K = ids_K[at_K], position_K[at_K]
+        sharing = Sharing.of(source_T, at_K)
         if routes is not None:
             routes.take(at_K)
     body = fused_body(model)
     if body is not None:
         lengths = np.diff(edges)
         queries = np.diff(np.searchsorted(kept, edges)) if shared else lengths
-        attend = attend_packed(tuple(lengths.tolist()), device, tuple(queries.tolist()), source_T)
-        return body.hidden(ids_K, position_K, int(lengths.max()), attend, routes), source_T
+        attend = attend_packed(tuple(lengths.tolist()), device, tuple(queries.tolist()))
+        given = (ids_K, position_K, int(lengths.max()), attend, routes, sharing)
+        return body.hidden(*given), source_T
     layout = Packed(batch.starts, device)
     if shared:
         layout = Packed(batch.starts, device, torch.from_numpy(kept), torch.from_numpy(source))

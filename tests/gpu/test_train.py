@@ -31,10 +31,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
 
 
+@pytest.mark.parametrize("lengths", [(5, 300, 64, 129), (129,) * 8])
 @pytest.mark.parametrize(("width", "window"), [(64, None), (128, None), (256, None), (64, 50)])
-def test_packed_attention_and_its_gradient(width: int, window: int | None) -> None:
+def test_packed_attention_and_its_gradient(width: int, window: int | None, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    lengths, rule = (5, 300, 64, 129), Rule(width**-0.5, window)
+    rule = Rule(width**-0.5, window)
     narrow = [torch.randn(sum(lengths), h, width, device=CUDA).bfloat16().requires_grad_() for h in (6, 2, 2)]
     wide = [t.detach().float().requires_grad_() for t in narrow]
     out = attend_packed(lengths, CUDA)(0, *narrow, rule)
@@ -54,31 +55,41 @@ def test_fused_pieces_are_those_of_torch(tanh: bool) -> None:
     angle = torch.arange(50)[:, None] * torch.rand(32).repeat(2)
     position, x, y = torch.randint(0, 50, (300,)), torch.randn(300, 640), torch.randn(300, 640)
     weight, both = torch.randn(640), torch.randn(300, 1400)
+    kept, source = torch.arange(300) * 2, torch.arange(600) // 2  # each is read twice, one 100 times more
+    source = torch.cat([source, torch.full((100,), 7)])
     found = []
     for device in ("cuda", "cpu"):
         inputs = [t.detach().to(device).requires_grad_() for t in (x, y, weight, both)]
         total, normal = fused.add_norm(inputs[0], inputs[1], inputs[2], 1e-5, tanh)
-        turned = fused.rotate(normal * 1.0, 6, 64, (angle.cos().to(device), angle.sin().to(device)), position.to(device))
+        sharing = fused.Sharing.of(source.to(device), kept.to(device)) if tanh else None
+        rope = (angle.cos().to(device), angle.sin().to(device))
+        heads = fused.attention_heads(normal * 1.0, (6, 2, 64), rope, position.to(device), sharing)
         acted = fused.gated(inputs[3], tanh)
-        ((total * turned).sum() + (acted * acted.detach().sin()).sum()).backward()
-        found.append([t.cpu() for t in (turned, acted, *(i.grad for i in inputs))])
+        ((total * total.detach().sin()).sum() + sum((t * t.detach().sin()).sum() for t in (*heads, acted))).backward()
+        found.append([t.cpu() for t in (*heads, acted, *(i.grad for i in inputs))])
     assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_and_entropies(dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 9001), (torch.bfloat16, 9001), (torch.bfloat16, 9000)])
+def test_log_probs_and_entropies(dtype: torch.dtype, size: int, temperature: float) -> None:
+    """With rows of a multiple of 16 bytes, logits are summed in the tiles of their product. One row's target is very unlikely."""
     torch.manual_seed(0)
-    hidden, weight, target = torch.randn(70, 64).to(dtype), torch.randn(9001, 64).to(dtype), torch.randint(0, 9001, (70,))
+    hidden, weight, target = torch.randn(70, 64).to(dtype), torch.randn(size, 64).to(dtype), torch.randint(0, size, (70,))
+    hidden[5] *= 8
     found = []
     for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
-        h, w = (t.to(device, kind).requires_grad_() for t in (hidden, weight))
-        logprob, entropy = token_logprobs(h, target.to(device), Head(w), temperature, chunk_logits=9001 * 32)
-        (logprob * torch.linspace(-1, 1, 70).to(logprob) + 0.3 * entropy).sum().backward()
-        found.append([logprob, entropy, h.grad, w.grad])
+        for entropic in (0.3, 0.0):
+            h, w = (t.to(device, kind).requires_grad_() for t in (hidden, weight))
+            logprob, entropy = token_logprobs(h, target.to(device), Head(w), temperature, chunk_logits=size * 32)
+            loss = (logprob * torch.linspace(-1, 1, 70).to(logprob)).sum()
+            (loss + entropic * entropy.sum() if entropic else loss).backward()
+            found.append([logprob, entropy, h.grad, w.grad])
+    assert float(found[3][0].detach().min()) < -100
     bounds = (1e-5, 1e-4, 1e-4, 1e-4) if dtype == torch.float32 else (1e-5, 1e-3, 1e-2, 1e-2)
-    for mine, expected, bound in zip(*found, bounds, strict=True):
-        assert relative(mine.cpu(), expected) < bound
+    for which in (0, 1):
+        for mine, expected, bound in zip(found[which], found[2 + which], bounds, strict=True):
+            assert relative(mine.cpu(), expected) < bound
 
 
 def make(dtype: torch.dtype, experts: bool = False) -> Policy:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.ops import fused
-from posttrain.ops.fused import add_norm, gated, rotate, spread
+from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated
 
 COS, SIN = (
     f(torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)).double() for f in (torch.cos, torch.sin)
@@ -81,26 +81,34 @@ def test_gated(tanh: bool) -> None:
     check(lambda both: gated(both, tanh), plain, 2 * random(4, 10))
 
 
-def test_rotate_turns_the_first_heads_only() -> None:
-    def plain(x: Tensor) -> Tensor:
-        heads = x[:, :16].view(4, 2, 8)
-        half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
-        return torch.cat([(heads * COS[POSITION][:, None] + half * SIN[POSITION][:, None]).reshape(4, 16), x[:, 16:]], 1)
+SHAPE = (1, 1, 8)  # heads, key heads, width
+SOURCE, KEPT = torch.tensor([0, 1, 2, 0, 1, 3, 0]), torch.tensor([0, 1, 2, 5])  # three sequences that begin alike
 
-    check(lambda x: rotate(x * 1.0, 2, 8, (COS, SIN), POSITION), plain, random(4, 24))
+
+def plain_heads(x: Tensor, source: Tensor) -> tuple[Tensor, ...]:
+    heads = x.view(4, 3, 8)
+    half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
+    turned = heads * COS[POSITION][:, None] + half * SIN[POSITION][:, None]
+    return turned[:, :1], turned[source, 1:2], heads[source, 2:]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_attention_heads_are_rotated_and_read_by_all_tokens_for_which_they_stand(shared: bool) -> None:
+    sharing = Sharing.of(SOURCE, KEPT) if shared else None
+    source = SOURCE if shared else torch.arange(4)
+    check(lambda x: attention_heads(x, SHAPE, (COS, SIN), POSITION, sharing), lambda x: plain_heads(x, source), random(4, 24))
 
 
 def test_rotation_keeps_lengths() -> None:
-    x = random(4, 16)
-    turned = rotate(x.clone(), 2, 8, (COS, SIN), POSITION)
-    torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
-    assert torch.equal(turned[0], x[0]) and not torch.allclose(turned[1], x[1])
+    x = random(4, 24)
+    query = attention_heads(x, SHAPE, (COS, SIN), POSITION)[0][:, 0]
+    torch.testing.assert_close(query.norm(dim=1), x[:, :8].norm(dim=1))
+    assert torch.equal(query[0], x[0, :8]) and not torch.allclose(query[1], x[1, :8])
 
 
-def test_spread_sums_what_is_read_twice() -> None:
-    source = torch.tensor([0, 1, 0, 0, 2])
-    check(lambda x: spread(x, source), lambda x: x[source], random(3, 2, 2))
-    narrow = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    grads = torch.tensor([[256.0], *[[1.0]] * 256]).bfloat16()
-    spread(narrow, torch.zeros(257, dtype=torch.long)).backward(grads)
-    assert narrow.grad.item() == 512.0, "one by one in bfloat16, 256 + 1 + 1 + ... would stay at 256"
+def test_gradients_of_a_token_that_many_read_are_summed_in_float32() -> None:
+    narrow = torch.zeros(1, 24, dtype=torch.bfloat16, requires_grad=True)
+    sharing = Sharing.of(torch.zeros(257, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    _, _, value = attention_heads(narrow, SHAPE, (COS.bfloat16(), SIN.bfloat16()), torch.zeros(1, dtype=torch.long), sharing)
+    value.backward(torch.tensor([256.0, *[1.0] * 256]).bfloat16()[:, None, None].expand_as(value))
+    assert narrow.grad[0, -1].item() == 512.0, "one by one in bfloat16, 256 + 1 + 1 + ... would stay at 256"
