@@ -95,6 +95,40 @@ def heads_backward_kernel(grid: Grid, dquery: Tensor, dkey: Tensor, dvalue: Tens
     out.copy_(torch.cat([*turn, sums[1]], 1).view_as(out))
 
 
+def logprob_tiles_kernel(grid: Grid, hidden: Tensor, weight: Tensor, kept: Tensor, target: Tensor, shift: Tensor, top: Tensor,
+                         total: Tensor, energy: Tensor, chosen: Tensor, rows: int, size: int, inverse: float, width: int,
+                         keep: bool, tall: int, broad: int, deep: int, safe: float) -> None:  # fmt: skip
+    z = (hidden.to(total.dtype) @ weight.to(total.dtype).t()) * inverse
+    chosen.copy_(z.gather(1, target[:, None])[:, 0])
+    for tile, part in enumerate(z.split(broad, 1)):
+        s = torch.maximum(shift.to(z.dtype), part.max(1).values - safe)
+        p = torch.exp(part - s[:, None])
+        top[tile], total[tile], energy[tile] = s, p.sum(1), (p * part).sum(1)
+        if keep:
+            kept[:, tile * broad : (tile + 1) * broad] = p
+
+
+def logprob_sums_kernel(grid: Grid, top: Tensor, total: Tensor, energy: Tensor, chosen: Tensor, logprob: Tensor, entropy: Tensor,
+                        normaliser: Tensor, *sizes: int) -> None:  # fmt: skip
+    highest = top.max(0).values
+    factor = torch.exp(top - highest)
+    mass = (total * factor).sum(0)
+    normaliser.copy_(highest + mass.log())
+    logprob.copy_(chosen - normaliser)
+    entropy.copy_(normaliser - (energy * factor).sum(0) / mass)
+
+
+def logprob_kept_kernel(grid: Grid, kept: Tensor, target: Tensor, shift: Tensor, top: Tensor, logprob: Tensor, normaliser: Tensor,
+                        factor: Tensor, rows: int, size: int, block: int, broad: int, safe: float) -> None:  # fmt: skip
+    gap = normaliser - shift.to(normaliser.dtype)
+    low = gap > safe
+    by_id = torch.exp(top - normaliser).repeat_interleave(broad, 0)[:size].t()
+    kept.copy_(torch.where(low[:, None], kept.to(by_id.dtype) * by_id, kept.to(by_id.dtype)))
+    gap = gap.where(~low, 0.0)
+    factor.copy_(torch.exp(-gap))
+    kept[torch.arange(len(kept)), target] = (torch.expm1(logprob) * torch.exp(gap)).to(kept.dtype)
+
+
 def row_scale(x: Tensor, epsilon: float) -> Tensor:
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 

@@ -1,8 +1,16 @@
-"""How much of a CUDA device's memory this process may take."""
+"""What a CUDA device is, and how much of its memory this process may take."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether tiles that were chosen for an H100 or H200 fit: others may have too little shared memory for them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def device_bytes(device: torch.device) -> float:

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.ops.device import device_bytes
+from posttrain.ops import fused
+from posttrain.ops.device import device_bytes, is_hopper
 
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
 CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
 CHUNK_SHARE = 0.025  # of a CUDA device's memory, which they take at most
 KEPT = 0.1  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
+TILE = (128, 256, 64)  # tokens, ids and elements that a program of the output layer's kernel takes
+SAFE = 60.0  # exp of it, times a sum over the vocabulary, is within float32 and bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,17 +32,8 @@ class Head:
 
 
 def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
-    """Logits in float32 (float64 for float64 inputs). The trainer and the sampler both come through here, so they agree.
-
-    On CUDA a bf16 product is accumulated and returned in float32: rounding logits to bf16 costs three digits of log-prob.
-    """
-    weight_HV = head.weight_VH.t()
-    if hidden_NH.is_cuda and hidden_NH.dtype.itemsize < 4:
-        logits_NV = torch.mm(hidden_NH, weight_HV, out_dtype=torch.float32)
-    else:
-        logits_NV = hidden_NH @ weight_HV
-        if logits_NV.dtype != torch.float64:
-            logits_NV = logits_NV.float()
+    """Logits in float32 (float64 for float64 inputs). The trainer and the sampler both come through here, so they agree."""
+    logits_NV = product_float32(hidden_NH, head.weight_VH.t())
     if head.scale != 1.0:
         logits_NV = logits_NV * head.scale
     if head.bias_V is not None:
@@ -62,17 +56,14 @@ def token_logprobs(
         logprob = z[target] - logsumexp(z),            d logprob / d z_j = 1[j = target] - p_j
         entropy = logsumexp(z) - sum_j p_j z_j,        d entropy / d z_j = -p_j (log p_j + entropy)
     The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens. On CUDA d logprob / d z of
-    the first chunks, rounded to the weights' type, is kept in their place, as far as `kept_room` goes.
+    the first chunks, rounded to the weights' type, is kept in their place, as far as `kept_room` goes. Where `in_tiles` says so, logits
+    are summed in the product that makes them, and never written.
     """
     if chunk_logits is None:
         chunk_logits = chunk_size(hidden_NH.device)
     rows = max(1, chunk_logits // head.weight_VH.shape[0])
     rows = rows // 256 * 256 or rows  # whole tiles of a product
-    kept = 0
-    if hidden_NH.is_cuda and hidden_NH.dtype.itemsize < 4 and _plain(head):
-        chunk = rows * head.weight_VH.shape[0] * hidden_NH.dtype.itemsize
-        kept = int(kept_room(hidden_NH.device) // chunk)
-    settings = (head.scale, head.softcap, temperature, rows, kept)
+    settings = (head.scale, head.softcap, temperature, rows, kept_chunks(hidden_NH, head, rows))
     given = (hidden_NH, head.weight_VH, head.bias_V, target_N, settings)
     return _TokenLogprobs.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -84,6 +75,14 @@ def chunk_size(device: torch.device) -> int:
     there = torch.cuda.is_available()
     share = CHUNK_SHARE * device_bytes(device) / 4 if there else CHUNK_LOGITS_CUDA
     return min(CHUNK_LOGITS_CUDA, int(share))
+
+
+def kept_chunks(hidden_NH: Tensor, head: Head, rows: int) -> int:
+    """Of how many chunks of so many tokens what is needed of the logits is kept for the backward pass."""
+    if not hidden_NH.is_cuda or hidden_NH.dtype.itemsize == 4 or not _plain(head):
+        return 0
+    chunk = rows * head.weight_VH.shape[0] * hidden_NH.dtype.itemsize
+    return int(kept_room(hidden_NH.device) // chunk)
 
 
 def kept_room(device: torch.device) -> float:
@@ -112,17 +111,24 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logprob_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=wide)
         entropy_N, normaliser_N = torch.empty_like(logprob_N), torch.empty_like(logprob_N)
-        ctx.kept = list[Tensor]()
+        ctx.kept = list[tuple[Tensor, Tensor]]()
         kept = kept if any(ctx.needs_input_grad) else 0
+        tiled = in_tiles(hidden_NH, head)
         for part in chunks(hidden_NH, rows):
+            found = (logprob_N[part], entropy_N[part], normaliser_N[part])
+            if tiled:
+                given = (hidden_NH[part], target_N[part], weight_VH, temperature)
+                derivative = tile_statistics(*given, found, len(ctx.kept) < kept)
+                ctx.kept += [derivative] if derivative is not None else []
+                continue
             logits = head_logits(hidden_NH[part], head)
             if hidden_NH.is_cuda and wide == torch.float32:
-                found = (logprob_N[part], entropy_N[part], normaliser_N[part])
                 statistics(logits, target_N[part], temperature, found)
                 if len(ctx.kept) < kept:
                     ones, zeros = torch.ones_like(found[0]), torch.zeros_like(found[0])
                     parts = [target_N[part].contiguous(), found[2], found[1], ones, zeros]
-                    ctx.kept.append(logits_gradient(logits, parts, temperature, weight_VH.dtype))
+                    narrow_NV = logits_gradient(logits, parts, temperature, weight_VH.dtype)
+                    ctx.kept.append((narrow_NV, ones))
                 continue
             scaled = logits / temperature
             normaliser = torch.logsumexp(scaled, dim=-1)
@@ -146,7 +152,8 @@ class _TokenLogprobs(torch.autograd.Function):
         found = HeadGradients(hidden_NH, head, ctx.needs_input_grad)
         for number, part in enumerate(chunks(hidden_NH, rows)):
             if number < len(kept):
-                found.add_scaled(part, kept[number], grad_logprob_N[part, None])
+                narrow_NV, factor_N = kept[number]
+                found.add_scaled(part, narrow_NV, (grad_logprob_N[part] * factor_N)[:, None])
                 continue
             logits = head_logits(hidden_NH[part], head)
             if found.by_kernel:
@@ -203,8 +210,7 @@ class HeadGradients:
         """The same of a gradient that is still to be multiplied by a factor of its row: d hidden = f (D W), d W = D^T (f hidden)."""
         weight_VH = self.head.weight_VH
         if self.hidden is not None:
-            product = torch.mm(narrow_NV, weight_VH, out_dtype=torch.float32)
-            self.hidden[part] = factor_N1 * product
+            self.hidden[part] = factor_N1 * product_float32(narrow_NV, weight_VH)
         if self.weight is not None:
             scaled_NH = (factor_N1 * self.hidden_NH[part]).to(weight_VH.dtype)
             add_product_float32(self.weight, narrow_NV.t(), scaled_NH)
@@ -222,14 +228,61 @@ def chunks(hidden_NH: Tensor, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
+def in_tiles(hidden_NH: Tensor, head: Head) -> bool:
+    """Whether the output layer's kernel can do this layer on this device: in bfloat16, which holds exp of what float32 does, with rows
+    that begin at multiples of 16 bytes."""
+    if hidden_NH.dtype != torch.bfloat16 or not _plain(head):
+        return False
+    return all(size % 8 == 0 for size in head.weight_VH.shape) and is_hopper(hidden_NH.device)
+
+
+def tile_statistics(
+    hidden_NH: Tensor,
+    target_N: Tensor,
+    weight_VH: Tensor,
+    temperature: float,
+    found: tuple[Tensor, Tensor, Tensor],
+    keep: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Log-probs, entropies and normalisers of one chunk, written into `found`, from tiles of logits that stay on the chip. `keep`: also
+    d logprob / d logits, as a matrix and a factor of each row.
+
+    d logprob / d z = 1[target] - exp(z - c) exp(c - n), with the normaliser n and any shift c of the row that is within SAFE of it: so
+    the matrix is known, up to a factor of its row, before n is. The target's logit is such a shift.
+    """
+    kernels, (count, width), size = fused._triton(), hidden_NH.shape, weight_VH.shape[0]
+    tall, broad, deep = TILE
+    across, target_N = -(-size // broad), target_N.contiguous()
+    shift_N = torch.linalg.vecdot(hidden_NH, weight_VH[target_N]) / temperature
+    chosen_N = torch.empty_like(found[0])
+    top, total, energy = found[0].new_empty(3, across, count)
+    kept_NV = hidden_NH.new_empty(count, size) if keep else hidden_NH
+    matrices = [
+        (hidden_NH, tall, deep),
+        (weight_VH, broad, deep),
+        (kept_NV, tall, broad if keep else deep),
+    ]
+    inputs = (*(kernels.tiles(*one) for one in matrices), target_N, shift_N)
+    sizes = (count, size, 1.0 / temperature, width, keep, *TILE, SAFE)
+    grid = (-(-count // tall), across)
+    kernels.logprob_tiles_kernel[grid](
+        *inputs, top, total, energy, chosen_N, *sizes, num_warps=8, num_stages=3
+    )
+    sums = (top, total, energy, chosen_N, *found, count, across)
+    kernels.logprob_sums_kernel[(-(-count // 32),)](*sums, 32, 32)
+    if not keep:
+        return None
+    factor_N, given = torch.empty_like(chosen_N), (target_N, shift_N, top, found[0], found[2])
+    kernels.logprob_kept_kernel[(count,)](kept_NV, *given, factor_N, count, size, 4096, broad, SAFE)
+    return kept_NV, factor_N / -temperature
+
+
 def statistics(
     logits_NV: Tensor, target_N: Tensor, temperature: float, found: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Log-probs, entropies and normalisers of one chunk on CUDA, written into `found`: the logits are read once."""
-    from posttrain.ops import triton_training
-
     count, size = logits_NV.shape
-    triton_training.statistics_kernel[(count,)](
+    fused._triton().statistics_kernel[(count,)](
         logits_NV, target_N.contiguous(), *found, size, 1.0 / temperature, 2048, num_warps=8
     )
 
@@ -239,19 +292,26 @@ def logits_gradient(
 ) -> Tensor:
     """The gradient of one chunk's logits on CUDA, rounded once to `dtype`. `parts` are the targets, normalisers and entropies of its
     rows, and the gradients of their log-probs and entropies."""
-    from posttrain.ops import triton_training
-
     count, size = logits_NV.shape
     out = torch.empty(count, size, dtype=dtype, device=logits_NV.device)
-    triton_training.logits_gradient_kernel[(count, -(-size // 4096))](
+    fused._triton().logits_gradient_kernel[(count, -(-size // 4096))](
         logits_NV, *parts, out, size, 1.0 / temperature, 4096, num_warps=8
     )
     return out
 
 
+def product_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 (float64 for float64 inputs). On CUDA a bf16 product is accumulated and returned in float32: rounding logits to
+    bf16 costs three digits of log-prob."""
+    if a.is_cuda and a.dtype.itemsize < 4:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    product = a @ b
+    return product if product.dtype == torch.float64 else product.float()
+
+
 def add_product_float32(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b on CUDA, summed in float32 inside the product whatever the matrices are."""
-    if a.dtype == torch.float32:
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

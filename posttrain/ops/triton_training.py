@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def tiles(matrix, rows, columns):
+    """A matrix as a kernel loads it, tile by tile."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 @triton.jit
@@ -244,6 +250,126 @@ def heads_backward_kernel(
     to += KEYS * WIDTH
     tl.store(to, value_low.to(narrow), mask=inside)
     tl.store(to + WIDTH // 2, value_high.to(narrow), mask=inside)
+
+
+@triton.jit
+def logprob_tiles_kernel(
+    hidden_tiles,
+    weight_tiles,
+    kept_tiles,
+    target_ptr,
+    shift_ptr,
+    top_ptr,
+    total_ptr,
+    energy_ptr,
+    chosen_ptr,
+    rows,
+    size,
+    inverse,
+    WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SAFE: tl.constexpr,
+):
+    """Of z = hidden W^T / temperature, one tile a program: with s the row's shift, or what is higher by tile, sum(exp(z - s)) and
+    sum(exp(z - s) z), and z of the target; KEEP: exp(z - s) too, rounded. s is raised where z exceeds the shift by more than SAFE."""
+    first, tile = tl.program_id(0) * BM, tl.program_id(1)
+    z = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, WIDTH, BK):
+        z = tl.dot(hidden_tiles.load([first, k]), weight_tiles.load([tile * BN, k]).T, z)
+    row, column = first + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    inside = row < rows
+    z = tl.where((column < size)[None, :], z * inverse, -float("inf"))
+    target = tl.load(target_ptr + row, mask=inside, other=-1)
+    chosen = tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
+    here = inside & (target >= tile * BN) & (target < tile * BN + BN)
+    tl.store(chosen_ptr + row, chosen, mask=here)
+    shift = tl.load(shift_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.maximum(shift, tl.max(z, 1) - SAFE)
+    p = tl.exp(z - shift[:, None])
+    at = tile.to(tl.int64) * rows + row
+    tl.store(top_ptr + at, shift, mask=inside)
+    tl.store(total_ptr + at, tl.sum(p, 1), mask=inside)
+    tl.store(energy_ptr + at, tl.sum(tl.where(p > 0.0, p * z, 0.0), 1), mask=inside)
+    if KEEP:
+        kept_tiles.store([first, tile * BN], p.to(kept_tiles.dtype))
+
+
+@triton.jit
+def logprob_sums_kernel(
+    top_ptr,
+    total_ptr,
+    energy_ptr,
+    chosen_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    normaliser_ptr,
+    rows,
+    tiles,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Log-probs of the targets, entropies and normalisers from the sums of the tiles."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    energy = tl.zeros([ROWS], tl.float32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        at = tile.to(tl.int64)[:, None] * rows + row[None, :]
+        here = (tile < tiles)[:, None] & inside[None, :]
+        tops = tl.load(top_ptr + at, mask=here, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        factor, shrink = tl.exp(tops - safe[None, :]), tl.exp(top - safe)
+        sums = tl.load(total_ptr + at, mask=here, other=0.0)
+        total = total * shrink + tl.sum(sums * factor, 0)
+        sums = tl.load(energy_ptr + at, mask=here, other=0.0)
+        energy = energy * shrink + tl.sum(sums * factor, 0)
+        top = higher
+    normaliser = top + tl.log(total)
+    chosen = tl.load(chosen_ptr + row, mask=inside, other=0.0)
+    tl.store(logprob_ptr + row, chosen - normaliser, mask=inside)
+    tl.store(entropy_ptr + row, normaliser - energy / total, mask=inside)
+    tl.store(normaliser_ptr + row, normaliser, mask=inside)
+
+
+@triton.jit
+def logprob_kept_kernel(
+    kept_ptr,
+    target_ptr,
+    shift_ptr,
+    top_ptr,
+    logprob_ptr,
+    normaliser_ptr,
+    factor_ptr,
+    rows,
+    size,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    SAFE: tl.constexpr,
+):
+    """What is kept of a row, exp(z - s), becomes (p - 1[target]) / factor with a factor of the row, exp(shift - normaliser), so that
+    one number of it changes; in a row whose shift was far too low all of them, and the factor is 1."""
+    row = tl.program_id(0).to(tl.int64)
+    start = kept_ptr + row * size
+    narrow = kept_ptr.dtype.element_ty
+    normaliser = tl.load(normaliser_ptr + row)
+    gap = normaliser - tl.load(shift_ptr + row).to(tl.float32)
+    if gap > SAFE:
+        for begin in range(0, size, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            top = tl.load(top_ptr + (at // BN).to(tl.int64) * rows + row, mask=at < size, other=0.0)
+            p = tl.load(start + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(start + at, (p * tl.exp(top - normaliser)).to(narrow), mask=at < size)
+        gap = gap * 0.0
+        tl.debug_barrier()
+    tl.store(factor_ptr + row, tl.exp(-gap))
+    less = tl.exp(tl.load(logprob_ptr + row)) - 1.0
+    tl.store(start + tl.load(target_ptr + row), (less * tl.exp(gap)).to(narrow))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import kernels_for_tests  # noqa: F401  kernels run on the CPU too
 import numpy as np
 import pytest
 import torch
@@ -201,3 +202,37 @@ def test_a_second_derivative_is_refused() -> None:
     (slope,) = torch.autograd.grad(loss, hidden_NH, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9])
+@pytest.mark.parametrize("far", [1.0, 150.0])
+def test_tiles_of_logits_give_the_log_probs_and_gradients_of_whole_rows(
+    kept: int, far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in rows whose target is so unlikely that its logit is no shift for the others."""
+    hidden_NH, target_N, head = made(False, 1.0, None)
+    hidden_NH[::3] *= far
+    found = []
+    for tiled in (False, True):
+        monkeypatch.setattr(logprobs, "in_tiles", lambda *_, tiled=tiled: tiled)
+        monkeypatch.setattr(logprobs, "kept_chunks", lambda *_, tiled=tiled: kept * tiled)
+        monkeypatch.setattr(logprobs, "TILE", (2, 4, 2))
+        hidden, weight = (t.clone().requires_grad_() for t in (hidden_NH, head.weight_VH))
+        logprob_N, entropy_N = token_logprobs(hidden, target_N, Head(weight), 0.7, chunk_logits=2 * V)
+        (logprob_N * torch.linspace(-1, 1, N)).sum().backward()
+        found.append([logprob_N, entropy_N, hidden.grad, weight.grad])
+    assert float(found[0][0].detach().min()) < (-logprobs.SAFE if far > 1 else 0)
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_tiles_keep_is_not_used_where_the_entropy_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden_NH, target_N, head = made(False, 1.0, None)
+    found = []
+    for tiled in (False, True):
+        monkeypatch.setattr(logprobs, "in_tiles", lambda *_, tiled=tiled: tiled)
+        monkeypatch.setattr(logprobs, "kept_chunks", lambda *_, tiled=tiled: 9 * tiled)
+        hidden = hidden_NH.clone().requires_grad_()
+        logprob_N, entropy_N = token_logprobs(hidden, target_N, head, 0.7)
+        found += torch.autograd.grad((logprob_N + 0.3 * entropy_N).sum(), hidden)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
