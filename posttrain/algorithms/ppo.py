@@ -220,7 +220,8 @@ class PPO(Algorithm):
             terms, metrics = more + terms, figures + metrics
         if self.beta > 0:
             mask_T, k1 = batch.mask_T, step_kl(batch, batch.mask_T).sum()
-            responses = torch.unique(batch.sequence_T[mask_T]).numel()
+            length_N = sequence_lengths(mask_T, batch.sequence_T, batch.sequences)
+            responses = (length_N > 0).sum()
             metrics += [Metric("kl", k1, mask_T.sum()), Metric("kl/response", k1, responses)]
         return Terms(tuple(terms), tuple(metrics))
 

@@ -17,7 +17,7 @@ def pair_members(unit_N: Sequence[int], reward_N: Tensor) -> tuple[Tensor, Tenso
     paired = len(unit_N) % 2 == 0 and all(unit_N[n] == unit_N[n + 1] for n in firsts)
     if not paired or len({unit_N[n] for n in firsts}) < len(firsts):
         raise ValueError("these are not pairs: every unit must be two neighbouring sequences")
-    first_P = torch.tensor(firsts, dtype=torch.int64, device=reward_N.device)
+    first_P = torch.arange(0, len(unit_N), 2, device=reward_N.device)
     swapped_P = reward_N[first_P + 1] > reward_N[first_P]
     return first_P + swapped_P.long(), first_P + (~swapped_P).long()
 
