@@ -52,8 +52,8 @@ class Corrections:
 
     `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
     noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
-    for that alone; with stale weights it is biased. In one update a rollout (`once`) pi_prox is the policy that learns: rho is
-    exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
+    for that alone; with stale weights it is biased. In one update a rollout (`once`) pi_prox is the policy that learns, by any
+    correction: rho is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
     """
 
     correction: str
@@ -83,31 +83,33 @@ class Corrections:
     @property
     def roles(self) -> frozenset[str]:
         """`proximal`, where the log-probs of the policy at the start of the step are needed."""
-        needed = self.weighs or (self.correction == "proximal" and not self.once)
-        return frozenset({"proximal"}) if needed else frozenset()
+        needed = self.weighs or self.correction == "proximal"
+        return frozenset({"proximal"}) if needed and not self.once else frozenset()
+
+    def start(self, logprob_T: Tensor, batch: Batch) -> Tensor:
+        """[T]: log-probs of the policy at the start of the step."""
+        return logprob_T.detach() if self.once else batch.proximal_T
 
     def old(self, logprob_T: Tensor, batch: Batch) -> Tensor:
         """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
-        if self.correction == "none":
-            old_T = batch.behaviour_T
-        elif self.correction == "proximal" and self.once:
-            old_T = logprob_T.detach()
-        else:
-            old_T = batch.proximal_T
+        none = self.correction == "none"
+        old_T = batch.behaviour_T if none else self.start(logprob_T, batch)
         return old_T.where(batch.mask_T, 0.0)
 
-    def apply(self, policy_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
+    def apply(
+        self, policy_T: Tensor, logprob_T: Tensor, batch: Batch
+    ) -> tuple[Tensor, list[Metric]]:
         """c_it l_it, and the metrics of c; l_it as it is where nothing is corrected."""
         if not self.weighs:
             return policy_T, []
-        factor_T, metrics = self.factors(batch)
+        factor_T, metrics = self.factors(self.start(logprob_T, batch), batch)
         return factor_T * policy_T, metrics
 
-    def factors(self, batch: Batch) -> tuple[Tensor, list[Metric]]:
+    def factors(self, start_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
         """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where it is masked or its response
         is dropped."""
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
-        given = (batch.proximal_T, batch.behaviour_T, mask_T, sequence_T, batch.sequences)
+        given = (start_T, batch.behaviour_T, mask_T, sequence_T, batch.sequences)
         factor_T, metrics = torch.ones_like(batch.behaviour_T), []
         if self.correction not in ("none", "proximal"):
             factor_T = mismatch_weights(self.correction, *given, self.cap)

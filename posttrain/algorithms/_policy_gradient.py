@@ -205,7 +205,7 @@ class PolicyGradient(Algorithm):
         ratio_T = self.ratio(logprob_T, old_T, batch)
         policy_T, stopped_T = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
         count = mask_T.sum()
-        policy_T, corrections = self.corrections.apply(policy_T, batch)
+        policy_T, corrections = self.corrections.apply(policy_T, logprob_T, batch)
         moved = ratio_range(ratio_T)
         metrics = [Metric("clip_fraction", stopped_T.sum(), count), *moved, *corrections]
         terms = [Term("policy", policy_T, batch.weight_T)]

@@ -233,7 +233,7 @@ class PPO(Algorithm):
         ratio_T = importance_ratio(logprob_T, self.corrections.old(logprob_T, batch))
         given = (ratio_T, advantage_T, self.clip, self.clip, self.dual_clip)
         count = mask_T.sum()
-        policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), batch)
+        policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), logprob_T, batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.kl_in == "loss":
             kl_T = kl_estimate(

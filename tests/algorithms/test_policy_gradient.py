@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from material_for_tests import gradients, material, plain_batch
+from material_for_tests import gradients, material, plain_batch, shared_policy
 from numpy_for_tests import Response, clipped, parity, relative
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
@@ -17,6 +17,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.gspo import GSPO
 from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import UserError
+from posttrain.train.forward import forward
 from posttrain.types import Batch, Outputs
 
 REFUSALS = [
@@ -46,8 +47,9 @@ def test_refusals(settings: dict, message: str) -> None:
 
 def test_needs_are_what_the_settings_use() -> None:
     assert GRPO(beta=0.0).roles == frozenset()
-    assert GRPO(beta=0.0, correction="token").roles == {"proximal"}
-    assert GRPO(drop="mean", bound=0.1).roles == {"proximal", "reference"}
+    assert GRPO(beta=0.0, correction="token", epochs=2).roles == {"proximal"}
+    assert GRPO(drop="mean", bound=0.1, mini_batches=2).roles == {"proximal", "reference"}
+    assert GRPO(beta=0.0, correction="token").roles == GRPO(drop="mean", bound=0.1, beta=0.0).roles == frozenset()
 
 
 def test_a_users_own_is_called_by_its_class() -> None:
@@ -181,7 +183,7 @@ def test_far_responses_are_dropped(settings: dict, dropped: list[int]) -> None:
         behaviour_T=torch.tensor([0, -1.0, 0, -1.0, -1.0, -1.0]),
         proximal_T=torch.tensor([0, -1.5, 0, -0.61, -0.61, -0.61]),
     )
-    algorithm = GRPO(beta=0.0, **settings)
+    algorithm = GRPO(beta=0.0, epochs=2, **settings)
     prepared = algorithm.prepare(step, {})
     logprob_T = step.behaviour_T.clone().requires_grad_()
     terms = algorithm.terms(Outputs(logprob_T, torch.zeros(6)), prepared)
@@ -213,7 +215,7 @@ def test_parity_of_corrections(correction: str, drop: str) -> None:
         return loss, slopes
 
     settings = {"cap": cap} if correction != "decoupled" else {}
-    algorithm = GRPO(beta=0.0, clip_low=0.1, clip_high=0.1, correction=correction, drop=drop, bound=bound, **settings)
+    algorithm = GRPO(beta=0.0, clip_low=0.1, clip_high=0.1, correction=correction, drop=drop, bound=bound, epochs=2, **settings)
     parity(algorithm, formula, 0, noise=0.2)
 
 
@@ -227,12 +229,25 @@ def test_corrections_do_nothing_to_a_sampler_that_is_the_policy(make: type[Polic
         {"correction": "token"},
         {"correction": "sequence"},
         {"correction": "decoupled"},
-        {"correction": "proximal", "epochs": 2},
+        {"correction": "proximal"},
         {"correction": "none", "drop": "mean", "bound": 1e-6},
     ):
-        algorithm = make(beta=0.0, clip_low=0.2, clip_high=0.2, **settings)
+        algorithm = make(beta=0.0, clip_low=0.2, clip_high=0.2, epochs=2, **settings)
         found = gradients(algorithm, algorithm.prepare(step, {}))
         assert all(torch.equal(expected[1][name], gradient) for name, gradient in found[1].items())
+
+
+@pytest.mark.parametrize("settings", [{"correction": "token"}, {"correction": "sequence"}, {"drop": "mean", "bound": 0.05},
+                                      {"correction": "decoupled", "mask_low": 0.5, "mask_high": 1.1}])  # fmt: skip
+def test_one_update_a_rollout_has_the_policy_that_learns_as_its_start(settings: dict) -> None:
+    """What a forward pass before the update would give, without it."""
+    once, twice = (GRPO(beta=0.0, epochs=epochs, **settings) for epochs in (1, 2))
+    step = material(once, noise=0.2)
+    assert "proximal_T" not in step.columns
+    logprob_T = forward(shared_policy(), step).logprob_T.detach()
+    found, expected = gradients(once, once.prepare(step, {})), gradients(twice, twice.prepare(step.replace(proximal_T=logprob_T), {}))
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-9, atol=1e-12)
 
 
 def test_an_algorithm_of_ones_own_that_would_never_update_is_refused() -> None:
