@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engine import engine
+from posttrain.engine import engine, fp8
 from posttrain.engine import fused as decoding
-from posttrain.engine.cuda import CUDABackend
+from posttrain.engine.cuda import CUDABackend, as_bits
 from posttrain.engine.random import uniforms
 from posttrain.engine.sampler import Choices, draw
 from posttrain.ops import fused as training
@@ -155,9 +155,9 @@ def thin_gate_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, rows: i
 
 
 def rotate_store_kernel(grid: Grid, qkv: Tensor, inner: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor,
-                        keys: Tensor, values: Tensor, query_norm: Tensor, key_norm: Tensor, row_epsilon: float, epsilon: float,
-                        hidden: int, heads: int, key_heads: int, width: int, half_block: int, padded: int, hidden_block: int,
-                        biased: bool, norm: bool, shifted: bool, early: bool) -> None:  # fmt: skip
+                        keys: Tensor, values: Tensor, query_norm: Tensor, key_norm: Tensor, centre: Tensor, row_epsilon: float,
+                        epsilon: float, hidden: int, heads: int, key_heads: int, width: int, half_block: int, padded: int,
+                        hidden_block: int, biased: bool, norm: bool, shifted: bool, centred: bool, early: bool) -> None:  # fmt: skip
     qkv.copy_(qkv.float() * row_scale(inner, row_epsilon) + (bias.float() if biased else 0.0))
     split = qkv.view(len(qkv), heads + 2 * key_heads, width)
     query, key, value = split.split_with_sizes([heads, key_heads, key_heads], 1)
@@ -166,14 +166,19 @@ def rotate_store_kernel(grid: Grid, qkv: Tensor, inner: Tensor, bias: Tensor, co
         x = normalised(part, weight, epsilon, shifted)[0] if norm else part
         swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
         part.copy_(x * cos[at][:, None] + swapped * sin[at][:, None])
-    keys[slot.long()], values[slot.long()] = key, value
+    for store, kept in ((keys, key - centre if centred else key), (values, value)):
+        if store.dtype == fp8.E4M3:
+            store.view(torch.uint8)[slot.long()] = fp8.round_to_cache(kept).view(torch.uint8)
+        else:
+            store[slot.long()] = kept
 
 
 def partial_attention(query_NHD: Tensor, slots: Tensor, store: tuple[Tensor, Tensor], hidden_NL: Tensor | None,
                       scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp over the keys in `slots`."""
     grouped = query_NHD.shape[1] // store[0].shape[1]
-    keys, values = (s[slots].float().repeat_interleave(grouped, 1) for s in store)
+    taken = (as_bits(s)[slots].view(s.dtype) for s in store)
+    keys, values = (s.float().repeat_interleave(grouped, 1) for s in taken)
     score = torch.einsum("nhd,lhd->nhl", query_NHD.float(), keys) * scaling
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
@@ -280,6 +285,33 @@ def advance_kernel(grid: Grid, id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, 
     slot[:rows] = torch.where(live, torch.where(going, own * page + (written - 1) % page, 0), slot[:rows])
 
 
+def norm_rows_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, q: Tensor, scale: Tensor, width: int, epsilon: float,
+                     shifted: bool, keep: bool, block: int) -> None:  # fmt: skip
+    found = normalised(x, weight, epsilon, shifted)[0]
+    if keep:
+        out.copy_(found)
+    _quantize_into(found, q, scale)
+
+
+def gated_rows_kernel(grid: Grid, both: Tensor, row_scale: Tensor, added: Tensor, out: Tensor, q: Tensor,
+                      scale: Tensor, width: int, tanh: bool, add: bool, keep: bool, block: int) -> None:  # fmt: skip
+    sums = both.float() * row_scale[:, None]
+    gate, up = (sums + added if add else sums).chunk(2, 1)
+    found = (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
+    if keep:
+        out.copy_(found)
+    _quantize_into(found, q, scale)
+
+
+def add_rows_kernel(grid: Grid, x: Tensor, sums: Tensor, row_scale: Tensor, *sizes: int) -> None:
+    x.add_(sums.float() * row_scale[:, None])
+
+
+def _quantize_into(x: Tensor, q: Tensor, scale: Tensor) -> None:
+    for target, found in zip((q, scale), fp8.quantize(x), strict=True):
+        target.copy_(found)
+
+
 class Kernels:
     """A module of Triton kernels, of which those that get CPU tensors run here."""
 
@@ -323,4 +355,5 @@ def decode_in_pages(patch: pytest.MonkeyPatch, on: bool = True) -> None:
 
 decoding._triton = lambda: Kernels("posttrain.engine.triton_kernels")
 decoding._sampling = lambda: Kernels("posttrain.engine.triton_sampling")
+fp8._triton = lambda: Kernels("posttrain.engine.triton_fp8")
 training._triton = lambda: Kernels("posttrain.ops.triton_training")

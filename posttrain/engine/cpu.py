@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.engine import fp8
 from posttrain.engine.cache import Cache, Decode, Extend, Prefill
 from posttrain.engine.decoder import Decoder, cpu_decoder
 from posttrain.engine.random import uniforms
@@ -49,8 +51,9 @@ class CPUBackend:
 
     bursts = 16
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, precision: fp8.Precision = fp8.AS_TRAINED):
         self.policy, self.device, self.rows = policy, policy.device, RowTable()
+        self.precision = precision
         self.kept_bytes = 0
         self.decoder: Decoder | None = None
         self.idle()
@@ -65,12 +68,15 @@ class CPUBackend:
             tokens = sum(r.sampling.max_new_tokens for r in requests)
             lasting = any(r.keep or r.turn for r in requests)
             self.decoder = self.make_decoder(tokens, lasting)
+            low = self.precision
+            self.products = fp8.Emulation(self.policy) if low.products else nullcontext()
+            self.centres = fp8.RoundedCache.centres_of(self.policy) if low.cache else ()
             self.cache, self.head = Cache(rows, self.policy.dtype, self.device), self.policy.head
         self.cache.resize(rows)
 
     def make_decoder(self, tokens: int, lasting: bool = False) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
-        if tokens < DECODER_TOKENS and not lasting:
+        if (tokens < DECODER_TOKENS and not lasting) or self.precision.reduced:
             return None
         return cpu_decoder(self.policy, pack=tokens >= PACKED_TOKENS)
 
@@ -165,9 +171,12 @@ class CPUBackend:
 
     def _hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         ids, position_ids = ids.to(self.device), position_ids.to(self.device)
+        if self.precision.cache:
+            layout = fp8.RoundedCache(layout, self.centres)
         if self.decoder is not None:
             return self.decoder.hidden(ids, position_ids, layout)
-        return self.policy.hidden(ids, position_ids, **{LAYOUT: layout})
+        with self.products:
+            return self.policy.hidden(ids, position_ids, **{LAYOUT: layout})
 
     def _settle(self) -> None:
         """What the device must know of the live rows, made again when they change."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.engine import fp8
 from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
 from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable
 from posttrain.engine.scheduler import Work
@@ -48,6 +49,11 @@ def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
     """Where in the pool the tokens of a sequence lie that begins with the first of these pages."""
     at = np.arange(length)
     return pages[at // PAGE].astype(np.int64) * PAGE + at % PAGE
+
+
+def as_bits(store: Tensor) -> Tensor:
+    """A cache in fp8 as integers, which can be indexed everywhere."""
+    return store.view(torch.uint8) if store.dtype == fp8.E4M3 else store
 
 
 def bucket(count: int, capacity: int) -> int:
@@ -100,7 +106,8 @@ class CUDABackend:
 
     def __init__(self, policy: Policy, decoder: Fused):
         self.policy, self.decoder, self.rows = policy, decoder, RowTable()
-        self.device, self.dtype = policy.device, policy.dtype
+        self.device = policy.device
+        self.dtype = fp8.E4M3 if decoder.precision.cache else policy.dtype  # of keys and values
         size = policy.head.weight_VH.shape[0]
         self.stop_V = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.stop_V[list(policy.stop_ids)] = 1
@@ -188,7 +195,8 @@ class CUDABackend:
         if self.decoder.places == self.decoder.addresses():
             self.decoder.refresh()
             return
-        decoder, reason = fused(self.policy)  # parameters were moved: captured graphs read the old
+        # parameters were moved: captured graphs read the old
+        decoder, reason = fused(self.policy, self.decoder.precision)
         require(decoder is not None, f"the model cannot be decoded in pages any more: {reason}")
         assert decoder is not None
         self.decoder = decoder
@@ -302,7 +310,7 @@ class CUDABackend:
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
-        for store in (side for pair in self.stores for side in pair):
+        for store in (as_bits(side) for pair in self.stores for side in pair):
             store[target_T] = store[source_T]
         if self.choices is not None:
             self.choices[target_T] = self.choices[source_T]
@@ -322,7 +330,8 @@ class CUDABackend:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
             """Keys come from the pool where a part of them was there before."""
             if slot_L is not None:
-                key, value = (side[slot_L] for side in self.stores[layer])
+                taken = (as_bits(side)[slot_L].view(side.dtype) for side in self.stores[layer])
+                key, value = (side.to(query.dtype) for side in taken)
             return within(layer, query, key, value, rule)
 
         given = (id_T, position_T, slot_T, self.stores, attend, self.choices)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine import forked
+from posttrain.engine import forked, fp8
 from posttrain.engine.cpu import CPUBackend
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.decoder import cpu_decoder
@@ -69,9 +69,19 @@ def check_requests(
 
 class Engine:
     """A `Sampler` in this process. `processes` are the cores that it may use on a CPU, 0 for all; see engine/forked.py. `bursts` is how
-    often a poll decodes where nothing finishes: 1 where somebody reads along (`written`), 0 for what is fastest."""
+    often a poll decodes where nothing finishes: 1 where somebody reads along (`written`), 0 for what is fastest. `precision` is what
+    it computes in fp8."""
 
-    def __init__(self, policy: Policy, max_rows: int = 256, processes: int = 0, bursts: int = 0):
+    def __init__(
+        self,
+        policy: Policy,
+        max_rows: int = 256,
+        processes: int = 0,
+        bursts: int = 0,
+        precision: fp8.Precision = fp8.AS_TRAINED,
+    ):
+        precision.check_device(policy.device)
+        self.precision = precision
         self.policy, self.capacity, self.processes = policy, max_rows, processes or forked.CORES
         check_threads(self.processes, "processes")
         self.version, self.bursts = 0, bursts
@@ -206,11 +216,13 @@ class Engine:
 
     def _backend(self) -> Backend:
         if self.policy.device.type in PAGED_DEVICES:
-            decoder, reason = fused(self.policy)
+            decoder, reason = fused(self.policy, self.precision)
             if decoder is not None:
                 return CUDABackend(self.policy, decoder)
+            text = f"{self.precision.named()} is for models on the fast path, and this has {reason}; leave it out"
+            require(not self.precision.reduced, text)
             report_plain_path(self.policy, "engine", reason)
-        return CPUBackend(self.policy)
+        return CPUBackend(self.policy, self.precision)
 
     def _forks(self, works: Sequence[Work]) -> bool:
         """Whether works go to worker processes, which see this policy's weights: new ones where the weights have moved to other
@@ -234,7 +246,7 @@ class Engine:
 
     def _worker_scheduler(self) -> Scheduler:
         """In a worker: the scheduler that it runs."""
-        scheduler = Scheduler(self.policy, CPUBackend(self.policy), self.capacity)
+        scheduler = Scheduler(self.policy, CPUBackend(self.policy, self.precision), self.capacity)
         scheduler.version = self.version
         return scheduler
 

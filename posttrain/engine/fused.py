@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.engine import fp8
 from posttrain.engine.random import uniforms
 from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.sampler import Choices, draw
@@ -51,15 +52,16 @@ FINE = 32  # of those ids: logits that are computed again where one of them is d
 class Products:
     """y = x W^T + b + (x A^T) B^T of one or more linear layers that read the same x: weights side by side, adapters (scale in B, one
     block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `refresh`. Weights in 4 bits are not
-    copied: they are made anew for each product.
+    copied: they are made anew for each product; and of `quantised` ones (engine/fp8.py) only the adapters are used.
 
     With a `norm` the x that they read is normalised, x s w with a factor s of the row. The w is in the copies; s and b are left to
     the kernel that reads the product, so that the normalised x is never there.
     """
 
-    def __init__(self, projection: Projection, norm: Norm | None = None):
+    def __init__(self, projection: Projection, norm: Norm | None = None, quantised: bool = False):
         self.projection, self.norm, self.narrow = projection, norm, bool(projection.narrow)
-        self.copied = (norm is not None or len(projection.modules) > 1) and not self.narrow
+        several = norm is not None or len(projection.modules) > 1
+        self.copied = several and not (self.narrow or quantised)
         self.allocate()
 
     def allocate(self) -> None:
@@ -131,6 +133,10 @@ class Products:
             return self.weight
         return self.projection.weight(None if self.norm is None else _factor(self.norm))
 
+    def adapted(self, x: Tensor) -> Tensor:
+        """What the adapters alone give."""
+        return F.linear(F.linear(x, self.down), self.up)
+
     def _adapt(self, out: Tensor, x: Tensor) -> Tensor:
         return out if not self.down.shape[0] else out.addmm_(F.linear(x, self.down), self.up.t())
 
@@ -138,11 +144,14 @@ class Products:
 class Layer:
     """One decoder layer on flat tokens, in place on the residual stream."""
 
-    def __init__(self, layer: LayerDescription):
+    def __init__(self, layer: LayerDescription, quantised: bool):
         self.described, self.heads = layer, layer.heads
-        norms = (layer.input_norm, None, layer.post_norm, None)
-        self.products = list(map(Products, layer.projections, norms))
+        norms = (layer.input_norm, None, None if quantised else layer.post_norm, None)
+        low = (False, False, quantised, quantised)
+        self.products = list(map(Products, layer.projections, norms, low))
         self.qkv, self.out, *self.mlp = self.products
+        self.quantised_mlp = fp8.QuantizedMLP(layer, *self.mlp) if quantised else None
+        self.centre: Tensor | None = None  # of keys in fp8
 
     def __call__(
         self,
@@ -156,11 +165,21 @@ class Layer:
     ) -> None:
         layer, heads = self.described, self.heads
         qkv = self.qkv(x)
-        rotate_store(qkv, (x, self.qkv), heads, rope, position, slot, store, layer.qk_norms)
+        product = (x, self.qkv)
+        norms = layer.qk_norms
+        rotate_store(qkv, product, heads, rope, position, slot, store, norms, self.centre)
         split = qkv.view(len(qkv), -1, heads.width)
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
         out = attend(layer.number, query, key, value, layer.rule)
         self.out.add_to(x, out.reshape(len(qkv), -1))
+        self.add_mlp(x, routes)
+
+    def add_mlp(self, x: Tensor, routes: Routes | None = None) -> None:
+        """x += what the MLP, or the experts, make of it."""
+        layer = self.described
+        if self.quantised_mlp is not None:
+            self.quantised_mlp(x)
+            return
         if layer.experts is not None:
             inner = _normalised(x, layer.post_norm)
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
@@ -186,9 +205,13 @@ class Fused:
     """Hidden states of flat tokens at explicit positions, with keys and values stored as they come. It has the weights of the moment
     it was made, until `refresh`."""
 
-    def __init__(self, policy: Policy, described: ModelDescription):
+    def __init__(
+        self, policy: Policy, described: ModelDescription, precision: fp8.Precision = fp8.AS_TRAINED
+    ):
         self.policy, self.body, self.described = policy, policy.body, described
-        self.layers = [Layer(layer) for layer in described.layers]
+        self.precision = precision
+        self.layers = [Layer(layer, precision.products) for layer in described.layers]
+        self.quantised = [q for layer in self.layers if (q := layer.quantised_mlp) is not None]
         self.heads = tuple(layer.heads for layer in described.layers)
         self.products = [product for layer in self.layers for product in layer.products]
         self.scale = getattr(self.body.embed_tokens, "embed_scale", None)
@@ -207,16 +230,25 @@ class Fused:
         if self.released:
             for product in self.products:
                 product.allocate()
+            for mlp in self.quantised:
+                mlp.allocate()
             self.released = False
         pairs = [pair for product in self.products for pair in product.copies()]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         for product in self.products:
             product.scale_copies()
+        for mlp in self.quantised:
+            mlp.refresh()
+        for layer in self.layers if self.precision.cache else ():
+            found = fp8.key_centre(layer.described, self.described.rope_table(fp8.CENTRED))
+            layer.centre = found if layer.centre is None else layer.centre.copy_(found)
 
     def release(self) -> None:
         """Give the memory of the copies back; `refresh` takes it anew, in another place."""
         for product in self.products:
             product.release()
+        for mlp in self.quantised:
+            mlp.release()
         self.released = True
 
     def ensure_rope_table(self, positions: int) -> bool:
@@ -269,13 +301,17 @@ class Fused:
         return x
 
 
-def fused(policy: Policy) -> tuple[Fused | None, str]:
-    """The fused decoder of a policy, proved on tokens to compute what the module computes; or None, and why not."""
+def fused(policy: Policy, precision: fp8.Precision = fp8.AS_TRAINED) -> tuple[Fused | None, str]:
+    """The fused decoder of a policy, proved on tokens to compute what the module computes; or None, and why not. Products in fp8 are
+    proved with a wider tolerance."""
     described = describe(policy)
     if isinstance(described, str):
         return None, described
-    reason = prove(policy, described, "cuda", lambda: Fused(policy, described))
-    return (None, reason) if reason else (Fused(policy, described), "")
+    if precision.products and (reason := fp8.unsupported(described)):
+        return None, reason
+    name, wider = ("cuda fp8", fp8.TOLERANCE) if precision.products else ("cuda", 0.0)
+    reason = prove(policy, described, name, lambda: Fused(policy, described, precision), wider)
+    return (None, reason) if reason else (Fused(policy, described, precision), "")
 
 
 def _triton() -> Any:
@@ -327,18 +363,21 @@ def rotate_store(
     slot_T: Tensor,
     store: tuple[Tensor, Tensor],
     norms: tuple[Norm, Norm] | None,
+    centre: Tensor | None = None,
 ) -> None:
     """In place on [T, (Hq + 2 Hk) D], the product with x: finish it, normalise queries and keys, where there are norms, rotate them by
-    their positions' angles, and write keys and values into their slots of the [slots, Hk, D] stores."""
+    their positions' angles, and write keys, less `centre` where there is one (engine/fp8.py), and values into their slots of the
+    [slots, Hk, D] stores."""
     x, (norm, bias) = product[0], (product[1].norm, product[1].bias)
     assert norm is not None
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
     epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
     blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
     sizes = (heads.heads, heads.keys, heads.width, *blocks, power_of_two(x.shape[1]))
-    inputs = (qkv, x, qkv if bias is None else bias, *rope, position_T, slot_T, *store, *weights)
+    others = (qkv if bias is None else bias, rope[0] if centre is None else centre)
+    inputs = (qkv, x, others[0], *rope, position_T, slot_T, *store, *weights, others[1])
     early = _hopper(x.device)
-    flags = (bias is not None, norms is not None, shifted, early)
+    flags = (bias is not None, norms is not None, shifted, centre is not None, early)
     _triton().rotate_store_kernel[(len(qkv),)](
         *inputs, norm.epsilon, epsilon, x.shape[1], *sizes, *flags, launch_pdl=early
     )
@@ -409,7 +448,7 @@ def attend_pages(
     written = (rows["count"], rows["done"], rows.table)
     own_sizes = (rows.pages, ahead, whole, *shape, max(16, power_of_two(heads.grouped)))
     own_inputs = (*state, out, *written, *limits, *own_sizes, *flags)
-    page_bytes = PAGE * shape[-1] * query_NHD.dtype.itemsize
+    page_bytes = PAGE * shape[-1] * store[0].dtype.itemsize
     # the next page's keys and values are on their way while this one's are used, where shared memory holds both
     how: dict[str, Any] = {"num_stages": 3 if page_bytes <= 1 << 15 else 2, "launch_pdl": early}
     kernels.prefix_kernel[(tiles, heads.keys, ahead)](*inputs, **how)

@@ -43,6 +43,7 @@ def rotate_store_kernel(
     values_ptr,
     query_norm_ptr,
     key_norm_ptr,
+    centre_ptr,
     row_epsilon,
     epsilon,
     hidden,
@@ -55,10 +56,11 @@ def rotate_store_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
+    CENTRED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """All heads of one token: times the norm's factor of the row that the product read, [plus bias, normalise,] rotate by the
-    position's angle, write back; keys and values also into their slot."""
+    position's angle, write back; keys [less their centre] and values also into their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
     wide = half < WIDTH // 2
@@ -80,7 +82,8 @@ def rotate_store_kernel(
     slot = tl.load(slot_ptr + token).to(tl.int64) * KEYS
     value = inside & (head >= HEADS + KEYS)
     to = values_ptr + (slot + head - HEADS - KEYS) * WIDTH + half
-    store_halves(to, low.to(narrow), high.to(narrow), value, WIDTH)
+    kept = keys_ptr.dtype.element_ty  # fp8 where the cache is: larger numbers become its largest
+    store_halves(to, low.to(kept), high.to(kept), value, WIDTH)
     store_halves(place, low.to(narrow), high.to(narrow), value, WIDTH)
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + epsilon)[:, None]
@@ -107,7 +110,12 @@ def rotate_store_kernel(
     rotated = (head < HEADS + KEYS) & wide
     store_halves(place, rotated_low, rotated_high, rotated, WIDTH)
     to = keys_ptr + (slot + head - HEADS) * WIDTH + half
-    store_halves(to, rotated_low, rotated_high, rotated & (head >= HEADS), WIDTH)
+    key = rotated & (head >= HEADS)
+    if CENTRED:
+        less = centre_ptr + (head - HEADS) * WIDTH + half
+        rotated_low = rotated_low.to(tl.float32) - tl.load(less, mask=key, other=0.0)
+        rotated_high = rotated_high.to(tl.float32) - tl.load(less + WIDTH // 2, mask=key, other=0.0)
+    store_halves(to, rotated_low.to(kept), rotated_high.to(kept), key, WIDTH)
 
 
 @triton.jit
@@ -273,20 +281,52 @@ def load_page(ptr, seen, wide, WHOLE: tl.constexpr):
 
 @triton.jit
 def page_scores(q, k, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+    if k.dtype.is_fp8():  # which float16 holds exactly
+        k = k.to(tl.float16)
+    score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=PRECISION) * scaling
     if CAPPED:
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
     return score
 
 
 @triton.jit
-def add_page(score, v, top, total, acc, PRECISION: tl.constexpr):
-    """A running softmax with one page more: its largest score, its sum and the weighted values."""
+def add_page(
+    score,
+    values_ptr,
+    token,
+    seen,
+    top,
+    total,
+    acc,
+    odd,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    PACK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A running softmax with one page more: its largest score, its sum and the weighted values of these tokens' heads.
+
+    PACK 2: values in fp8 are read in pairs, as the tensor cores' loads know no bytes; `acc` is of the even channels, `odd` of the
+    others.
+    """
     higher = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)
     p, shrink = tl.exp(score - safe[:, None]), tl.exp(top - safe)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return higher, total * shrink + tl.sum(p, 1), acc
+    at_d = tl.arange(0, WIDE // PACK)
+    at, wide = token[:, None] * (WIDTH // PACK) + at_d[None, :], at_d < WIDTH // PACK
+    if PACK == 2:
+        pairs = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + at
+        pair = load_page(pairs, seen, wide, WIDE == WIDTH)
+        asm: tl.constexpr = "cvt.rn.f16x2.e4m3x2 $0, $1;"
+        both = tl.inline_asm_elementwise(asm, "=r,h", [pair], dtype=tl.int32, is_pure=True, pack=1)
+        low = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        acc = acc * shrink[:, None] + tl.dot(p.to(tl.float16), low)
+        odd = odd * shrink[:, None] + tl.dot(p.to(tl.float16), high)
+    else:
+        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * shrink + tl.sum(p, 1), acc, odd
 
 
 @triton.jit
@@ -389,9 +429,11 @@ def prefix_kernel(
     if WINDOWED:
         position = tl.load(position_ptr + row, mask=mine, other=2147483647)
         start = tl.maximum(tl.min(position, 0) - window + 1, 0) // PAGE
+    PACK: tl.constexpr = 2 if values_ptr.dtype.element_ty.is_fp8() else 1
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    acc = tl.zeros([ROWS, WIDE // PACK], tl.float32)
+    odd = acc
     end = tl.cdiv(length, PAGE)
     each = tl.cdiv(end - start, tl.num_programs(2))
     start += part * each
@@ -402,15 +444,19 @@ def prefix_kernel(
         slot = coming.to(tl.int64) * PAGE + at_n
         coming = tl.load(table_ptr + tl.minimum(page + 1, end - 1))
         seen = page * PAGE + at_n < length
-        at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
+        token = slot * KEYS + head
+        at = token[:, None] * WIDTH + at_d[None, :]
         allowed = seen[None, :]
         if WINDOWED:
             allowed = allowed & (page * PAGE + at_n[None, :] > position[:, None] - window)
         k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(allowed, score, -float("inf"))
-        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
-        top, total, acc = add_page(score, v, top, total, acc, PRECISION)
+        top, total, acc, odd = add_page(
+            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, PACK, PRECISION
+        )
+    if PACK == 2:
+        acc = tl.interleave(acc, odd)
     to = (part * count + row) * HEADS + query_head
     store_part(out_ptr, lse_ptr, to, top, total, acc, mine, wide, WIDTH, at_d)
 
@@ -459,8 +505,10 @@ def suffix_kernel(
     place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
     q = tl.load(qkv_ptr + place, mask=both, other=0.0)
     state = row * HEADS + query_head
+    PACK: tl.constexpr = 2 if values_ptr.dtype.element_ty.is_fp8() else 1
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE // PACK], tl.float32)
+    odd = acc
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)
@@ -475,12 +523,16 @@ def suffix_kernel(
         slot = coming.to(tl.int64) * PAGE + at_n
         coming = tl.load(table_ptr + tl.minimum(page + 1, end - 1))
         seen = (page * PAGE + at_n < length) & (page * PAGE + at_n >= oldest)
-        at = (slot * KEYS + head)[:, None] * WIDTH + at_d[None, :]
+        token = slot * KEYS + head
+        at = token[:, None] * WIDTH + at_d[None, :]
         k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(seen[None, :], score, -float("inf"))
-        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
-        top, total, acc = add_page(score, v, top, total, acc, PRECISION)
+        top, total, acc, odd = add_page(
+            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, PACK, PRECISION
+        )
+    if PACK == 2:
+        acc = tl.interleave(acc, odd)
     if EARLY:
         gdc_wait()
     if WHOLE:

@@ -343,12 +343,16 @@ class Pass(Protocol):
 
 
 def prove(
-    network: Network, described: ModelDescription, name: str, build: Callable[[], Pass]
+    network: Network,
+    described: ModelDescription,
+    name: str,
+    build: Callable[[], Pass],
+    tolerance: float = 0.0,
 ) -> str:
     """Empty where each part of a pass gives what the module's gives on tokens, else the reason why it cannot be used.
 
     It is checked once for each body, name of a pass and device, and again when adapters came. They begin as 0, so that they are
-    perturbed for it.
+    perturbed for it. `tolerance`: of a pass that rounds more than the model's own type does.
     """
     key = (name, network.model.device, described.adapted)
     found = _PROVED.setdefault(described.body, {})
@@ -356,7 +360,7 @@ def prove(
         with perturbed_adapters(described.body):
             worst = distance(network, build())
         reason = f"a layer whose output differs from the module's own by {worst:.2g} of the largest"
-        found[key] = "" if worst <= TOLERANCE[network.dtype] else reason
+        found[key] = "" if worst <= (tolerance or TOLERANCE[network.dtype]) else reason
     return found[key]
 
 
