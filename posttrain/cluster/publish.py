@@ -31,8 +31,8 @@ WORD, ROW, MULTIPLIER = 8, 1024, 0x9E3779B97F4A7C15  # of the hash
 PIECE = 128  # rows, which are 1 MiB: they stay in a core's cache while they are added twice
 PROBE = Sampling(max_new_tokens=1)
 PROBES = 4  # prompts of a probe, of 1, 2, ... tokens; their sessions are -1, -2, ...
-# nats by which log-probs may differ on average: two ways to compute the same, in float32 and in half precision
-FULL, HALF = 1e-3, 0.1
+# nats by which log-probs may differ on average: two ways to compute the same, in float32, in half precision and in fp8
+FULL, HALF, FP8 = 1e-3, 0.1, 0.3
 AGAIN = "resume the run to start the sampler anew"
 
 Named = Iterable[tuple[str, Tensor]]
@@ -266,12 +266,13 @@ class Receipts:
     def expect(
         self, version: int, weights: Mapping[str, Tensor], logprobs_PV: Tensor, dtype: torch.dtype
     ) -> None:
-        """Note what was published: weights, and the log-probs of every token after the prompts of a probe."""
+        """Note what was published: weights, the log-probs of every token after the prompts of a probe, and the narrowest type that
+        the sampler computes in."""
         kept = {v: known for v, known in self.logprobs_PV.items() if v == self.version}
         self.version, self.hashes = version, hashes(weights)
         self.logprobs_PV = kept | {version: logprobs_PV}
         self.gaps = {key: gaps for key, gaps in self.gaps.items() if key[1] in self.logprobs_PV}
-        self.limit = FULL if dtype.itemsize >= 4 else HALF
+        self.limit = {1: FP8, 2: HALF}.get(dtype.itemsize, FULL)
 
     def check(self, receipt: Receipt, who: str) -> None:
         """Stop the run where a worker has other weights than those published."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray
 from posttrain.cluster.remote import HUNG, RemoteSampler, WorkerProcess, worker_settings
+from posttrain.engine.fp8 import AS_TRAINED, Precision
 from posttrain.errors import UserError
 from posttrain.events import Events
 from posttrain.models.policy import Policy
@@ -71,12 +72,20 @@ class RayWorker(WorkerProcess):
 class RaySampler(RemoteSampler):
     """A `Sampler` in `count` processes that a cluster has places for."""
 
-    def __init__(self, policy: Policy, rows: int, processes: int, count: int, cluster: Cluster):
+    def __init__(
+        self,
+        policy: Policy,
+        rows: int,
+        processes: int,
+        count: int,
+        cluster: Cluster,
+        precision: Precision = AS_TRAINED,
+    ):
         self.cluster, self.events = cluster, policy.events or Events()
         self.put: tuple[int, Any] = (-1, None)  # the last bucket in the object store
         resources = cluster.settings.sampler
         device = "cuda" if resources.gpus else "cpu"
-        settings = worker_settings(policy, -(-rows // count), processes)
+        settings = worker_settings(policy, -(-rows // count), processes, **asdict(precision))
         try:
             super().__init__(policy, replace(settings, device=device), count)
         except TimeoutError as error:

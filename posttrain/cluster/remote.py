@@ -30,6 +30,7 @@ from torch import Tensor
 from posttrain.cluster.publish import Buckets, Receipt, Receipts, fill, layout, probe_prompts
 from posttrain.cluster.worker import WorkerSettings
 from posttrain.engine.engine import Session, check_requests
+from posttrain.engine.fp8 import AS_TRAINED, E4M3, Precision
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.lora import ADAPTER, adapter_of, has_experts
@@ -87,7 +88,12 @@ def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) 
 
 
 def remote_sampler(
-    policy: Policy, rows: int, processes: int, kind: str, count: int
+    policy: Policy,
+    rows: int,
+    processes: int,
+    kind: str,
+    count: int,
+    precision: Precision = AS_TRAINED,
 ) -> RemoteSampler:
     """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind process),
     or vLLM. `processes` is how many each may start on a CPU; 0: all cores."""
@@ -95,7 +101,8 @@ def remote_sampler(
     kept = "vLLM keeps the weights of experts in another form, into which new ones cannot be put"
     plain = kind != "vllm" or not has_experts(policy.body)
     require(plain, f"sampler=vllm: {kept}; use sampler=engine or process")
-    settings = worker_settings(policy, -(-rows // count), processes, kind=engine)
+    more = asdict(precision) | {"kind": engine}
+    settings = worker_settings(policy, -(-rows // count), processes, **more)
     return RemoteSampler(policy, settings, count, vllm_python() if kind == "vllm" else "")
 
 
@@ -385,7 +392,9 @@ class RemoteSampler:
             self._wait(workers, lambda worker, number=number: worker.freed >= number)  # type: ignore[misc]
         assert self.version is not None
         logprobs = probe_logprobs(self.policy, self.settings.vocabulary)
-        self.receipts.expect(self.version, weights, logprobs, self.policy.dtype)
+        precision = Precision(self.settings.quantization, self.settings.kv_cache_dtype)
+        dtype = E4M3 if precision.reduced else self.policy.dtype
+        self.receipts.expect(self.version, weights, logprobs, dtype)
         self._wait(workers, lambda worker: worker.receipt is not None)
         for worker in workers:
             if worker.receipt is not None:

@@ -46,6 +46,9 @@ class WorkerSettings:
     lora: Mapping[str, JSON] | None = None
     deterministic: bool = False
     source: str = ""  # where the model came from, for messages
+    # what the engine computes in fp8; see engine/fp8.py
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 class SamplerWorker:
@@ -158,6 +161,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.engine.engine import Engine
+    from posttrain.engine.fp8 import Precision
     from posttrain.models.load import attention_for
     from posttrain.models.lora import Lora, add_adapters
     from posttrain.models.policy import wrap_model
@@ -175,7 +179,8 @@ def make_engine(settings: WorkerSettings) -> Engine:
     if settings.lora is not None:
         add_adapters(policy.model, Lora(**settings.lora), seed=0)
     policy.model.requires_grad_(False)
-    return Engine(policy, settings.rows, settings.processes)
+    precision = Precision(settings.quantization, settings.kv_cache_dtype)
+    return Engine(policy, settings.rows, settings.processes, precision=precision)
 
 
 def serve(channel: Channel) -> None:

@@ -279,6 +279,7 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
         f"{many(stage.steps, 'step')} = {many(stage.steps * samples, 'response')} and "
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",
+        *stage.precision_lines(),
         memory(stage).line(),
         checkpointing_line(stage, policy, tokens, way),
         *savings(stage, memory),

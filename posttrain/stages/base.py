@@ -17,6 +17,7 @@ from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
+from posttrain.engine.fp8 import AS_TRAINED, Precision
 from posttrain.errors import (
     Checked,
     UserError,
@@ -106,11 +107,16 @@ class Context:
             self.events.emit("message", line, level, stage=stage)
 
     def sampler(
-        self, policy: Policy, rows: int = 0, kind: str = "engine", count: int = 1
+        self,
+        policy: Policy,
+        rows: int = 0,
+        kind: str = "engine",
+        count: int = 1,
+        precision: Precision = AS_TRAINED,
     ) -> Sampler:
         """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device. `kind` and `count` are
-        the keys sampler and sampler_processes of the rl stage."""
-        return make_sampler(policy, rows, self.threads, kind, count, self.cluster)
+        the keys sampler and sampler_processes of the rl stage, `precision` is what it computes in fp8."""
+        return make_sampler(policy, rows, self.threads, kind, count, self.cluster, precision)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
@@ -435,20 +441,25 @@ def make_sampler(
     kind: str = "engine",
     count: int = 1,
     cluster: Cluster | None = None,
+    precision: Precision = AS_TRAINED,
 ) -> Sampler:
     """The engine in this process, or a sampler in `count` others, here or on a cluster; see `Context.sampler`. With weights that are
     spread over processes, on a copy of them."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     if kind == "engine":
-        return gathering(policy, lambda whole: Engine(whole, rows, processes))
+        return gathering(policy, lambda whole: Engine(whole, rows, processes, 0, precision))
     if cluster is not None:
         require(kind == "process", f"sampler={kind} is not on a cluster yet; use sampler=process")
         from posttrain.cluster.ray_sampler import RaySampler
 
-        return gathering(policy, lambda whole: RaySampler(whole, rows, processes, count, cluster))
+        return gathering(
+            policy, lambda whole: RaySampler(whole, rows, processes, count, cluster, precision)
+        )
     from posttrain.cluster.remote import remote_sampler
 
-    return gathering(policy, lambda whole: remote_sampler(whole, rows, processes, kind, count))
+    return gathering(
+        policy, lambda whole: remote_sampler(whole, rows, processes, kind, count, precision)
+    )
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

@@ -12,11 +12,13 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous, InFlight
+from posttrain.cluster.publish import FP8
 from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
+from posttrain.engine.fp8 import Precision
 from posttrain.episodes import rollout_groups
 from posttrain.errors import Count, Interval, NotNegative, Several, Whole, prefixed, require
 from posttrain.evals import statistics
@@ -25,6 +27,7 @@ from posttrain.models.lora import add_adapters, share_weights
 from posttrain.models.policy import Policy, untrained_tags
 from posttrain.models.routing import routers
 from posttrain.models.scorer import Scorer, from_policy
+from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, check_lengths, check_sources, files_of, gather, placed
@@ -70,6 +73,10 @@ class RLStage(ReferenceStage):
     sampler_processes: Count = 1  # of sampler=process and vllm
     # train a mixture of experts with the experts that the engine chose on a GPU, and measure how often the trainer's differ
     router_replay: bool = False
+    # of the engine: fp8 computes the products of the MLP in it, on a GPU of compute capability 8.9 or more; a CPU emulates it
+    sampler_quantization: Literal["none", "fp8"] = "none"
+    # of the engine's cache of keys and values; auto: the type of the model
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
@@ -95,17 +102,31 @@ class RLStage(ReferenceStage):
     max_staleness: Whole = 0
     # what is being sampled when new weights come: goes on with them, or is begun again
     in_flight: InFlight = "continue"
-    # of an algorithm without one, where max_staleness is above 0; none: leave it without
+    # of an algorithm without one, where max_staleness is above 0 or the sampler uses fp8; none: leave it without
     staleness_correction: Literal["token", "sequence", "decoupled", "none"] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_staleness:
+        if self.max_staleness or self.precision.reduced:
             corrected = self.algorithm.corrected(self.staleness_correction)
             object.__setattr__(self, "algorithm", corrected)
+        if self.precision.reduced and self.monitor.mismatch == MonitorSettings.mismatch:
+            object.__setattr__(self, "monitor", replace(self.monitor, mismatch=FP8))
         rated_alone = self.measure_problems > 0
         with prefixed(self.name):
             self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
+
+    @property
+    def precision(self) -> Precision:
+        """What the sampler computes in fp8."""
+        return Precision(self.sampler_quantization, self.kv_cache_dtype)
+
+    def precision_lines(self) -> list[str]:
+        if not self.precision.reduced:
+            return []
+        weighed = f"and staleness_correction={self.staleness_correction} gives an algorithm without a correction one"
+        said = f"generation in fp8 ({self.precision.named()}): `mismatch` shows how far its log-probs are from the trainer's"
+        return [f"{said}, above {self.monitor.mismatch:g} the run stops, {weighed}"]
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -124,6 +145,11 @@ class RLStage(ReferenceStage):
             yield f"router_replay needs the experts that the engine of this process chose; sampler={self.sampler} does not send them"
         if self.sampler != "engine" and self.lora is not None and self.lora.load_in_4bit:
             yield f"sampler={self.sampler} cannot be sent weights in 4 bits; leave load_in_4bit out"
+        low = self.precision
+        if low.reduced and self.sampler == "vllm":
+            yield f"{low.named()} is for our engine, and sampler=vllm has another; leave it out"
+        if low.products and self.lora is not None and self.lora.load_in_4bit:
+            yield "sampler_quantization=fp8 would round weights that load_in_4bit has rounded; leave one of them out"
         if self.critic and self.critic_head != "linear":
             yield f"a critic from {self.critic!r} has its head already; leave critic_head out"
         if self.critic and "critic" not in roles:
@@ -156,8 +182,8 @@ class RLStage(ReferenceStage):
         if self.max_staleness and self.sampler == "engine":
             alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
             yield f"{alone}, and the engine of this process cannot; set sampler=process"
-        given = self.in_flight != "continue" or self.staleness_correction != "token"
-        if given and not self.max_staleness:
+        chosen = self.staleness_correction != "token" and not low.reduced
+        if (self.in_flight != "continue" or chosen) and not self.max_staleness:
             yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
         if self.max_staleness and self.release_cache:
             yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
@@ -196,6 +222,7 @@ class RLStage(ReferenceStage):
         require(device.startswith("cuda") or not self.router_replay, text)
         if self.sampler != "engine":
             machine.require_posix(f"sampler={self.sampler}", "use sampler=engine")
+        self.precision.check_device(device)
         if self.sampler == "vllm":
             vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on
@@ -253,6 +280,7 @@ class RLStage(ReferenceStage):
         sizes = [*map(len, problems.values())]
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
+        context.announce(self.name, self.precision_lines())
         given = (
             policy.tokenizer,
             curriculum_state,
@@ -272,7 +300,9 @@ class RLStage(ReferenceStage):
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
         with (
-            closing(context.sampler(policy, rows, self.sampler, self.sampler_processes)) as sampler,
+            closing(
+                context.sampler(policy, rows, self.sampler, self.sampler_processes, self.precision)
+            ) as sampler,
             closing(self.rollouts(self.task, sampler, *given)) as rollouts,
         ):
             loop = self.train(
@@ -331,10 +361,12 @@ class RLStage(ReferenceStage):
             min(self.rows(policy.device.type), self.prompts * group),
             self.longest(policy.tokenizer),
         )
+        share = 1 / policy.dtype.itemsize if self.precision.cache else 1.0
         if copied_bytes(policy):  # pages, where a group shares its prompt
             new = self.sampling.max_new_tokens
-            return cache_bytes(policy, 1, rows * new + -(-rows // group) * (longest - new))
-        return cache_bytes(policy, rows, longest)
+            tokens = rows * new + -(-rows // group) * (longest - new)
+            return share * cache_bytes(policy, 1, tokens)
+        return share * cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
         """Weights of the processes that sample, each of which has its own; of the engine, what it copies."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from posttrain.cluster import publish
 from posttrain.cluster.publish import (
+    PROBES,
     Buckets,
     Receipt,
     Receipts,
@@ -21,6 +23,7 @@ from posttrain.cluster.publish import (
     unpack,
 )
 from posttrain.errors import GuardStop
+from posttrain.types import Completion
 
 
 def tensors() -> dict[str, Tensor]:
@@ -79,6 +82,20 @@ def test_the_hash_of_a_large_tensor_is_that_of_its_rows_at_once(monkeypatch: pyt
     by_pieces = int(tensor_hash(words))
     monkeypatch.setattr(publish, "PIECE", 1 << 20)
     assert by_pieces == int(tensor_hash(words))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1), (torch.float8_e4m3fn, 0.3)])
+def test_a_probe_allows_what_the_sampler_s_type_rounds(dtype: torch.dtype, limit: float) -> None:
+    def probed(gap: float) -> None:
+        receipts = Receipts()
+        receipts.expect(4, {}, torch.zeros(PROBES, 8), dtype)
+        for n in range(PROBES):
+            given = (np.array([3]), np.array([gap], np.float32), np.array([4], np.int32))
+            receipts.probe(-1 - n, Completion(*given, "length"), "it")
+
+    probed(0.9 * limit)
+    with pytest.raises(GuardStop, match=f"and at most {limit:g} is rounding"):
+        probed(1.1 * limit)
 
 
 def test_a_receipt_of_other_weights_is_named() -> None:
