@@ -40,8 +40,15 @@ from posttrain.train.forward import forward, positions  # noqa: E402
 from posttrain.train.pack import pack_examples  # noqa: E402
 from posttrain.types import Completion, Example, Sampling  # noqa: E402
 
-PRECISIONS = {"bf16": Precision(), "products": Precision("fp8"), "cache": Precision("none", "fp8"), "both": Precision("fp8", "fp8")}
-QUESTION = "A shop sells {} apples at {} cents each and {} pears at {} cents each. What does all of it cost? Think step by step."
+PRECISIONS = {
+    "bf16": Precision(),
+    "products": Precision("fp8"),
+    "cache": Precision("none", "fp8"),
+    "both": Precision("fp8", "fp8"),
+}
+QUESTION = (
+    "A shop sells {} apples at {} cents each and {} pears at {} cents each. What does all of it cost? Think step by step."
+)
 
 
 def microseconds(work: Callable[[], Any], repeats: int = 20) -> float:
@@ -99,7 +106,9 @@ def mlp(name: str, rows: int) -> dict[str, float]:
     return {"bf16": plain, "fp8": quantised}
 
 
-def logprob_batches(policy: Policy, prompts: list[Prompt], answers: list[tuple[Completion, ...]]) -> list[tuple[Any, np.ndarray]]:
+def logprob_batches(
+    policy: Policy, prompts: list[Prompt], answers: list[tuple[Completion, ...]]
+) -> list[tuple[Any, np.ndarray]]:
     """Batches of responses after their prompts, and the log-probs that they were sampled with."""
     found = []
     for prompt, group in zip(prompts, answers, strict=True):
@@ -127,7 +136,9 @@ def real_model(folder: str) -> dict[str, Any]:
     generator, prompts = np.random.default_rng(0), []
     for n in range(16):
         question = QUESTION.format(*generator.integers(2, 90, 4).tolist())
-        text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+        text = loaded.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
         prompts.append(Prompt(tuple(loaded.tokenizer(text).input_ids), 16, n, Sampling(256)))
     found: dict[str, Any] = {}
     for name, precision in PRECISIONS.items():

@@ -124,8 +124,8 @@ def states(
         lengths = np.diff(edges)
         queries = np.diff(np.searchsorted(kept, edges)) if shared else lengths
         attend = attend_packed(tuple(lengths.tolist()), device, tuple(queries.tolist()))
-        given = (ids_K, position_K, int(lengths.max()), attend, routes, sharing)
-        return body.hidden(*given), source_T
+        hidden_KH = body.hidden(ids_K, position_K, int(lengths.max()), attend, routes, sharing)
+        return hidden_KH, source_T
     layout = Packed(batch.starts, device)
     if shared:
         layout = Packed(batch.starts, device, torch.from_numpy(kept), torch.from_numpy(source))

@@ -245,7 +245,10 @@ def test_one_update_a_rollout_has_the_policy_that_learns_as_its_start(settings: 
     step = material(once, noise=0.2)
     assert "proximal_T" not in step.columns
     logprob_T = forward(shared_policy(), step).logprob_T.detach()
-    found, expected = gradients(once, once.prepare(step, {})), gradients(twice, twice.prepare(step.replace(proximal_T=logprob_T), {}))
+    found, expected = (
+        gradients(once, once.prepare(step, {})),
+        gradients(twice, twice.prepare(step.replace(proximal_T=logprob_T), {})),
+    )
     for name, gradient in found[1].items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=1e-9, atol=1e-12)
 

@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not able, reason="needs a CUDA
 BOTH = {"products": Precision("fp8"), "cache": Precision("none", "fp8"), "both": Precision("fp8", "fp8")}
 
 
-def run(policy: Policy, precision: Precision, requests: list[Prompt] | None = None, engine: Engine | None = None) -> list[Completion]:
+def run(
+    policy: Policy, precision: Precision, requests: list[Prompt] | None = None, engine: Engine | None = None
+) -> list[Completion]:
     engine = engine or Engine(policy, precision=precision)
     answers = [c for group in generate_groups(engine, requests or several()) for c in group]
     backend_of(engine)
@@ -54,7 +56,11 @@ def test_kernels_compute_what_their_twins_compute(tokens: int, width: int, inner
 
     torch.manual_seed(0)
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x, weight, both = torch.randn(tokens, width, **make), torch.randn(width, **make), 1e4 * torch.randn(tokens, 2 * inner, **make)
+    x, weight, both = (
+        torch.randn(tokens, width, **make),
+        torch.randn(width, **make),
+        1e4 * torch.randn(tokens, 2 * inner, **make),
+    )
     row = torch.rand(tokens, device="cuda") / 1e4
     added = torch.randn(tokens, 2 * inner, **make)
 
