@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_train.py                                # every part, median of five steps after two
     python benchmarks/gpu_train.py --parts sft,dpo                # 64 rows of 1,024 tokens; 32 pairs of 512 + 512 tokens
-    python benchmarks/gpu_train.py --parts a,d                    # the training of these GRPO cases (gpu_grpo_step.py), prompts once
+    python benchmarks/gpu_train.py --parts a,d:64                 # the training of these GRPO cases (gpu_grpo_step.py); of d 64 groups
     python benchmarks/gpu_train.py --parts gsm8k,ppo              # GRPO and PPO with a critic of the same size, on lengths as gsm8k's
     python benchmarks/gpu_train.py --parts sft --profile          # and which kernels a step consists of, with the device's idle time
     python benchmarks/gpu_train.py --tiny                         # a tiny model on a CPU: does the script work?
@@ -180,9 +180,10 @@ def profile(step: Step) -> dict[str, Any]:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    name, _, prompts = name.partition(":")
     part = PARTS[name]
     case = TINY if options.tiny else CASES[part.case]
-    case = replace(case, prompts=options.prompts or case.prompts)
+    case = replace(case, prompts=int(prompts or case.prompts))
     step = Step(part, case, options.budget or part.budget)
     for _ in range(2):
         step()
@@ -205,7 +206,6 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=int, help="tokens of a micro-batch")
-    parser.add_argument("--prompts", type=int, help="groups of a, d, gsm8k and ppo")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

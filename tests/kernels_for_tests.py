@@ -78,21 +78,29 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 def heads_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, source: Tensor, kept: Tensor, query: Tensor,
                  key: Tensor, value: Tensor, heads: int, keys: int, width: int, *rest: int) -> None:  # fmt: skip
     q, k, v = qkv.view(len(qkv), -1, width).split_with_sizes([heads, keys, keys], 1)
-    at = source if rest[3] else torch.arange(grid[0])
-    assert not rest[3] or torch.equal(source[kept], torch.arange(len(kept)))
-    query.copy_(turned(q, cos[position], sin[position], 1))
+    shared, whole = rest[3:5]
+    at = source if shared else torch.arange(grid[0])
+    assert not shared or torch.equal(source[kept], torch.arange(len(kept)))
+    turn = turned(q, cos[position], sin[position], 1)
+    query.copy_(turn[at] if whole else turn)
     key.copy_(turned(k, cos[position], sin[position], 1)[at])
     value.copy_(v[at])
 
 
 def heads_backward_kernel(grid: Grid, dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor, position: Tensor,
-                          first: Tensor, reader: Tensor, out: Tensor, heads: int, keys: int, width: int, *rest: int
-                          ) -> None:  # fmt: skip
+                          first: Tensor, reader: Tensor, kept: Tensor, out: Tensor, heads: int, keys: int, width: int,
+                          *rest: int) -> None:  # fmt: skip
+    dquery = dquery[kept] if rest[4] else dquery
     wide = torch.promote_types(dkey.dtype, torch.float32)
     ends = [*zip(first[:-1].tolist(), first[1:].tolist(), strict=True)] if rest[3] else []
     sums = [torch.stack([g[reader[a:b]].to(wide).sum(0) for a, b in ends]) if ends else g.to(wide) for g in (dkey, dvalue)]
     turn = [turned(g, cos[position].to(wide), sin[position].to(wide), -1) for g in (dquery.to(wide), sums[0])]
     out.copy_(torch.cat([*turn, sums[1]], 1).view_as(out))
+
+
+def own_rows_kernel(grid: Grid, x: Tensor, source: Tensor, kept: Tensor, out: Tensor, width: int, block: int) -> None:
+    assert block >= width == x[0].numel() and grid == (len(source),)
+    out.zero_()[kept] = x
 
 
 def logprob_tiles_kernel(grid: Grid, hidden: Tensor, weight: Tensor, kept: Tensor, target: Tensor, shift: Tensor, top: Tensor,

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from posttrain.ops.device import sent
+
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
 SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", LAYOUT}
@@ -29,7 +31,8 @@ IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
 IGNORED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
 NARROW = (torch.bfloat16, torch.float16)
-MANY = 8  # sequences of one length that are computed as a batch; a few are equal by chance, and each shape is planned anew
+MANY = 8  # sequences of equal length that are worth a batch
+ANEW = 1.25  # pairs of tokens in such a batch, in those of which the outputs are needed
 BATCHED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 WIDEST = 256  # elements of a head that torch's kernel for packed sequences takes
 # torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
@@ -191,27 +194,40 @@ def available(tensor: Tensor, width: int, softcap: float | None) -> bool:
     return tensor.is_cuda and fits(tensor.dtype, width, softcap)
 
 
+def as_batch(lengths: Sequence[int], queries: Sequence[int]) -> bool:
+    """Whether sequences, of which the last `queries` tokens ask, are better a batch in which all tokens ask: of equal length, and with
+    few pairs of tokens in addition. A few are equal by chance, and cuDNN plans for each shape anew.
+
+    >>> as_batch([768] * 16, [768] + [512] * 15), as_batch([768] * 15 + [767], [512] * 16), as_batch([768] * 16, [768] + [64] * 15)
+    (True, False, False)
+    """
+    length, count = lengths[0], len(lengths)
+    asked = sum(n * (length - n / 2) for n in queries)
+    equal = count >= MANY and all(n == length for n in lengths)
+    return equal and count * length**2 / 2 <= ANEW * asked
+
+
 def attend_packed(
     lengths: tuple[int, ...],
     device: torch.device,
     queries: tuple[int, ...] | None = None,
+    batched: bool = False,
 ) -> Attend:
     """Causal attention within each of several sequences end to end: torch's flash kernel where it is available, else plain attention.
-    In training, sequences of equal length are a batch, for which cuDNN has a faster one.
+    `batched` ones are of equal length, for which cuDNN has a faster one.
 
     Of each sequence only the last `queries` tokens ask. A rule's window counts the token itself, torch's counts those to its left.
     """
     new = lengths if queries is None else queries
     starts = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (new, lengths)]
-    from_N, of_N = (start_N.to(device, non_blocking=True) for start_N in starts)
+    from_N, of_N = (sent(start_N, device) for start_N in starts)
     longest = (max(new), max(lengths))
-    equal = len(lengths) >= MANY and new == lengths and min(lengths) == max(lengths)
     packed = cache(lambda: Packed((0, *accumulate(lengths)), device))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         fitting = available(query, query.shape[-1], rule.softcap)
         whole = (rule.sliding_window or longest[1]) >= longest[1]
-        if fitting and equal and whole and torch.is_grad_enabled():
+        if fitting and batched and whole:
             batch = [t.view(len(lengths), -1, *t.shape[1:]) for t in (query, key, value)]
             rows = [t.transpose(1, 2) for t in batch]
             with sdpa_kernel(BATCHED, set_priority=True):

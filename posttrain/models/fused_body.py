@@ -110,7 +110,8 @@ def _layer(
         qkv = torch.cat([query, key, value], 1).view(tokens, -1)
     shape = (heads, keys, width)
     query, key, value = attention_heads(qkv, shape, rope, position_T, sharing)
-    seen = attend(layer.number, query, key, value, layer.rule).reshape(tokens, -1)
+    seen = attend(layer.number, query, key, value, layer.rule)
+    seen = (seen if sharing is None else sharing.computed(seen)).reshape(tokens, -1)
     x, inner = _add_norm(x, _linear(layer.out, seen), layer.post_norm)
     if layer.experts is not None:
         return x, layer.experts(inner, partial(gated, tanh=layer.tanh), routes)

@@ -112,19 +112,41 @@ def gated(both_TI: Tensor, tanh: bool) -> Tensor:
 class Sharing:
     """Tokens of sequences that begin alike, of which each beginning is computed once: `source_T` is the computed token that stands for
     each, `kept_K` where in the sequences the computed ones are. `reader_T` has the tokens by whom they read, those of computed token k
-    from `first_K`[k] on."""
+    from `first_K`[k] on. `whole`: queries are made of all tokens, for attention that has no other way."""
 
     source_T: Tensor
     kept_K: Tensor
     reader_T: Tensor
     first_K: Tensor  # one longer
+    whole: bool
 
     @classmethod
-    def of(cls, source_T: Tensor, kept_K: Tensor) -> Sharing:
+    def of(cls, source_T: Tensor, kept_K: Tensor, whole: bool = False) -> Sharing:
         """Sorted on the device: nothing waits for it."""
         sorted_T, reader_T = source_T.sort(stable=True)
         counted = torch.arange(len(kept_K) + 1, device=source_T.device)
-        return cls(source_T, kept_K, reader_T, torch.searchsorted(sorted_T, counted))
+        return cls(source_T, kept_K, reader_T, torch.searchsorted(sorted_T, counted), whole)
+
+    def computed(self, x_T: Tensor) -> Tensor:
+        """The rows of computed tokens, where there are rows of all of them."""
+        return _Computed.apply(x_T, self) if self.whole else x_T  # type: ignore[no-untyped-call]
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, sharing: Sharing) -> Tensor:
+        ctx.sharing = sharing
+        return x_T.index_select(0, sharing.kept_K)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_K: Tensor) -> tuple[Any, ...]:
+        tokens, width = len(ctx.sharing.source_T), grad_K[0].numel()
+        out = grad_K.new_empty(tokens, *grad_K.shape[1:])
+        given = (grad_K.contiguous(), ctx.sharing.source_T, ctx.sharing.kept_K, out)
+        block, warps = row_block(width)
+        _triton().own_rows_kernel[(tokens,)](*given, width, block, num_warps=warps)
+        return out, None
 
 
 class _Heads(torch.autograd.Function):
@@ -141,13 +163,15 @@ class _Heads(torch.autograd.Function):
         ctx.save_for_backward(cos, sin, position_K)
         ctx.shape, ctx.sharing = shape, sharing
         heads, keys, width = shape
-        computed = len(qkv)
+        computed, (shared, whole) = len(qkv), _flags(sharing)
         tokens = computed if sharing is None else len(sharing.source_T)
-        query = qkv.new_empty(computed, heads, width)
+        query = qkv.new_empty(tokens if whole else computed, heads, width)
         key, value = (qkv.new_empty(tokens, keys, width) for _ in range(2))
         which = (position_K,) * 2 if sharing is None else (sharing.source_T, sharing.kept_K)
         given = (qkv.contiguous(), cos, sin, position_K, *which, query, key, value)
-        _triton().heads_kernel[(tokens,)](*given, *_blocks(shape), sharing is not None)
+        _triton().heads_kernel[(tokens,)](
+            *given, *_blocks(shape), shared, whole, num_warps=_warps(shape)
+        )
         return query, key, value
 
     @staticmethod
@@ -157,18 +181,28 @@ class _Heads(torch.autograd.Function):
         angles, sharing = ctx.saved_tensors, ctx.sharing
         position_K = angles[2]
         out = grads[0].new_empty(len(position_K), (heads + 2 * keys) * width)
-        which = (position_K,) * 2 if sharing is None else (sharing.first_K, sharing.reader_T)
+        which = (position_K,) * 3
+        if sharing is not None:
+            which = (sharing.first_K, sharing.reader_T, sharing.kept_K)
         given = (*(grad.contiguous() for grad in grads), *angles, *which, out)
-        readers = 1 if sharing is None else READERS
-        _triton().heads_backward_kernel[(len(out),)](
-            *given, *_blocks(ctx.shape), sharing is not None, readers
-        )
+        sizes = (*_blocks(ctx.shape), *_flags(sharing), 1 if sharing is None else READERS)
+        _triton().heads_backward_kernel[(len(out),)](*given, *sizes, num_warps=_warps(ctx.shape))
         return out, None, None, None, None, None
+
+
+def _flags(sharing: Sharing | None) -> tuple[bool, bool]:
+    return sharing is not None, sharing is not None and sharing.whole
 
 
 def _blocks(shape: tuple[int, int, int]) -> tuple[int, ...]:
     heads, keys, width = shape
     return (*shape, power_of_two(heads), power_of_two(keys), power_of_two(width // 2))
+
+
+def _warps(shape: tuple[int, int, int]) -> int:
+    """A warp for 1,024 numbers of a token's queries: its program waits for indices most of the time, and many must fit."""
+    heads, _, width = shape
+    return min(8, max(1, power_of_two(heads) * power_of_two(width) // 1024))
 
 
 def attention_heads(
@@ -178,7 +212,8 @@ def attention_heads(
     position_K: Tensor,
     sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[K, Hq, D] queries of computed tokens, [T, Hk, D] keys and values of all, from [K, (Hq + 2 Hk) D] rows; `shape` is (Hq, Hk, D).
+    """[K, Hq, D] queries of computed tokens (`whole` sharing: [T, Hq, D] of all), [T, Hk, D] keys and values of all, from
+    [K, (Hq + 2 Hk) D] rows; `shape` is (Hq, Hk, D).
 
     Queries and keys have the rotary embedding, x cos + rotate_half(x) sin. Gradients of a token that stands for several, as a prompt's
     that every sample of it reads, are summed in float32.

@@ -157,12 +157,14 @@ def heads_kernel(
     KEY_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One token of a sequence: key, rotated by the position's angle, and value of the computed token that stands for it; and where it
-    is computed itself, the rotated query."""
+    is computed itself, or WHOLE, the rotated query."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(source_ptr + token).to(tl.int64) if SHARED else token
-    own = tl.load(kept_ptr + row) == token if SHARED else row == token
+    own = tl.load(kept_ptr + row) == token if SHARED and not WHOLE else token >= 0
+    asking = token if WHOLE else row
     half = tl.arange(0, HALF)[None, :]
     narrow = qkv_ptr.dtype.element_ty
     wide, start = half < WIDTH // 2, qkv_ptr + row * (HEADS + 2 * KEYS) * WIDTH + half
@@ -172,7 +174,7 @@ def heads_kernel(
     inside = (head < HEADS) & wide & own
     low = tl.load(start + head * WIDTH, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(start + head * WIDTH + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    to = query_ptr + (row * HEADS + head) * WIDTH + half
+    to = query_ptr + (asking * HEADS + head) * WIDTH + half
     tl.store(to, (low * cos_low - high * sin_low).to(narrow), mask=inside)
     tl.store(to + WIDTH // 2, (high * cos_high + low * sin_high).to(narrow), mask=inside)
     head = tl.arange(0, KEY_BLOCK)[:, None]
@@ -198,6 +200,7 @@ def heads_backward_kernel(
     position_ptr,
     first_ptr,
     reader_ptr,
+    kept_ptr,
     out_ptr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -206,6 +209,7 @@ def heads_backward_kernel(
     KEY_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    WHOLE: tl.constexpr,
     READERS: tl.constexpr,
 ):
     """The gradient of one computed token's query, key and value: those of all tokens for which it stands are summed in float32, and
@@ -217,7 +221,8 @@ def heads_backward_kernel(
     position = tl.load(position_ptr + row)
     cos_low, cos_high, sin_low, sin_high = angles(cos_ptr, sin_ptr, position, half, WIDTH)
     head = tl.arange(0, QUERY_BLOCK)[:, None]
-    inside, place = (head < HEADS) & wide, dquery_ptr + (row * HEADS + head) * WIDTH + half
+    asking = tl.load(kept_ptr + row).to(tl.int64) if WHOLE else row
+    inside, place = (head < HEADS) & wide, dquery_ptr + (asking * HEADS + head) * WIDTH + half
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
     to = start + head * WIDTH
@@ -250,6 +255,16 @@ def heads_backward_kernel(
     to += KEYS * WIDTH
     tl.store(to, value_low.to(narrow), mask=inside)
     tl.store(to + WIDTH // 2, value_high.to(narrow), mask=inside)
+
+
+@triton.jit
+def own_rows_kernel(x_ptr, source_ptr, kept_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """Of a token that is computed itself its row, of others 0."""
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.load(source_ptr + token).to(tl.int64)
+    own = tl.load(kept_ptr + row) == token
+    x = tl.load(x_ptr + row * width + at, mask=(at < width) & own, other=0.0)
+    tl.store(out_ptr + token * width + at, x, mask=at < width)
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.models.attention import LAYOUT, Packed, attend_packed
+from posttrain.models.attention import LAYOUT, Packed, as_batch, attend_packed
 from posttrain.models.fused_body import fused_body
 from posttrain.models.policy import Policy
 from posttrain.models.routing import ROUTES, routers
 from posttrain.models.scorer import Scorer
+from posttrain.ops.device import sent
 from posttrain.ops.experts import Routes, load_balance
 from posttrain.ops.fused import Sharing
 from posttrain.ops.logprobs import token_logprobs
@@ -83,11 +84,7 @@ def positions(batch: Batch) -> Tensor:
 
 
 def _sent(array: np.ndarray, batch: Batch) -> Tensor:
-    """A host array on the batch's device, without waiting for what the device is at: from memory that is pinned, since CUDA copies
-    other memory while the host waits, in its turn after all that was launched."""
-    device, tensor = batch.ids_T.device, torch.from_numpy(array)
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+    return sent(torch.from_numpy(array), batch.ids_T.device)
 
 
 def scores(scorer: Scorer, batch: Batch) -> Tensor:
@@ -109,23 +106,22 @@ def states(
 
     Equal beginnings are computed once. Layouts are made on the host, so that nothing waits for the device.
     """
-    device, edges = batch.ids_T.device, np.array(batch.starts)
+    device, edges, body = batch.ids_T.device, np.array(batch.starts), fused_body(model)
     kept, source = shared_beginnings(batch)
+    lengths, queries = (np.diff(at).tolist() for at in (edges, np.searchsorted(kept, edges)))
+    batched = body is not None and as_batch(lengths, queries)
     ids_K, position_K, source_T, sharing = batch.ids_T, positions(batch), None, None
     shared = len(kept) < batch.tokens
     if shared:
         at_K, source_T = _sent(kept, batch), _sent(source, batch)
         ids_K, position_K = ids_K[at_K], position_K[at_K]
-        sharing = Sharing.of(source_T, at_K)
+        sharing = Sharing.of(source_T, at_K, batched)
         if routes is not None:
             routes.take(at_K)
-    body = fused_body(model)
     if body is not None:
-        lengths = np.diff(edges)
-        queries = np.diff(np.searchsorted(kept, edges)) if shared else lengths
-        attend = attend_packed(tuple(lengths.tolist()), device, tuple(queries.tolist()))
-        hidden_KH = body.hidden(ids_K, position_K, int(lengths.max()), attend, routes, sharing)
-        return hidden_KH, source_T
+        asking = None if batched else tuple(queries)
+        attend = attend_packed(tuple(lengths), device, asking, batched)
+        return body.hidden(ids_K, position_K, max(lengths), attend, routes, sharing), source_T
     layout = Packed(batch.starts, device)
     if shared:
         layout = Packed(batch.starts, device, torch.from_numpy(kept), torch.from_numpy(source))

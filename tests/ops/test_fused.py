@@ -99,6 +99,17 @@ def test_attention_heads_are_rotated_and_read_by_all_tokens_for_which_they_stand
     check(lambda x: attention_heads(x, SHAPE, (COS, SIN), POSITION, sharing), lambda x: plain_heads(x, source), random(4, 24))
 
 
+def test_where_all_tokens_ask_outputs_and_gradients_are_those_of_the_computed_ones() -> None:
+    whole = Sharing.of(SOURCE, KEPT, whole=True)
+
+    def asked(x: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = attention_heads(x, SHAPE, (COS, SIN), POSITION, whole)
+        assert len(query) == len(SOURCE)
+        return whole.computed(query), key, value
+
+    check(asked, lambda x: plain_heads(x, SOURCE), random(4, 24))
+
+
 def test_rotation_keeps_lengths() -> None:
     x = random(4, 24)
     query = attention_heads(x, SHAPE, (COS, SIN), POSITION)[0][:, 0]

@@ -84,6 +84,23 @@ def test_how_much_is_computed_and_that_nothing_else_changes(name: str, monkeypat
             assert torch.allclose(mine, exact, rtol=0, atol=1e-10)
 
 
+def test_a_batch_in_which_all_tokens_ask_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of equal length, of which beginnings are shared: the computed tokens, log-probs and gradients are the same."""
+    sequences = chat(([9, 9], answers(3, 4, 5, 6)), ([10, 9], answers(3, 4)), ([11, 9], answers(3, 4)))
+    policy, one = small_policy(dtype=torch.float64), batch(*sequences)
+    total, computed = sum(len(s) for s in sequences), 6 + 3 * 2 + 8 * 3
+    expected = gradients(policy, one, total, False, 10**6, monkeypatch)
+    asked: list[int] = []
+    inner = module.attend_packed
+    monkeypatch.setattr(module, "attend_packed", lambda *given: asked.append(given[3]) or inner(*given))
+    for most in (0.0, 9.0):
+        monkeypatch.setattr("posttrain.models.attention.ANEW", most)
+        found = gradients(policy, one, computed, True, module.SHARED, monkeypatch)
+        for mine, exact in zip(found, expected, strict=True):
+            assert torch.allclose(mine, exact, rtol=0, atol=1e-10)
+    assert asked == [False, True]
+
+
 def test_every_beginning_is_computed_once() -> None:
     """Random trees of sequences in random order: as many tokens as there are different beginnings, each stood for by its equal."""
     generator = np.random.default_rng(0)
