@@ -16,7 +16,7 @@ from posttrain.ops.device import device_bytes, is_hopper
 CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
 CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
 CHUNK_SHARE = 0.025  # of a CUDA device's memory, which they take at most
-KEPT = 0.1  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
+KEPT = 0.15  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
 TILE = (128, 256, 64)  # tokens, ids and elements that a program of the output layer's kernel takes
 SAFE = 60.0  # exp of it, times a sum over the vocabulary, is within float32 and bfloat16
 
@@ -266,7 +266,7 @@ def tile_statistics(
     sizes = (count, size, 1.0 / temperature, width, keep, *TILE, SAFE)
     grid = (-(-count // tall), across)
     kernels.logprob_tiles_kernel[grid](
-        *inputs, top, total, energy, chosen_N, *sizes, num_warps=8, num_stages=3
+        *inputs, top, total, energy, chosen_N, *sizes, num_warps=8, num_stages=4
     )
     sums = (top, total, energy, chosen_N, *found, count, across)
     kernels.logprob_sums_kernel[(-(-count // 32),)](*sums, 32, 32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.ops import logprobs
-from posttrain.ops.device import device_bytes, free_bytes
+from posttrain.ops.device import device_bytes, free_bytes, sent
 from posttrain.train.memory import MARGIN, at_hand
 
 GPU, GIB = torch.device("cuda"), 2.0**30
@@ -34,13 +34,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_without_a_limit_it_is_what_the_gpu_has(gpu: dict[str, float]) -> None:
     assert device_bytes(GPU) == 80 * GIB and free_bytes(GPU) == 64 * GIB
     assert at_hand(GPU) == (64 - MARGIN * 80) * GIB
-    assert logprobs.chunk_size(GPU) == logprobs.CHUNK_LOGITS_CUDA and logprobs.kept_room(GPU) == 8 * GIB
+    assert logprobs.chunk_size(GPU) == logprobs.CHUNK_LOGITS_CUDA and logprobs.kept_room(GPU) == logprobs.KEPT * 80 * GIB
 
 
 def test_a_limit_is_the_size_of_the_gpu(gpu: dict[str, float]) -> None:
     gpu["fraction"] = 0.25
     assert device_bytes(GPU) == 20 * GIB and free_bytes(GPU) == 14 * GIB
     assert at_hand(GPU) == (14 - MARGIN * 20) * GIB
-    assert logprobs.chunk_size(GPU) == 0.025 * 20 * GIB / 4 and logprobs.kept_room(GPU) == 2 * GIB
+    assert logprobs.chunk_size(GPU) == 0.025 * 20 * GIB / 4 and logprobs.kept_room(GPU) == logprobs.KEPT * 20 * GIB
     gpu["fraction"] = 0.05  # less than is used already
     assert at_hand(GPU) == 0.0
+
+
+def test_what_is_sent_to_a_gpu_comes_from_pinned_memory_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: done.append("pinned") or tensor)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking: done.append((device.type, non_blocking)) or tensor
+    )
+    for device in (GPU, torch.device("cpu")):
+        sent(torch.arange(3), device)
+    assert done == ["pinned", ("cuda", True), ("cpu", True)]

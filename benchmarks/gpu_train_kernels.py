@@ -1,0 +1,167 @@
+"""Pieces of a training pass on one GPU, each beside what it replaced or could be replaced by, at case a's shapes: times of kernels.
+
+    python benchmarks/gpu_train_kernels.py --parts attention,logprobs,tiles,sums
+
+One JSON line a part; a part that fails says so and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from posttrain.models.attention import Rule, attend_packed  # noqa: E402
+from posttrain.ops import logprobs as module  # noqa: E402
+from posttrain.ops.logprobs import Head, token_logprobs  # noqa: E402
+
+CUDA, RULE = torch.device("cuda"), Rule(0.125)
+HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 896, 4864, 151936, 14, 2, 64
+
+
+def kernels(work: Callable[[], Any], repeats: int = 3) -> dict[str, float]:
+    """Milliseconds of all kernels of a call, and of the longest ones."""
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    times = {e.key[:60]: e.self_device_time_total / 1000 / repeats for e in seen.key_averages()}
+    longest = sorted(times.items(), key=lambda item: -item[1])[:5]
+    return {"all": round(sum(times.values()), 4), **{name: round(ms, 4) for name, ms in longest}}
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=CUDA) * scale).bfloat16().requires_grad_()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    """With other constants or functions of ops/logprobs.py."""
+    old = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(module, name, value)
+
+
+def attention() -> dict[str, Any]:
+    """A layer forward and backward: flash of packed sequences, beside flash and cuDNN of a batch; fewer queries than keys; and all
+    samples of 8 prompts to their prompt."""
+    found: dict[str, Any] = {}
+    for count, length in ((64, 1024), (48, 768), (64, 512)):
+        q, k, v = (random(count * length, heads, WIDTH) for heads in (HEADS, KEYS, KEYS))
+        grad, name = torch.randn_like(q), f"{count} of {length}"
+        for batched in (False, True):
+            attend = attend_packed((length,) * count, CUDA, None, batched)
+            way = f"{name}, {'cuDNN of a batch' if batched else 'flash of packed ones'}"
+            found[way] = kernels(lambda a=attend, i=(q, k, v), g=grad: torch.autograd.grad(a(0, *i, RULE), i, g))
+    for count, new, length in ((64, 512, 768), (64, 512, 1024)):
+        q, k, v = random(count * new, HEADS, WIDTH), random(count * length, KEYS, WIDTH), random(count * length, KEYS, WIDTH)
+        attend, grad = attend_packed((length,) * count, CUDA, (new,) * count), torch.randn_like(q)
+        found[f"{count} of {length}, the last {new} ask, flash"] = kernels(
+            lambda a=attend, i=(q, k, v), g=grad: torch.autograd.grad(a(0, *i, RULE), i, g)
+        )
+    q, k, v = random(8, HEADS, 4096, WIDTH), random(8, KEYS, 256, WIDTH), random(8, KEYS, 256, WIDTH)
+    grad = torch.randn_like(q)
+
+    def to_prompts() -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, scale=RULE.scaling, enable_gqa=True)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    found["8 x 4096 queries to 256 keys, cuDNN"] = kernels(to_prompts)
+    return found
+
+
+def logprobs() -> dict[str, Any]:
+    """Log-probs of 32,768 tokens with their gradient, and without; and how far the gradient of 2,048 is from float32's."""
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    hidden, weight = random(32768, HIDDEN), random(VOCABULARY, HIDDEN, scale=0.06)
+    target, factor = torch.randint(0, VOCABULARY, (32768,), device=CUDA), torch.randn(32768, device=CUDA) / 32768
+
+    def both(count: int) -> list[Tensor]:
+        part = hidden.detach()[:count].requires_grad_()
+        logprob, _ = token_logprobs(part, target[:count], Head(weight))
+        return [logprob.detach(), *torch.autograd.grad((logprob * factor[:count]).sum(), (part, weight))]
+
+    wide = [t.detach().float().requires_grad_() for t in (hidden[:2048], weight)]
+    exact = torch.log_softmax(wide[0] @ wide[1].t(), -1).gather(1, target[:2048, None])[:, 0]
+    expected = [exact.detach(), *torch.autograd.grad((exact * factor[:2048]).sum(), wide)]
+    for way, tiled in (("logits written", False), ("in tiles", True)):
+        with changed(in_tiles=lambda *_, tiled=tiled: tiled):
+            found[way] = kernels(lambda: both(32768))
+            with torch.no_grad():
+                found[f"{way}, without gradient"] = kernels(lambda: token_logprobs(hidden, target, Head(weight)))
+            found[f"{way}, error"] = [error(a, b) for a, b in zip(both(2048), expected, strict=True)]
+    return found
+
+
+def tiles() -> dict[str, Any]:
+    """The forward pass of 3,072 tokens with what is kept, by the shape of tiles."""
+    found: dict[str, Any] = {}
+    hidden, weight = random(3072, HIDDEN).detach(), random(VOCABULARY, HIDDEN, scale=0.06).detach()
+    target, out = torch.randint(0, VOCABULARY, (3072,), device=CUDA), torch.empty(3, 3072, device=CUDA)
+    for shape in ((128, 256, 64), (256, 128, 64), (128, 128, 64), (128, 256, 128)):
+        with changed(TILE=shape):
+            try:
+                found[str(shape)] = kernels(lambda: module.tile_statistics(hidden, target, weight, 1.0, tuple(out), True))  # type: ignore[arg-type]
+            except Exception as problem:
+                found[str(shape)] = str(problem)[:100]
+    found["the product alone, to float32"] = kernels(lambda: module.product_float32(hidden, weight.t()))
+    return found
+
+
+def sums() -> dict[str, Any]:
+    """The gradient of a weight over 34,816 tokens, added to a float32 sum after its product, and inside it."""
+    found: dict[str, Any] = {}
+    for name, (rows, columns) in {"gate and up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "out": (HIDDEN, HIDDEN)}.items():
+        grad, x = random(34816, rows).detach(), random(34816, columns).detach()
+        total = torch.zeros(rows, columns, device=CUDA)
+        found[f"{name}, after"] = kernels(lambda t=total, g=grad, x=x: t.add_(g.t() @ x))
+        found[f"{name}, inside"] = kernels(lambda t=total, g=grad, x=x: module.add_product_float32(t, g.t(), x))
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"attention": attention, "logprobs": logprobs, "tiles": tiles, "sums": sums}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    for name in parser.parse_args().parts.split(","):
+        began = time.perf_counter()
+        try:
+            result = PARTS[name]()
+        except Exception:
+            result = {"failed": traceback.format_exc()[-1500:]}
+        print(json.dumps({"part": name, "seconds": round(time.perf_counter() - began, 1), "found": result}), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
