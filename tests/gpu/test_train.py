@@ -38,7 +38,7 @@ def test_packed_attention_and_its_gradient(width: int, window: int | None, lengt
     rule = Rule(width**-0.5, window)
     narrow = [torch.randn(sum(lengths), h, width, device=CUDA).bfloat16().requires_grad_() for h in (6, 2, 2)]
     wide = [t.detach().float().requires_grad_() for t in narrow]
-    out = attend_packed(lengths, CUDA)(0, *narrow, rule)
+    out = attend_packed(lengths, CUDA, None, len(set(lengths)) == 1)(0, *narrow, rule)
     starts = tuple(np.cumsum([0, *lengths]).tolist())
     expected = Packed(starts, CUDA).attend(0, *(t.transpose(0, 1)[None] for t in wide), rule)[0]
     weight = torch.randn_like(out)
@@ -106,34 +106,36 @@ def make(dtype: torch.dtype, experts: bool = False) -> Policy:
     return wrap_model(model, None, (1,))
 
 
-def groups() -> Batch:
-    """Two prompts with three answers each, of different lengths."""
+def groups(equal: bool = False) -> Batch:
+    """Two prompts with answers, of different lengths, or all of one: then attention is that of a batch."""
     generator, examples = np.random.default_rng(0), []
-    for length in (70, 9):
+    for length in (70, 70 if equal else 9):
         prompt = generator.integers(3, 3000, length)
-        for answer in (40, 5, 130):
+        for answer in (90, 90, 90, 90) if equal else (40, 5, 130):
             ids = np.concatenate([prompt, generator.integers(3, 3000, answer)])
             examples.append(Example(ids, np.arange(len(ids)) >= length))
     return pack_examples(examples, "cuda")
 
 
-def gradients(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(policy: Policy, equal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     policy.model.zero_grad()
-    outputs = forward(policy, groups())
+    outputs = forward(policy, groups(equal))
     (outputs.logprob_T.sum() + 0.1 * outputs.entropy_T.sum()).backward()
     return outputs.logprob_T.detach(), torch.cat([p.grad.flatten().float() for p in policy.model.parameters()])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_fused_pass_against_the_module_in_float32(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("checkpointing", "equal"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_fused_pass_against_the_module_in_float32(
+    checkpointing: bool, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts computed once and prompts computed each time, log-probs and the whole gradient."""
     policy, exact = make(torch.bfloat16), make(torch.float32)
     policy.body.gradient_checkpointing = checkpointing
     assert fused_body(policy) is not None and fused_body(exact) is None
-    expected = gradients(exact)
+    expected = gradients(exact, equal)
     for shared in (4, 10**9):
         monkeypatch.setattr(forward_module, "SHARED", shared)
-        logprob, gradient = gradients(policy)
+        logprob, gradient = gradients(policy, equal)
         assert float((logprob - expected[0]).abs().mean()) < 0.01
         assert relative(gradient, expected[1]) < 0.03
 
