@@ -156,6 +156,8 @@ class RLStage(ReferenceStage):
             yield "critic is given, but this algorithm has none; use ppo"
         if self.critic_optimizer is not None and "critic" not in roles:
             yield "critic_optimizer is given, but this algorithm has no critic; use ppo"
+        if self.critic_optimizer is not None and self.critic_optimizer.router_aux_loss_coef:
+            yield "critic_optimizer.router_aux_loss_coef has no effect: the loss is the policy's alone; set optimizer's"
         if self.reference and not near:
             yield "reference is given, but this algorithm has no use for one; set its beta above 0, or watch_kl"
         if (self.teacher or self.teacher_prompt) and "teacher" not in roles:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from material_for_tests import small_policy
 from safetensors.torch import load_file
 
 from posttrain import config, loop, pipeline
@@ -196,6 +197,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": PPO(), "pretraining": DATA}, "rl: pretraining data is given, but this algorithm does not mix it in"),
     ({"critic": "x"}, "rl: critic is given, but this algorithm has none"),
     ({"critic_optimizer": Optimization()}, "rl: critic_optimizer is given, but this algorithm has no critic"),
+    (
+        {"algorithm": PPO(), "critic_optimizer": Optimization(router_aux_loss_coef=0.1)},
+        "rl: critic_optimizer.router_aux_loss_coef has",
+    ),
     ({"algorithm": PPO(), "critic": "x", "critic_head": "mlp"}, "rl: a critic from 'x' has its head already"),
     ({"algorithm": PPO(), "critic_head": "deep"}, "rl: critic_head must be linear or mlp, not 'deep'"),
     ({"algorithm": PPO(beta=0.0), "reference": "x"}, "rl: reference is given, but this algorithm has no use for one"),
@@ -242,6 +247,13 @@ def test_a_run_with_a_sampler_in_fp8_shows_its_mismatch_and_weighs_it(tmp_path: 
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         stage(**settings)
+
+
+def test_experts_are_replayed_on_a_gpu_and_by_a_model_that_has_some() -> None:
+    with pytest.raises(UserError, match="router_replay is for a GPU: on a CPU the sampler and the trainer compute in float32"):
+        stage(router_replay=True).check_ready("cpu")
+    with pytest.raises(UserError, match="router_replay: LlamaForCausalLM has no routers like those of Qwen3-MoE; leave it out"):
+        stage(router_replay=True)._replays(small_policy())
 
 
 @pytest.mark.parametrize("role", ["reward", "critic", "reference"])
