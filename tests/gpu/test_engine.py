@@ -172,7 +172,8 @@ def test_replayed_experts_bring_the_trainer_closer_to_the_sampler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen2", torch.bfloat16), ("qwen2-window", torch.float32), ("gemma", torch.bfloat16)]
+    ("family", "dtype"),
+    [("qwen2", torch.bfloat16), ("qwen2-window", torch.float32), ("gemma", torch.bfloat16), ("qwen3-moe", torch.float32)],
 )
 def test_a_second_turn_on_kept_pages_is_the_turn_computed_from_scratch(family: str, dtype: torch.dtype) -> None:
     """By the flash kernel in bfloat16, by torch's own attention in float32."""
