@@ -179,6 +179,12 @@ def dpo_steps(case: Case, policy: Policy, reference: Policy, stage: Sized, lines
     return peaks(found, trainer)
 
 
+def tiny(setup: Setup) -> Setup:
+    """The same of a model that a CPU can train at once."""
+    shape = {"layers": 2, "hidden": 64, "feed_forward": 128, "heads": 4, "keys": 2, "vocabulary": 2048}
+    return replace(setup, case=replace(setup.case, **shape, prompts=2, prompt=24, new=8), moments="float32")
+
+
 def run_case(name: str, setup: Setup, limit: float, device: str, lock: str) -> dict[str, dict[str, Any]]:
     case, dtype = setup.case, torch.bfloat16 if device == "cuda" else torch.float32
     policy = wrap_model(make_model(case, dtype, device), None, (STOP,), "a random Qwen2")
@@ -223,10 +229,7 @@ def main() -> int:
     case = setup.case
     setup = replace(setup, case=replace(case, new=options.new or case.new, layers=options.layers or case.layers))
     if options.small:
-        case = replace(
-            setup.case, layers=2, hidden=64, feed_forward=128, heads=4, keys=2, vocabulary=2048, prompts=2, prompt=24, new=8
-        )
-        setup = replace(setup, case=case, moments="float32")
+        setup = tiny(setup)
     limit = setup.limit if options.limit is None else options.limit
     results = run_case(name, setup, limit, options.device, options.turns)
     keys = ("peak_gib", "held_gib", "plan_gib", "plan_error", "cache_gib", "generate", "train", "step", "warm_up", "mismatch")
