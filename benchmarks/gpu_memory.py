@@ -200,6 +200,9 @@ def run_case(name: str, setup: Setup, limit: float, device: str, lock: str) -> d
         return {name: rl_steps(case, policy, stage, lines, lock)}
     limit_to(0)  # a stage reads the model into the host's memory, and the GPU has no more of it than this leaves
     nf4.quantize_layers(policy.body, device)
+    layer = policy.body.layers[0].self_attn.k_proj
+    bits = nf4.dequantize(layer.code.cpu(), layer.scale.cpu(), torch.empty(layer.out_features, layer.in_features, dtype=dtype))
+    assert torch.equal(layer.weight.cpu(), bits), "the kernel gives other weights than plain torch"
     reference = share_weights(policy)
     add_adapters(policy.model, setup.lora, 0)
     limit_to(limit)
