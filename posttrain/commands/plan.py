@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Elsewhere(Policy):
-    """A model that is priced for a CUDA device which this machine does not have; its weights are in host memory."""
+    """A model that is priced for a CUDA device on which it is not: its weights are in host memory."""
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +143,7 @@ def stage_lines(
     if not model:
         return ["no estimate for this kind of stage"]
     if model not in policies:
-        policies[model] = load_priced(model, context, stage.alphabet())
+        policies[model] = load_priced(stage, context)
     policy = policies[stage.name] = policies[model]
     return [model_line(model, policy), *stage.plan(policy, context, before)]
 
@@ -155,11 +155,14 @@ def model_line(name: str, policy: Policy) -> str:
     return f"model {name}: {count:,} parameters{used}, {dtype}"
 
 
-def load_priced(name: str, context: Context, alphabet: str) -> Policy:
-    """The model as a run would have it on the device, or in host memory where the device is not here."""
-    if not context.device.startswith("cuda") or torch.cuda.is_available():
-        return load_policy(name, context, alphabet)
-    policy = load_policy(name, context, alphabet, place="cpu")
+def load_priced(stage: Stage, context: Context) -> Policy:
+    """The model as a run would have it on the device; in host memory where the device is not here, or would not hold it in full."""
+    lora = stage.lora if isinstance(stage, TrainStage) else None
+    whole = lora is None or not lora.load_in_4bit
+    given = (stage.starts_from(), context, stage.alphabet())
+    if not context.device.startswith("cuda") or (whole and torch.cuda.is_available()):
+        return load_policy(*given)
+    policy = load_policy(*given, place="cpu")
     return Elsewhere(policy.model, policy.tokenizer, policy.stop_ids, policy.source)
 
 

@@ -149,8 +149,10 @@ def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float
     """For sequences of up to `longest` tokens. Roles that learn are not counted."""
     optimizer, lora, have = stage.optimizer, stage.lora, at_hand(policy.device)
     count = policy.parameters if lora is None else lora.parameters(policy.body)
-    if lora is not None and have is not None:  # the weights are there, and not yet in 4 bits
-        have -= lora.weight_bytes(policy.body, policy.dtype.itemsize)
+    if have is not None:  # once the weights are there, and in 4 bits
+        there = policy.model.device.type == policy.device.type
+        more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
+        have -= more + (0.0 if there else weight_bytes(policy))
     learning = sum(size for _, size in learning_bytes(policy, count, optimizer.moment_bytes))
     frozen = 0.0 if lora is None else head_bytes(policy)
 

@@ -12,6 +12,7 @@ from material_for_tests import small_mixture, small_policy
 from scripts_for_tests import load_script
 
 from posttrain import cli, config
+from posttrain.algorithms.grpo import GRPO
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.lora import Lora
@@ -19,10 +20,12 @@ from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.stages._plan import size_text
+from posttrain.runs.write import RunWriter
+from posttrain.stages._plan import planned_way, size_text
+from posttrain.stages.base import Context
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.memory import activation_bytes
+from posttrain.train.memory import activation_bytes, weight_bytes
 
 LAYERS = 2 * (9 * 16 + 4 * 24 + 2 * 2 * 4) + 4 * (16 + 24)  # as in tests/stages/test_plan.py
 
@@ -162,6 +165,22 @@ def test_what_the_fused_pass_would_refuse_is_priced_by_the_module(tmp_path: Path
     assert planned.device.type == "cuda" and activation_bytes(planned, 100) == 2.0 * 100 * LAYERS
     lines = "\n".join(plan.describe(config.parse("quickstart", ["device=cuda"])))
     assert "parameters, float32" in lines and "master" not in lines
+
+
+@NO_GPU
+def test_a_gpu_need_not_hold_in_full_what_it_will_have_in_4_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan reads such a model into host memory, and counts what the GPU will have of it."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lora = Lora(rank=2, load_in_4bit=True)
+    one = RLStage(name="rl", model="tiny:nano", task=Arithmetic(), lora=lora, algorithm=GRPO(beta=0.0))
+    with RunWriter(tmp_path / "run", config={}) as writer:
+        policy = plan.load_priced(one, Context(writer, 0, "cuda", say=False))
+    assert policy.device.type == "cuda" and policy.model.device.type == "cpu"
+    monkeypatch.setattr("posttrain.stages._plan.at_hand", lambda device: 1e9)
+    monkeypatch.setattr("posttrain.stages._plan.step_bytes", lambda *given: 0.0)
+    has = weight_bytes(policy) + lora.weight_bytes(policy.body, 4)
+    assert planned_way(one, policy, 10).have == 1e9 - has and has < weight_bytes(policy)
 
 
 @NO_GPU
