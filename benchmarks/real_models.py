@@ -11,6 +11,7 @@
     python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
     python benchmarks/real_models.py draw OUT/gsm8k.json docs/real_gsm8k.png     # curves, pass@k; several files share one picture
     python benchmarks/real_models.py table OUT/*.json                            # rows for docs/results.md
+    python benchmarks/real_models.py choose OUT/arm_*.json                       # the arm with the highest training reward at its end
     python benchmarks/real_models.py check OUT                                   # all of it with a tiny random model, on a CPU
 
 `run` takes the recipe's own settings as key=value, writes OUT/NAME.json (name=... gives another name) and prints one JSON line last.
@@ -232,6 +233,24 @@ def rows(figures: dict[str, Any]) -> list[str]:
     return made
 
 
+def choose(arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arm whose sampled training reward is highest over the last quarter of its steps. Arms of equal seconds, each shorter than an
+    epoch, are so compared on training problems that they had not seen, and the test has no part in it."""
+
+    def last(arm: dict[str, Any]) -> float:
+        values = [value for _, value in arm["curves"].get("rl", {}).get("reward", [])]
+        return statistics.fmean(values[-max(1, len(values) // 4) :]) if values else -1.0
+
+    for arm in arms:
+        held_out = arm["curves"].get("rl", {}).get("accuracy/test", [[0, float("nan")]])[-1]
+        steps = len(arm["curves"].get("rl", {}).get("reward", []))
+        print(
+            f"{arm['name']}: reward {last(arm):.3f} at the end of {steps} steps, held-out training problems {held_out[1]:.3f}",
+            file=sys.stderr,
+        )
+    return max(arms, key=last)
+
+
 def draw(sources: list[Path], target: Path) -> None:
     """The curves of one run or of several and, where several samples were taken, pass@k before and after."""
     from functools import partial
@@ -325,6 +344,8 @@ def main(words: list[str]) -> int:
             draw([Path(source) for source in sources], Path(target))
         case ["table", *files] if files:
             print("\n".join(line for file in files for line in rows(json.loads(Path(file).read_text()))))
+        case ["choose", *files] if files:
+            print(choose([json.loads(Path(file).read_text()) for file in files])["name"])
         case ["check", out]:
             check(Path(out))
         case _:

@@ -17,19 +17,21 @@ def gsm8k(
     model: str = "Qwen/Qwen2.5-0.5B-Instruct",
     data: str = "",
     steps: int = 95,
-    prompts: int = 256,
+    prompts: int = 128,
     group: int = 8,
-    mini_batches: int = 4,
-    lr: float = 4e-6,
+    mini_batches: int = 1,
+    clip_high: float = 0.2,
+    lr: float = 3e-6,
     format_weight: float = 0.0,
     tokens: int = 320,
     problems: int = 1319,
     held_out: float = 0.05,
     seconds: float = 0.0,
 ) -> Recipe:
-    """One GPU with 80 GB or more; a step of 256 x 8 answers and four updates. `model` is a hub name, a directory or a GGUF file; `data`
-    a folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A GGUF file is unpacked for every
-    stage: make a directory of it first where minutes count (benchmarks/real_models.py does). `seconds` ends RL early.
+    """One GPU with 80 GB or more; a step of 128 x 8 answers in `mini_batches` updates, clipped at `clip_high`. `model` is a hub name,
+    a directory or a GGUF file; `data` a folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A
+    GGUF file is unpacked for every stage: make a directory of it first where minutes count (benchmarks/real_models.py does).
+    `seconds` ends RL early.
 
     There is no KL term: the reward is verifiable, and KL from the start is watched. A share `held_out` of the training problems is kept
     out of training to choose settings by: the curve is greedy answers to these. `before` and `after` are greedy answers to `problems`
@@ -52,18 +54,17 @@ def gsm8k(
             algorithm=GRPO(
                 group=group,
                 beta=0.0,
-                clip_high=0.28,
+                clip_high=clip_high,
                 reduction="token_mean",
                 mini_batches=mini_batches,
             ),
             watch_kl=True,
             optimizer=Optimization(
-                lr=lr, warmup=3, schedule="linear", final=0.1, token_budget=32768
+                lr=lr, warmup=5, schedule="linear", final=0.25, token_budget=32768
             ),
-            evaluate_every=20,
-            evaluate_problems=400,
+            evaluate_every=25,
+            evaluate_problems=problems,
             checkpoint_every=50,
-            rollouts_every=20,
         ),
         EvaluateStage(name="after", model="rl", task=task, problems=problems, sampling=greedy),
     ]

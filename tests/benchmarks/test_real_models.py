@@ -42,6 +42,14 @@ def test_rows_of_a_comparison(script: ModuleType) -> None:
     ]
 
 
+def test_the_arm_is_chosen_by_the_end_of_its_training_reward(script: ModuleType) -> None:
+    def arm(name: str, *rewards: float) -> dict[str, object]:
+        return {"name": name, "curves": {"rl": {"reward": [[n + 1, r] for n, r in enumerate(rewards)]}}}
+
+    early, late, stopped = arm("early", 0.1, 0.4, 0.4, 0.3), arm("late", 0.1, 0.1, 0.2, 0.35), {"name": "stopped", "curves": {}}
+    assert script.choose([early, late, stopped])["name"] == "late"
+
+
 def test_an_interrupt_leaves_what_there_is(script: ModuleType) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
