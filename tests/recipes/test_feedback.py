@@ -97,3 +97,19 @@ def test_rlaif_runs_from_imitation_to_what_people_say(tmp_path: Path, capsys: py
     assert agreement["judged"] > 5 and agreement["swayed"] > 0 and "agrees with people on" in capsys.readouterr().out
     assert compared["tied"] > 0 and compared["usage"]["requests"] == 2 * (compared["written"] + compared["tied"])
     assert versus["win_rate_at_equal_length"][1] < versus["win_rate_at_equal_length"][0] and len(versus["length"]) == 2
+
+
+def test_instructgpt_ends_at_its_kl_budget_and_is_judged_by_who_labelled_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cut = [f"{name}.sampling.max_new_tokens=12" for name in ("rl", "versus_sft", "versus_base", "second_judge")]
+    cut += ["comparisons.sampling.max_new_tokens=60", "compared=8", "reward.steps=1", "problems=4"]
+    shorter = [f"{name}.{key}" for name in ("pretrain", "sft") for key in ("steps=1", "batch=4")]
+    reached = ["max_kl=1e-9", "rl.stop.kl_steps=1", "steps=4", "prompts=2", "ptx=0", "rl.algorithm.critic_warmup=0", "lr=1e-2"]
+    few = [f"{name}.data=[{{task: {{name: reviews, mood: any}}, counts: {{0: 64}}}}]" for name in ("pretrain", "sft")]
+    words = [*cut, *shorter, *reached, *few, "reward.min_accuracy=0", "versus_sft.text=[]", "threads=1"]
+    assert cli.main(["run", "instructgpt", f"out={run}", *words]) == 0
+    results = {path.parent.name: json.loads(path.read_text()) for path in (run / "stages").glob("*/result.json")}
+    assert 1 <= results["rl"]["steps"] < 4 and results["rl"]["stopped"].endswith("(stop.kl=1e-09)")
+    judged = results["second_judge"]
+    assert judged["usage"]["requests"] == 2 * judged["problems"] == 8, "asked in both orders"
+    assert "usage" not in results["versus_sft"] and len(results["versus_base"]["win_rate"]) == 3
