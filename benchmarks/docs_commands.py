@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -160,14 +160,17 @@ def main() -> int:
     done = [one for one in known if not one["code"]]
     left = [line for line in listed() if line not in {one["command"] for one in done} and not elsewhere(line)]
     todo = [line for line in left if re.search(given.only, line)]
+    todo.sort(key=lambda line: (line.startswith("python "), -len(small(line))))  # those with many stages first
     if os.environ.get("DEVICE") == "cpu":
         todo = [line for line in todo if line.startswith("posttrain ")]
+    results = done
+    ends = time.perf_counter() + given.limit
+    found = {"date": datetime.now(UTC).date().isoformat(), "device": device()}
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(given.at_once) as pool:
-        ends = time.perf_counter() + given.limit
         run = [pool.submit(execute, line, Path(made), n, ends) for n, line in enumerate(todo)]
-        results = sorted(done + [one.result() for one in run], key=lambda one: str(one["command"]))
-    found = {"date": datetime.now(UTC).date().isoformat(), "device": device(), "commands": results}
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+        for one in as_completed(run):  # written each time: what is cut off later has not been for nothing
+            results = sorted([*results, one.result()], key=lambda one: str(one["command"]))
+            given.out.write_text(json.dumps({**found, "commands": results}, indent=1) + "\n")
     failed = [str(one["command"]) for one in results if one["code"]]
     print(json.dumps({"run": len(results), "failed": failed}))
     return 1 if failed else 0
