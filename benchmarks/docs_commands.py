@@ -1,6 +1,6 @@
 """Executes the commands of README.md and docs/ that need one GPU, as they stand but for small settings added at their end.
 
-    MODEL=DIR DATA=FOLDER python benchmarks/docs_commands.py OUT.json [--at-once 6] [--only PATTERN] [--limit 600]
+    MODEL=DIR DATA=FOLDER python benchmarks/docs_commands.py OUT.json [--at-once 4] [--only PATTERN] [--limit 600]
     MODEL=DIR DATA=FOLDER DEVICE=cpu python benchmarks/docs_commands.py OUT.json         # the recipes' commands, on a CPU
 
 DIR is a model with a chat template, FOLDER has the files of GSM8K, MBPP and HumanEval that the recipes name; other files that a command
@@ -16,13 +16,15 @@ import gzip
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,6 +40,7 @@ ELSEWHERE = {
     "--trl": "needs TRL beside it",
     "vllm": "needs vLLM for CUDA",
     "stories15M": "needs a model of its own",
+    "run rlaif": "needs a judge that gives nothing to an empty answer and tells two answers apart, which a model of 0.5B does not",
 }
 FEW = "prompts=4 problems=8 steps=2 tokens=16"
 FIT = "compared=64 reward.steps=2 reward.batch=8 reward.min_accuracy=0"
@@ -51,9 +54,10 @@ SMALL = {
     "run dpo": "steps=2 dpo.batch=4",
     "run kto": "steps=2 kto.batch=4",
     "run iterative_dpo": "prompts=32 problems=4 steps=1 tokens=96 rounds=1",
-    "run instructgpt": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1",
+    "run instructgpt": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 "
+    "demonstrations.prompts=32 ordinary.prompts=8 unseen.prompts=8",
     "run rlaif": f"{FEW} tokens=48 {FIT} agreement.pairs=4",
-    "run summarize": f"{FEW} {FIT}",
+    "run summarize": f"{FEW} {FIT} sft.steps=2",
     "run safety": "prompts=4 problems=8 steps=2 tokens=48 compared=64 agreement.pairs=8 "
     "helpful.steps=2 harmless.steps=2 helpful.min_accuracy=0 harmless.min_accuracy=0",
     "run sentiment": f"{FEW} rounds=1 comparisons=64 fresh=64 reward_1.steps=2 reward_1.min_accuracy=0",
@@ -110,69 +114,143 @@ def small(line: str) -> str:
     return next((more for start, more in SMALL.items() if f"{start} " in f"{line} "), "")
 
 
-def execute(line: str, folder: Path, number: int, ends: float) -> dict[str, object]:
-    """Runs one command in a folder of its own."""
+class Lane:
+    """A process that executes one command after the other: what is imported and compiled once serves all of them."""
+
+    def __init__(self) -> None:
+        own = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        words = [sys.executable, __file__, "--lane"]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+
+    def ask(self, line: str, place: Path) -> tuple[int, str]:
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps([words_of(line), str(place)]) + "\n")
+            self.process.stdin.flush()
+            code, said = json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            return 124, "its process was ended: out of time, or a crash"
+        return int(code), str(said)
+
+
+def end_all(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        lane.process.kill()
+
+
+def serve() -> None:
+    """The other side of a lane: a command a line from standard input, its exit code and last words to standard output."""
+    from posttrain import cli
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        words, place = json.loads(line)
+        os.chdir(place)
+        log = os.open("log.txt", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            if words[0] == "posttrain":
+                code: object = cli.main(words[1:])
+            else:
+                sys.argv = [str(ROOT / words[1]), *words[2:]]
+                runpy.run_path(sys.argv[0], run_name="__main__")
+                code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except Exception:  # what a command raises is its result, and the next one is to run
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.close(log)
+        said = Path("log.txt").read_text(errors="replace")[-2000:]
+        answers.write(json.dumps([code if isinstance(code, int) else 1, said]) + "\n")
+        answers.flush()
+
+
+def words_of(line: str) -> list[str]:
+    """A command with its small settings, and what is there in place of DIR, FOLDER and the like."""
     model, data = os.environ["MODEL"], os.environ["DATA"]
     sandbox = f" sandbox={os.environ.get('SANDBOX', 'auto')}" if re.search("run (code|agent) ", line) else ""
     text = f"{line} {small(line)}{sandbox}".replace("cuda", os.environ.get("DEVICE", "cuda"))
     text = re.sub(r"\bFOLDER\b|(?<=data=)(DIR\b|\.\.\.)", data, text)
-    words = shlex.split(re.sub(r"\b(DIR|JUDGE)\b(?!/)|(?<=model=)\.\.\.", model, text))
-    words = [sys.executable, *(["-m", *words] if words[0] == "posttrain" else [str(ROOT / words[1]), *words[2:]])]
-    place = folder / str(number)
+    text = re.sub(r"\b(JUDGE|OTHER)\b", "tiny:nano", text)  # a small real model gives points to an empty answer, and is refused
+    return shlex.split(re.sub(r"\bDIR\b(?!/)|(?<=model=)\.\.\.", model, text))
+
+
+def make_files(place: Path) -> None:
     place.mkdir()
     for name, row in ROWS.items():
         lines = [json.dumps(row).replace("{n}", str(n)).replace("{answer}", str(11 * n + 9)) for n in range(64)]
         text = "\n".join(line.replace('"{label}"', "true" if n % 2 else "false") for n, line in enumerate(lines))
         (place / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    own = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def execute(lane: Lane, line: str, place: Path) -> dict[str, object]:
+    """One command in a folder of its own."""
+    make_files(place)
     began = time.perf_counter()
-    if any(word.endswith("=REWARD") for word in words):  # the run of a reward model
-        first = f"import posttrain as pt; pt.reward_model({model!r}, 'pairs.jsonl', steps=1, out='REWARD')"
-        subprocess.run([sys.executable, "-c", first], cwd=place, env=own, stdout=subprocess.DEVNULL, check=False)
-    try:
-        done = subprocess.run(
-            words,
-            cwd=place,
-            env=own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(1.0, ends - began),
-            check=False,
-        )
-        code, said = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        code, said = 124, late.stdout.decode() if isinstance(late.stdout, bytes) else ""
+    code, said = 0, ""
+    if "=REWARD" in line:  # the run of a reward model
+        device = os.environ.get("DEVICE", "cuda")
+        stage = {"stage": "reward_model", "name": "reward", "model": "DIR", "data": ["pairs.jsonl"], "steps": 1}
+        (place / "reward.yaml").write_text(json.dumps({"stages": [stage]}).replace("DIR", os.environ["MODEL"]))
+        code, said = lane.ask(f"posttrain run reward.yaml out=REWARD device={device}", place)
+    if code == 0:
+        code, said = lane.ask(line, place)
     shutil.rmtree(place)
     found = {"command": line, "added": small(line), "code": code, "seconds": round(time.perf_counter() - began, 1)}
     print(f"{code} {found['seconds']} s  {line}", flush=True)
-    return found if code == 0 else {**found, "said": said[-2000:]}
+    return found if code == 0 else {**found, "said": said}
 
 
 def main() -> int:
+    if "--lane" in sys.argv:
+        serve()
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--at-once", type=int, default=6)
+    parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--only", default="", help="commands that match this pattern")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all; what has not ended then has failed")
     given = parser.parse_args()
     known = json.loads(given.out.read_text())["commands"] if given.out.exists() else []
-    done = [one for one in known if not one["code"]]
-    left = [line for line in listed() if line not in {one["command"] for one in done} and not elsewhere(line)]
+    results = [one for one in known if not one["code"]]
+    left = [line for line in listed() if line not in {one["command"] for one in results} and not elsewhere(line)]
     todo = [line for line in left if re.search(given.only, line)]
-    todo.sort(key=lambda line: (line.startswith("python "), -len(small(line))))  # those with many stages first
+    todo.sort(key=lambda line: (line.startswith("python "), len(small(line))))  # those with few stages first
     if os.environ.get("DEVICE") == "cpu":
         todo = [line for line in todo if line.startswith("posttrain ")]
-    results = done
-    ends = time.perf_counter() + given.limit
+    lanes = [Lane() for _ in range(min(given.at_once, len(todo)))]
     found = {"date": datetime.now(UTC).date().isoformat(), "device": device()}
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(given.at_once) as pool:
-        run = [pool.submit(execute, line, Path(made), n, ends) for n, line in enumerate(todo)]
-        for one in as_completed(run):  # written each time: what is cut off later has not been for nothing
-            results = sorted([*results, one.result()], key=lambda one: str(one["command"]))
-            given.out.write_text(json.dumps({**found, "commands": results}, indent=1) + "\n")
-    failed = [str(one["command"]) for one in results if one["code"]]
-    print(json.dumps({"run": len(results), "failed": failed}))
+    waiting, lock = iter(list(enumerate(todo))), threading.Lock()
+
+    def drain(lane: Lane, folder: Path) -> None:
+        while True:
+            with lock:
+                number, line = next(waiting, (0, ""))
+            if not line or lane.process.poll() is not None:
+                return
+            one = execute(lane, line, folder / str(number))
+            with lock:  # written each time: what is cut off later has not been for nothing
+                results.append(one)
+                rows = sorted(results, key=lambda one: str(one["command"]))
+                given.out.write_text(json.dumps({**found, "commands": rows}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as made:
+        clock = threading.Timer(given.limit, end_all, args=[lanes])
+        clock.start()
+        threads = [threading.Thread(target=drain, args=(lane, Path(made))) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        clock.cancel()
+        end_all(lanes)
+    ran = {str(one["command"]) for one in results if not one["code"]}
+    failed = [line for line in todo if line not in ran]
+    print(json.dumps({"run": len(ran), "failed": failed}))
     return 1 if failed else 0
 
 

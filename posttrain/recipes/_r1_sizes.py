@@ -29,6 +29,7 @@ class Scale:
     base: str
     sums: Bilingual
     general: Task
+    requests: Task | None = None  # of the last stage, in which harmful ones are to be refused
     think: Sampling  # of sums
     speak: Sampling  # of general answers, and of both together
     cold: int  # demonstrations of the cold start

@@ -12,6 +12,7 @@ from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
@@ -19,6 +20,7 @@ from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.mixed import Mixed, Source
+from posttrain.tasks.requests import Requests
 
 MODELS = ("base", "cold_start", "reasoning", "mixture", "final")
 
@@ -31,6 +33,7 @@ def r1(
     model: str = "",
     lr: float | None = None,
     problems: int = 1000,
+    harmless: bool = False,
 ) -> Recipe:
     """DeepSeek-R1 (Guo et al. 2025) on two-digit sums and tiny reviews, on a CPU; docs/recipes/r1.md has what each stage did.
 
@@ -39,7 +42,8 @@ def r1(
     model is right only near the answers that it has seen, and more steps please it and not the simulated annotator.
 
     With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, is asked sums in words, and its general
-    answers are sentences that the VADER lexicon judges (tasks/sentiment.py). `lr` is that of both stages of RL.
+    answers are sentences that the VADER lexicon judges (tasks/sentiment.py). `lr` is that of both stages of RL. With `harmless` the
+    last stage is also asked requests of which half are harmful (tasks/requests.py), and paid for helping with the others alone.
     """
     scale = real(model) if model else nano(size)
     scale = replace(
@@ -48,11 +52,25 @@ def r1(
         final_steps=given(final_steps, scale.final_steps),
         explore=replace(scale.explore, lr=given(lr, scale.explore.lr)),
     )
+    if harmless:
+        scale = with_requests(scale, toy=not model)
     made = [*scale.before, *measures(scale, "base", problems)]
     for stage in [*reasoning(scale), *alignment(scale, restart)]:
         made += [stage, *measures(scale, stage.name, problems)]
     again = f"posttrain run r1 {f'model={model} ' if model else ''}restart=reasoning"
     return Recipe(tuple(made), "base_sums", "final_sums", again)
+
+
+def with_requests(scale: Scale, toy: bool) -> Scale:
+    """The same with requests in the last stage. A toy model has to learn first what an answer to one is."""
+    shown = Data(task=Requests("any"), counts={0: 2000}, weight=0.15)
+    scale = replace(scale, requests=Requests())
+    if not toy:
+        return scale
+    (base,) = scale.before
+    assert isinstance(base, PretrainStage)
+    base = replace(base, data=(*base.data, shown))
+    return replace(scale, before=(base,), mixed=(*scale.mixed, shown))
 
 
 def reasoning(scale: Scale) -> list[Stage]:
@@ -92,7 +110,8 @@ def reasoning(scale: Scale) -> list[Stage]:
 
 def alignment(scale: Scale, restart: str) -> list[Stage]:
     """Stages 3 and 4: SFT on reasoning and general data, and RL over verifiable and preference rewards together."""
-    both = Mixed((Source(name="sums", task=scale.sums), Source(name="general", task=scale.general)))
+    sources = [("sums", scale.sums), ("general", scale.general), ("requests", scale.requests)]
+    both = Mixed(tuple(Source(name=name, task=task) for name, task in sources if task))
     return [
         SFTStage(
             name="mixture",
@@ -157,4 +176,9 @@ def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
         problems=general,
         sampling=scale.speak,
     )
-    return [judged] if stage == "base" else [judged, compared]
+    asked: list[Stage] = [] if stage == "base" else [compared]
+    if scale.requests:
+        asked.append(
+            replace(judged, name=f"{stage}_requests", task=scale.requests, sampling=scale.speak)
+        )
+    return [judged, *asked]

@@ -29,6 +29,7 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment
 from posttrain.tasks.prompts import Prompts
+from posttrain.tasks.requests import Requests
 from posttrain.tasks.reviews import Reviews
 from posttrain.tasks.sentiment import Sentiment
 
@@ -167,6 +168,17 @@ def test_instructgpt_has_a_kl_budget_and_a_second_judge_who_labelled_nothing() -
 def test_without_the_mix_there_is_no_pretraining_text() -> None:
     for made in (instructgpt(ptx=0), instructgpt(model="m", ptx=0)):
         assert next(stage for stage in made.stages if isinstance(stage, RLStage)).pretraining == ()
+
+
+def test_the_last_stage_of_r1_is_paid_for_refusing_what_is_harmful_where_that_is_asked_for() -> None:
+    for plain, given in ((r1(), r1(harmless=True)), (r1(model="m"), r1(model="m", harmless=True))):
+        more = {name for name in by_name(given) if name not in by_name(plain)}
+        assert more == {f"{name}_requests" for name in ("base", "cold_start", "reasoning", "mixture", "final")}
+        final = by_name(given)["final"]
+        assert [source.name for source in final.task.sources] == ["sums", "general", "requests"]
+        assert final.reward.rated == "general", "requests are scored by their own rule"
+    shown = [by_name(r1(harmless=True))[name].data for name in ("base", "mixture")]
+    assert all(any(isinstance(data.task, Requests) for data in own) for own in shown)
 
 
 def test_both_sizes_of_r1_have_the_same_stages() -> None:
