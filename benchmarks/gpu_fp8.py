@@ -99,7 +99,7 @@ def mlp(name: str, rows: int) -> dict[str, float]:
     x = torch.randn(rows, CASES[name].hidden, device="cuda", dtype=torch.bfloat16)
 
     def only_mlp(layer: Layer) -> Callable[[], None]:
-        return lambda: layer.mlp(x)
+        return lambda: layer.add_mlp(x)
 
     with torch.inference_mode():
         plain, quantised = (microseconds(only_mlp(layer)) for layer in layers)

@@ -294,15 +294,16 @@ def advance_kernel(grid: Grid, id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, 
 
 
 def norm_rows_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, q: Tensor, scale: Tensor, width: int, epsilon: float,
-                     shifted: bool, keep: bool, block: int) -> None:  # fmt: skip
+                     shifted: bool, keep: bool, *rest: int) -> None:  # fmt: skip
     found = normalised(x, weight, epsilon, shifted)[0]
     if keep:
         out.copy_(found)
     _quantize_into(found, q, scale)
 
 
-def gated_rows_kernel(grid: Grid, both: Tensor, row_scale: Tensor, added: Tensor, out: Tensor, q: Tensor,
-                      scale: Tensor, width: int, tanh: bool, add: bool, keep: bool, block: int) -> None:  # fmt: skip
+def gated_rows_kernel(grid: Grid, both: Tensor, row_scale: Tensor, added: Tensor, out: Tensor, q: Tensor, scale: Tensor,
+                      width: int, tanh: bool, add: bool, keep: bool, block: int, rest: int, early: bool) -> None:  # fmt: skip
+    assert block < width <= block + rest
     sums = both.float() * row_scale[:, None]
     gate, up = (sums + added if add else sums).chunk(2, 1)
     found = (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up

@@ -177,7 +177,8 @@ class QuantizedMLP:
             torch.cat(found, out=weight) if len(found) > 1 else weight.copy_(found[0])
             scale.copy_(own)
 
-    def __call__(self, x_TH: Tensor) -> None:
+    def __call__(self, x_TH: Tensor, early: bool) -> None:
+        """`early`: the device launches kernels before those ahead have ended."""
         layer, (gate_up, down), (wide, narrow) = self.layer, self.weights, self.scales
         norm, (tokens, width), inner = layer.post_norm, x_TH.shape, down.shape[1]
         adapted, more = self.gate_up.down.shape[0] > 0, self.down.down.shape[0] > 0
@@ -186,21 +187,32 @@ class QuantizedMLP:
         # those that adapters read are also kept as they are
         normalised = torch.empty_like(x_TH) if adapted else x_TH
         rows = (x_TH, norm.weight.detach(), normalised, q_TH, row_T)
-        sizes = (width, norm.epsilon, norm.shifted, adapted, block)
-        kernels.norm_rows_kernel[(tokens,)](*rows, *sizes, num_warps=warps)
+        sizes = (width, norm.epsilon, norm.shifted, adapted, block, early)
+        how: dict[str, Any] = {"num_warps": warps, "launch_pdl": early}
+        kernels.norm_rows_kernel[(tokens,)](*rows, *sizes, **how)
         both_TI = row_product(q_TH, gate_up, wide, x_TH.dtype)
         added = self.gate_up.adapted(normalised) if adapted else both_TI
         q_TI, inner_row_T = _rows(x_TH, inner)
         gated = x_TH.new_empty(tokens, inner) if more else x_TH
         inner_rows = (both_TI, row_T, added, gated, q_TI, inner_row_T)
-        inner_sizes = (inner, layer.tanh, adapted, more, power_of_two(inner))
-        wide_warps = 8 if inner <= 8192 else 16
-        kernels.gated_rows_kernel[(tokens,)](*inner_rows, *inner_sizes, num_warps=wide_warps)
+        inner_sizes = (inner, layer.tanh, adapted, more, *pieces(inner), early)
+        inner_how = how | {"num_warps": 8 if inner <= 8192 else 16}
+        kernels.gated_rows_kernel[(tokens,)](*inner_rows, *inner_sizes, **inner_how)
         out_TH = row_product(q_TI, down, narrow, x_TH.dtype)
-        out = (x_TH, out_TH, inner_row_T, width, block)
-        kernels.add_rows_kernel[(tokens,)](*out, num_warps=warps)
+        out = (x_TH, out_TH, inner_row_T, width, block, early)
+        kernels.add_rows_kernel[(tokens,)](*out, **how)
         if more:
             x_TH += self.down.adapted(gated)
+
+
+def pieces(width: int) -> tuple[int, int]:
+    """Two powers of 2 that hold a row.
+
+    >>> pieces(4864), pieces(512), pieces(16)
+    ((4096, 1024), (256, 256), (8, 8))
+    """
+    first = power_of_two(width) // 2
+    return first, power_of_two(width - first)
 
 
 def _rows(like: Tensor, width: int) -> tuple[Tensor, Tensor]:

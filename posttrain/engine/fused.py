@@ -178,7 +178,7 @@ class Layer:
         """x += what the MLP, or the experts, make of it."""
         layer = self.described
         if self.quantised_mlp is not None:
-            self.quantised_mlp(x)
+            self.quantised_mlp(x, _hopper(x.device))
             return
         if layer.experts is not None:
             inner = _normalised(x, layer.post_norm)

@@ -69,8 +69,8 @@ def test_kernels_compute_what_their_twins_compute(tokens: int, width: int, inner
         return *room, torch.zeros(tokens, device="cuda")
 
     for name, size, given, sizes in (
-        ("norm_rows_kernel", width, (x, weight), (width, 1e-6, False, keep, 1 << (width - 1).bit_length())),
-        ("gated_rows_kernel", inner, (both, row, added), (inner, False, keep, keep, 1 << (inner - 1).bit_length())),
+        ("norm_rows_kernel", width, (x, weight), (width, 1e-6, False, keep, 1 << (width - 1).bit_length(), False)),
+        ("gated_rows_kernel", inner, (both, row, added), (inner, False, keep, keep, *fp8.pieces(inner), False)),
     ):
         mine, theirs = outputs(size), outputs(size)
         getattr(triton_fp8, name)[(tokens,)](*given, *mine, *sizes)
@@ -81,7 +81,7 @@ def test_kernels_compute_what_their_twins_compute(tokens: int, width: int, inner
         torch.testing.assert_close(mine[0], theirs[0], rtol=0.02, atol=1e-2)
     sums = 1e4 * torch.randn(tokens, width, **make)
     other = x.clone()
-    triton_fp8.add_rows_kernel[(tokens,)](x, sums, row, width, 1 << (width - 1).bit_length())
+    triton_fp8.add_rows_kernel[(tokens,)](x, sums, row, width, 1 << (width - 1).bit_length(), False)
     twins.add_rows_kernel((tokens,), other, sums, row)
     torch.testing.assert_close(x, other, rtol=0.01, atol=1e-3)
 
@@ -99,14 +99,20 @@ def test_a_product_is_that_of_the_quantised_numbers(rows: int, inner: int, outer
 @pytest.mark.parametrize("family", ["qwen2", "gemma"])
 @pytest.mark.parametrize("name", BOTH)
 def test_log_probs_are_near_those_of_the_model_and_those_of_the_quantised_one(name: str, family: str) -> None:
-    _, policy = models(family, torch.bfloat16)
+    """In float32, where nothing but fp8 rounds. These weights are large: fp8 costs more than in a trained model."""
+    _, policy = models(family)
     answers = run(policy, BOTH[name])
-    plain = gap(policy, run(policy, fp8.AS_TRAINED))
     apart = gap(policy, answers)
-    assert plain < apart < 0.3
+    assert 1e-3 < apart < 0.6
     if name == "products":
-        with Emulation(policy):  # bf16 rounds some numbers to another side
-            assert gap(policy, answers) < 0.8 * apart
+        with Emulation(policy):
+            assert gap(policy, answers) < 0.2 * apart
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_bf16_rounds_less_than_fp8_costs(name: str) -> None:
+    _, policy = models("qwen2", torch.bfloat16)
+    assert gap(policy, run(policy, fp8.AS_TRAINED)) < gap(policy, run(policy, BOTH[name])) < 0.6
 
 
 def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +124,7 @@ def test_a_graph_replays_what_the_step_computes(monkeypatch: pytest.MonkeyPatch)
 
 def test_updated_weights_and_adapters_are_sampled_from_at_once() -> None:
     pytest.importorskip("peft")
-    _, policy = models("qwen2", torch.bfloat16)
+    _, policy = models("qwen2")
     engine = Engine(policy, precision=BOTH["products"])
     for change in (1.0, 1.2, 0.8):
         with torch.no_grad():
@@ -126,7 +132,7 @@ def test_updated_weights_and_adapters_are_sampled_from_at_once() -> None:
                 parameter.mul_(change)
         answers = run(policy, BOTH["products"], engine=engine)
         with Emulation(policy):
-            assert gap(policy, answers) < 0.15
+            assert gap(policy, answers) < 0.05
     add_adapters(policy.model, Lora(rank=4, alpha=8.0), 1)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
@@ -134,7 +140,7 @@ def test_updated_weights_and_adapters_are_sampled_from_at_once() -> None:
                 parameter.normal_(0, 0.05)
     answers = run(policy, BOTH["products"])
     with Emulation(policy):
-        assert gap(policy, answers) < 0.15
+        assert gap(policy, answers) < 0.05
 
 
 def test_a_cache_in_fp8_has_half_the_bytes() -> None:
