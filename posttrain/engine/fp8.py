@@ -68,6 +68,10 @@ class Precision:
     def reduced(self) -> bool:
         return self.products or self.cache
 
+    def cache_share(self, dtype: torch.dtype) -> float:
+        """Bytes of a number in the cache over those of the model's own type."""
+        return 1 / dtype.itemsize if self.cache else 1.0
+
     def named(self) -> str:
         """The keys that ask for it."""
         keys = {"sampler_quantization": self.products, "kv_cache_dtype": self.cache}

@@ -87,10 +87,12 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("entropy", "entropy", "{:.3f}".format),
     ("length", "length", "{:.1f}".format),
     ("level", "level", "{:g}".format),
+    ("mismatch", "mismatch", "{:.2g}".format),
     ("grad_norm", "gradient", "{:.3g}".format),
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
+ROUNDING = 0.02  # of the mismatch: what bf16 rounds
 LIMIT = 400  # characters of an answer that are shown
 MARKS = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}
 Bounds = Sequence[float]  # value, low, high: an estimate with its 95% interval
@@ -182,7 +184,9 @@ class Console:
 
     def _shown(self) -> Iterator[tuple[str, str]]:
         for name, label, form in SHOWN:
-            if name in self._row:
+            # a sampler that computes as the trainer does has nothing to show
+            rounding = name == "mismatch" and self._row.get(name, 0.0) < ROUNDING
+            if name in self._row and not rounding:
                 yield label, form(self._row[name])
 
     def _times(self) -> str:

@@ -363,7 +363,7 @@ class RLStage(ReferenceStage):
             min(self.rows(policy.device.type), self.prompts * group),
             self.longest(policy.tokenizer),
         )
-        share = 1 / policy.dtype.itemsize if self.precision.cache else 1.0
+        share = self.precision.cache_share(policy.dtype)
         if copied_bytes(policy):  # pages, where a group shares its prompt
             new = self.sampling.max_new_tokens
             tokens = rows * new + -(-rows // group) * (longest - new)

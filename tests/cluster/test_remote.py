@@ -26,6 +26,7 @@ from posttrain.cluster.worker import serve
 from posttrain.config import Settings
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
+from posttrain.engine.fp8 import Precision
 from posttrain.episodes import rollout_groups
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.lora import Lora
@@ -211,6 +212,34 @@ def test_a_process_that_dies_at_once_is_named_with_its_reason(policy: Policy) ->
     with pytest.raises(UserError, match=r"process 0 .* ended with exit code 1 \(1 in a row\)"):
         broken.poll()
     broken.close()
+
+
+def test_a_worker_in_fp8_is_held_to_its_own_tolerance(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes are of the weights as they were sent; the log-probs of the probe may differ by what fp8 rounds, and not by more."""
+    settings = worker_settings(policy, 64, processes=1, **asdict(Precision("fp8", "fp8")))
+    made = ThreadSampler(policy, settings, 1)
+    made.publish(1)
+    made.submit(requests(2))
+    found = finished(made, 2)
+    assert made.receipts.limit == 0.3
+    plain = Engine(policy, 64, processes=1)
+    plain.submit(requests(2))
+    for session, completion in finished(plain, 2).items():
+        assert (
+            completion.logprobs[0] != found[session].logprobs[0]
+            and abs(completion.logprobs[0] - found[session].logprobs[0]) < 0.3
+        )
+    probe = remote_module.probe_logprobs
+    monkeypatch.setattr(remote_module, "probe_logprobs", lambda *given: probe(*given) - 0.5)
+
+    def again() -> None:
+        made.publish(2)
+        made.submit(requests(1))
+        finished(made, 1)
+
+    with pytest.raises(GuardStop, match=r"another model than the trainer's .* and at most 0\.3 is rounding"):
+        again()
+    made.close()
 
 
 def test_weights_that_are_not_the_trainers_stop_the_run(
