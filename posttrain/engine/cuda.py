@@ -137,7 +137,8 @@ class CUDABackend:
         width = max(sum(product.projection.sizes) for product in self.decoder.products)
         if self.device.type != "cuda":
             return PREFILL_TOKENS
-        room = MARGIN * device_bytes(self.device) / (2 * width * self.dtype.itemsize)
+        size = 2 * width * self.policy.dtype.itemsize
+        room = MARGIN * device_bytes(self.device) / size
         return min(PREFILL_TOKENS, int(room))
 
     @property

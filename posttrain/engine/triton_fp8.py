@@ -13,7 +13,7 @@ from posttrain.engine.triton_kernels import activated
 
 
 @triton.jit
-def wait(EARLY: tl.constexpr):
+def begin(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -47,7 +47,7 @@ def norm_rows_kernel(
     inside = at < width
     narrow = x_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    wait(EARLY)
+    begin(EARLY)
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
     if SHIFTED:
@@ -105,7 +105,7 @@ def gated_rows_kernel(
     q_ptr += row * width
     out_ptr += row * width
     first, rest = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST)
-    wait(EARLY)
+    begin(EARLY)
     before = tl.load(row_scale_ptr + row)
     y = gated_piece(both_ptr, added_ptr, first, width, before, TANH, ADD)
     z = gated_piece(both_ptr, added_ptr, rest, width, before, TANH, ADD)
@@ -124,7 +124,7 @@ def add_rows_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < width
     place = row * width + at
-    wait(EARLY)
+    begin(EARLY)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     sums = tl.load(sums_ptr + place, mask=inside, other=0.0).to(tl.float32)
     x += sums * tl.load(row_scale_ptr + row)

@@ -75,7 +75,7 @@ class RLStage(ReferenceStage):
     router_replay: bool = False
     # of the engine: fp8 computes the products of the MLP in it, on a GPU of compute capability 8.9 or more; a CPU emulates it
     sampler_quantization: Literal["none", "fp8"] = "none"
-    # of the engine's cache of keys and values; auto: the type of the model
+    # of the engine's cache of keys and values, which a CPU emulates and a GPU does not have yet; auto: the type of the model
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
@@ -225,6 +225,10 @@ class RLStage(ReferenceStage):
         if self.sampler != "engine":
             machine.require_posix(f"sampler={self.sampler}", "use sampler=engine")
         self.precision.check_device(device)
+        unproven = "kv_cache_dtype=fp8 is not offered on a GPU: on an H200 it ended with an illegal memory access"
+        require(
+            not (self.precision.cache and device.startswith("cuda")), f"{unproven}; leave it out"
+        )
         if self.sampler == "vllm":
             vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on

@@ -229,7 +229,11 @@ def test_a_gpu_without_fp8_is_refused_before_the_first_stage(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     stage().check_ready("cuda")
-    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8 needs a GPU of compute capability 8\.9 or more .* has 8\.0"):
+    with pytest.raises(UserError, match=r"sampler_quantization=fp8 needs a GPU of compute capability 8\.9 or more .* has 8\.0"):
+        stage(sampler_quantization="fp8").check_ready("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    stage(sampler_quantization="fp8").check_ready("cuda")
+    with pytest.raises(UserError, match="kv_cache_dtype=fp8 is not offered on a GPU: .*; leave it out"):
         stage(kv_cache_dtype="fp8").check_ready("cuda")
 
 
