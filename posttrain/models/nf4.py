@@ -28,9 +28,11 @@ LEVELS = (
 
 
 @cache
-def _levels(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Rounded to the dtype of the weights."""
-    return torch.tensor(LEVELS, device=device, dtype=dtype).float()
+def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[256, 2]: the levels of the two codes in a byte."""
+    level = torch.tensor(LEVELS, device=device, dtype=dtype)
+    byte = torch.arange(256, device=device)
+    return torch.stack([level[byte // 16], level[byte % 16]], dim=1)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,19 +50,18 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(code: Tensor, scale: Tensor, out: Tensor, factor_I: Tensor | None = None) -> Tensor:
     """Write the weights that the codes stand for, in the dtype of the scales, into [outputs, inputs]; then times a factor of each
     column, where there is one. On CUDA in one pass over memory."""
-    level = _levels(code.device, scale.dtype)
+    pairs = _pairs(code.device, scale.dtype)
     if code.is_cuda:
         from posttrain.ops import triton_training
 
-        rows, half, part = out.shape[0], out.shape[1] // 2, 1024
+        size, part = code.numel(), 2048
         columns = scale if factor_I is None else factor_I
+        given = (code, scale, pairs, columns, out, size, out.shape[-1])
         flags = (factor_I is not None, BLOCK // 2, part)
-        given = (code, scale, level, columns, out, half, *flags)
-        triton_training.dequantize_kernel[(rows, -(-half // part))](*given)
+        triton_training.dequantize_kernel[(-(-size // part),)](*given, *flags)
         return out
-    byte = code.int()
-    weight = level.to(scale.dtype)[torch.stack([byte // 16, byte % 16], 1)].view(-1, BLOCK)
-    torch.mul(weight, scale[:, None], out=out.view(-1, BLOCK))
+    level = F.embedding(code.int(), pairs)
+    torch.mul(level.view(-1, BLOCK), scale[:, None], out=out.view(-1, BLOCK))
     return out if factor_I is None else torch.mul(out, factor_I, out=out)
 
 
@@ -113,10 +114,8 @@ class Linear4bit(nn.Linear):
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether a layer can be kept in 4 bits: a plain one, of whole blocks, and of whole bytes a row."""
-    if type(layer) is not nn.Linear:
-        return False
-    return layer.weight.numel() % BLOCK == 0 and layer.in_features % 2 == 0
+    """Whether a layer can be kept in 4 bits: a plain one, of whole blocks."""
+    return type(layer) is nn.Linear and layer.weight.numel() % BLOCK == 0
 
 
 def quantize_layers(body: nn.Module, device: torch.device | str) -> None:

@@ -452,28 +452,26 @@ def logits_gradient_kernel(
 def dequantize_kernel(
     code_ptr,
     scale_ptr,
-    level_ptr,
+    pairs_ptr,
     factor_ptr,
     out_ptr,
-    half,
+    size,
+    width,
     FACTOR: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A part of a row of `half` bytes, each two codes: their levels, times the scale that SHARED bytes have in common; FACTOR: times
-    that of the column."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < half
-    at = row * half + column
+    """Two weights for each byte: its pair of levels, times the scale that SHARED bytes have in common; FACTOR: times that of the
+    column, of which a row has `width`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
     code = tl.load(code_ptr + at, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scale_ptr + at // SHARED, mask=inside, other=0.0).to(tl.float32)
-    first = tl.load(level_ptr + (code >> 4)) * scale
-    second = tl.load(level_ptr + (code & 15)) * scale
-    narrow = out_ptr.dtype.element_ty
-    both = tl.interleave(first, second).to(narrow)
-    place = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    first = tl.load(pairs_ptr + 2 * code).to(tl.float32) * scale
+    second = tl.load(pairs_ptr + 2 * code + 1).to(tl.float32) * scale
+    both = tl.interleave(first, second).to(out_ptr.dtype.element_ty)
+    place = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     if FACTOR:
-        factor = tl.load(factor_ptr + place, mask=place < 2 * half, other=0.0).to(tl.float32)
-        both = (both.to(tl.float32) * factor).to(narrow)
-    tl.store(out_ptr + row * 2 * half + place, both, mask=place < 2 * half)
+        factor = tl.load(factor_ptr + place % width).to(tl.float32)
+        both = (both.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, both, mask=place < 2 * size)
