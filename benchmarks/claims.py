@@ -97,7 +97,7 @@ CLAIMS = {
         over_time=True,
     ),
     6: Claim(
-        "Direct answers, chains of thought, thinking budgets",
+        "Chains of thought and budgets",
         "thinking",
         ("direct", "chain", "budgets"),
         (*both("accuracy"), *(Column(f"budget {n}", f"budget_{n}") for n in (16, 32, 48, 64, 80))),
@@ -271,7 +271,8 @@ def paste(page: Path, tables: dict[int, list[str]]) -> None:
 def draw(number: int, rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The columns as bars, or as lines where they lie along an axis, points or thin lines for seeds; then the curves."""
     claim = CLAIMS[number]
-    words = {column.title.rpartition(" ")[0] for column in claim.columns} if claim.along else {""}
+    there = {title for row in rows for title in row["figures"]}
+    words = {title.rpartition(" ")[0] for title in there} if claim.along else {""}
     panels = [
         plot.Panel(
             word or "held-out prompts", "mean over seeds; points are seeds", partial(columns, claim=claim, rows=rows, word=word)
@@ -296,7 +297,8 @@ def columns(axes: Any, claim: Claim, rows: Sequence[dict[str, Any]], word: str) 
     ]
     for place, arm in enumerate(claim.arms):
         found = {t: [first(r["figures"][t]) for r in rows if r["arm"] == arm and t in r["figures"]] for t in titles}
-        found = {t: values for t, values in found.items() if values}
+        if not (found := {t: values for t, values in found.items() if values}):
+            continue
         at = [titles.index(t) + (0.0 if claim.along else 0.25 * (place - 1)) for t in found]
         middle = [mean(values) for values in found.values()]
         if claim.along:
@@ -305,7 +307,7 @@ def columns(axes: Any, claim: Claim, rows: Sequence[dict[str, Any]], word: str) 
             axes.bar(at, middle, 0.22, color=plot.COLOURS[place], alpha=0.7, label=arm)
         for x, values in zip(at, found.values(), strict=True):
             axes.plot([x] * len(values), values, "k.", markersize=3)
-    axes.set_xlabel(claim.along)
+    axes.set_xlabel(claim.along if all(t[-1].isdigit() for t in titles) else "")
     axes.set_xticks(range(len(titles)), [t.rpartition(" ")[2] if claim.along else t for t in titles], fontsize=7)
 
 
