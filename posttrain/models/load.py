@@ -376,7 +376,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     reader = PreTrainedTokenizerFast if whole else AutoTokenizer
     try:
         found = reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        found(PROBE, add_special_tokens=False)  # an expression that would try for ever fails here
+        found(
+            PROBE, add_special_tokens=False, verbose=False
+        )  # an expression that would try for ever fails here
         return found
     # whatever a malformed file makes transformers raise, Rust's panics too
     except BaseException as error:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast, tokenization_utils_base
 
 from posttrain.errors import UserError
-from posttrain.models.load import Loaded, load, stop_ids
+from posttrain.models.load import Loaded, load, read_tokenizer, stop_ids
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 
@@ -339,3 +339,14 @@ def test_stop_ids(
     model.generation_config = GenerationConfig(eos_token_id=stated)
     model.config.bos_token_id = begin
     assert stop_ids(model, marked_tokenizer(special, template, **roles)) == expected
+
+
+def test_reading_a_tokenizer_warns_of_no_text_that_the_user_did_not_give(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *more: said.append(text))
+    tokenizer = read_tokenizer(checkpoint)
+    tokenizer.model_max_length = 10
+    tokenizer.save_pretrained(checkpoint)
+    assert read_tokenizer(checkpoint).model_max_length == 10 and said == []
