@@ -146,7 +146,9 @@ class Layer:
 
     def __init__(self, layer: LayerDescription, quantised: bool):
         self.described, self.heads = layer, layer.heads
-        norms = (layer.input_norm, None, None if quantised else layer.post_norm, None)
+        # a bias of the MLP is the product's to add: its x comes normalised
+        apart = quantised or any(p.bias() is not None for p in layer.projections[2:3])
+        norms = (layer.input_norm, None, None if apart else layer.post_norm, None)
         low = (False, False, quantised, quantised)
         self.products = list(map(Products, layer.projections, norms, low))
         self.qkv, self.out, *self.mlp = self.products
@@ -185,7 +187,9 @@ class Layer:
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
             return
         gate_up, down = self.mlp
-        if _thin(x) and not gate_up.down.shape[0]:
+        if gate_up.norm is None:
+            inner = gated(gate_up(_normalised(x, layer.post_norm)), layer.tanh)
+        elif _thin(x) and not gate_up.down.shape[0]:
             inner = thin_gate(x, gate_up.whole(), layer.post_norm, layer.tanh)
         else:
             inner = gate(gate_up(x), x, layer.post_norm, layer.tanh)

@@ -203,6 +203,27 @@ def test_without_logits_in_memory_the_same_ids_are_drawn(monkeypatch: pytest.Mon
     assert found[0].tolist() == expected[0].tolist() and torch.allclose(found[1], expected[1], atol=1e-5)
 
 
+def test_a_bias_of_the_mlp_is_added_after_the_norm() -> None:
+    policy = biased_policy()
+    decoder, reason = fused_module.fused(policy)
+    assert decoder is not None and not reason
+    requests = [Prompt((5, 6, 7), 2, 1, Sampling(12, min_new_tokens=12))]
+    assert ids(list(generate_groups(Engine(policy), requests))) == ids(plain(policy, requests))
+
+
+def biased_policy() -> Policy:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        mlp_bias=True, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(parameter)
+    return wrap_model(model, None, (1,))
+
+
 @pytest.mark.parametrize("rows", [3, 20])
 def test_few_rows_are_multiplied_by_the_kernel_for_them(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same products, made and added to; more rows than it is for are not given to it."""
