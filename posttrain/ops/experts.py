@@ -69,7 +69,7 @@ class Routes:
 def load_balance(
     total_TE: Tensor, count_TE: Tensor, layers: int, sequence_T: Tensor, sequences: int
 ) -> Tensor:
-    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, equations 4 to 6), as
+    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, arXiv:2101.03961, equations 4 to 6), as
     transformers computes it of that sequence alone:
 
         E sum_e f_e P_e,  f_e the mean over layers and tokens of what was chosen, P_e that of the probabilities

@@ -18,7 +18,7 @@ SMALL = ["sft.steps=2", "sft.batch=4", "rl.steps=1", "rl.prompts=2", "rl.group=2
 IMPORTS = """
 import importlib, pkgutil, sys, posttrain
 for found in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
-    if not found.name.endswith(("__main__", "sandbox.child", "triton_kernels", "triton_sampling", "triton_training")):
+    if not found.name.endswith(("__main__", "sandbox.child", "triton_fp8", "triton_kernels", "triton_sampling", "triton_training")):
         importlib.import_module(found.name)
 from posttrain import cli
 sys.exit(cli.main(["run", "quickstart", *sys.argv[1:]]))
