@@ -1,6 +1,6 @@
 """Pieces of a decode step on one GPU, each beside what it replaced or could be replaced by. Case a's shapes.
 
-    python benchmarks/gpu_kernels.py --parts step,sampling,attention,mlp,products
+    python benchmarks/gpu_kernels.py --parts step,sampling,attention
 
 One JSON line a part; a part that fails says so and does not stop the others.
 """
@@ -15,13 +15,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -75,20 +73,11 @@ def from_logits(hidden: Tensor, head: Any, rows: Rows, truncated: bool) -> tuple
     return fused.choose(logprobs.head_logits(hidden, head), rows, truncated)
 
 
-def gate_apart(x: Tensor, weight: Tensor, norm: Any, tanh: bool) -> Tensor:
-    both = x.new_empty(len(x), len(weight))
-    fused.thin_product(x, weight, both, x, add=False)
-    return fused.gate(both, x, norm, tanh)
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "logits written to memory": {"sample": from_logits},
+    "logits written to memory": {"TALL": 1 << 30},
     "keys never cut": {"PROGRAMS": 1},
-    "gate apart": {"thin_gate": gate_apart},
-    "products by cuBLAS alone": {"THIN": 0},
-    "products of up to 128 rows by our kernel": {"THIN": 128},
-    "none of it, as on another GPU": {"_hopper": lambda device: False},
+    "no kernel begun early": {"_hopper": lambda device: False},
 }
 
 
@@ -102,7 +91,9 @@ def step() -> dict[str, Any]:
     assert scheduler is not None
     backend: Any = scheduler.backend
     for way, values in WAYS.items():
-        for rows in (1024, 768, 512, 256, 128, 64, 32, 8, 1) if not values else (1024, 256, 64, 8):
+        for rows in (1024, 768, 512, 256, 128, 64, 32, 8, 1):
+            if values and rows not in (1024, 256, 64, 8):
+                continue
             with changed(**values):
                 backend._forget_graphs()
                 few = replace(case, prompts=max(1, rows // 8), group=min(8, rows), new=400)
@@ -132,13 +123,7 @@ def sampling() -> dict[str, Any]:
         rows.temperature.fill_(1.0)
         found[f"{count}, logits written"] = graphed(lambda h=hidden, r=rows: from_logits(h, head, r, False), 5)
         expected = torch.log_softmax(logprobs.head_logits(hidden, head), -1)
-        for fine, tile in (
-            (64, (128, 256, 64)),
-            (32, (128, 256, 64)),
-            (128, (128, 256, 64)),
-            (64, (64, 256, 64)),
-            (64, (64, 128, 128)),
-        ):
+        for fine, tile in product((32, 64, 128), ((128, 256, 64), *(((64, 256, 64),) if count <= 64 else ()))):
             with changed(FINE=fine, HEAD_TILE=tile):
                 try:
                     name = f"{count}, fused, {fine}, {tile}"
@@ -154,15 +139,7 @@ def attention() -> dict[str, Any]:
     """Microseconds of one layer's attention in a decode step after prompts of 256 tokens, and its error where keys are cut."""
     found: dict[str, Any] = {}
     heads, rule = Heads(14, 2, 64), Rule(0.125)
-    for rows, group, own in (
-        (1024, 8, 256),
-        (512, 8, 256),
-        (256, 4, 384),
-        (128, 8, 4096),
-        (64, 1, 512),
-        (16, 1, 768),
-        (1, 1, 768),
-    ):
+    for rows, group, own in ((1024, 8, 240), (128, 8, 4080), (256, 4, 400), (16, 1, 760)):
         prompts, state = rows // group, Rows(rows, own // PAGE + 1, 32, 1, CUDA)
         pages = rows * state.pages + prompts * 4 + 1
         copies = max(1, 8 * 1024 * 256 // (rows * own))  # more than the cache holds
@@ -185,96 +162,22 @@ def attention() -> dict[str, Any]:
             store = stores[turn[0] % len(stores)]
             return fused.attend_pages(mixed[:, :14], (store[0], store[1]), state, heads, rule, *sizes)
 
-        ways = ((1, 4, True), (512, 4, False), (512, 4, True), (512, 1, True), (1024, 4, True))
-        for programs, parts, early in ways:
-            with changed(PROGRAMS=programs, PROMPT_PARTS=parts, _hopper=lambda device, early=early: early):
+        ways: dict[str, dict[str, Any]] = {
+            "as it is": {},
+            "kernels in turn": {"_hopper": lambda device: False},
+            "keys never cut": {"PROGRAMS": 1},
+            "keys cut for 512 programs": {"PROGRAMS": 512},
+        }
+        for way, values in ways.items():
+            with changed(**values):
                 turn[0] = 0
-                out = run()
-                reference = out if reference is None else reference
-                name = f"{rows} x {own}, {programs} programs, prompts in {parts}, {'early' if early else 'in turn'}"
-                found[name] = graphed(run)
-                found[f"{name}, error"] = error(out, reference)
-    return found
-
-
-@triton.jit
-def swiglu_kernel(
-    x_desc, w_desc, out_ptr, rows, inner, hidden, epsilon,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
-    """silu(x Wg) * (x Wu); NORMED: times the norm's factor of each row, from the tiles that the product reads."""
-    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
-    gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
-    for k in range(0, hidden, BK):
-        x = x_desc.load([m, k])
-        gate = tl.dot(x, w_desc.load([n, k]).T, gate)
-        up = tl.dot(x, w_desc.load([inner + n, k]).T, up)
-        if NORMED:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-    if NORMED:
-        factor = tl.rsqrt(squares / hidden + epsilon)[:, None]
-        gate, up = gate * factor, up * factor
-    y = gate * tl.sigmoid(gate) * up
-    row, column = m + tl.arange(0, BM)[:, None], n + tl.arange(0, BN)[None, :]
-    tl.store(out_ptr + row * inner + column, y.to(out_ptr.dtype.element_ty), mask=row < rows)
-
-
-def mlp() -> dict[str, Any]:
-    """Microseconds of the gate's and the up product with the gate: cuBLAS and a kernel after it, or one kernel, which is not in use."""
-    from posttrain.engine.triton_sampling import tiles
-
-    found: dict[str, Any] = {}
-    weight = torch.randn(2 * INNER, HIDDEN, device=CUDA, dtype=torch.bfloat16) * HIDDEN**-0.5
-    for rows in (1024, 512, 128):
-        x = torch.randn(rows, HIDDEN, device=CUDA, dtype=torch.bfloat16)
-        norm, both = fused.Norm(x[0], 1e-6, False), torch.mm(x, weight.t())
-        found[f"{rows}, cuBLAS"] = graphed(lambda x=x: torch.mm(x, weight.t()))
-        found[f"{rows}, gate"] = graphed(lambda x=x, norm=norm, both=both: fused.gate(both, x, norm, False))
-        expected, out = fused.gate(both, x, norm, False), torch.empty(rows, INNER, device=CUDA, dtype=torch.bfloat16)
-        for tile in ((128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (256, 64, 64, 8, 3)):
-            for normed in (False, True):
-                bm, bn, bk, warps, stages = tile
-                given = (tiles(x, bm, bk), tiles(weight, bn, bk), out, rows, INNER, HIDDEN, 1e-6, bm, bn, bk, normed)
-                launch = swiglu_kernel[(-(-rows // bm), INNER // bn)]
-                name = f"{rows}, one kernel, {tile}, {'with' if normed else 'without'} the norm"
-                found[name] = graphed(
-                    lambda launch=launch, given=given, w=warps, s=stages: launch(*given, num_warps=w, num_stages=s)
-                )
-        found[f"{rows}, error"] = error(out, expected)
-    return found
-
-
-def products() -> dict[str, Any]:
-    """Microseconds of a layer's products, by the library and by the number of rows."""
-    found: dict[str, Any] = {}
-    shapes = {"qkv": (HIDDEN, 1152), "out": (HIDDEN, HIDDEN), "gate and up": (HIDDEN, 2 * INNER), "down": (INNER, HIDDEN)}
-    for name, (reads, makes) in shapes.items():
-        # more copies than the cache holds
-        weights = torch.randn(16, makes, reads, device=CUDA, dtype=torch.bfloat16)
-        for rows in (1024, 256, 64, 8, 1):
-            x = torch.randn(rows, reads, device=CUDA, dtype=torch.bfloat16)
-            total = torch.zeros(rows, makes, device=CUDA, dtype=torch.bfloat16)
-            for library in ("cublas", "cublaslt"):
-                torch.backends.cuda.preferred_blas_library(library)
-                turns = cycle(weights)
-                found[f"{name}, {rows}, {library}"] = graphed(lambda x=x, turns=turns: torch.mm(x, next(turns).t()))
-                if library == "cublas" and rows <= 256:
-                    arrived = torch.zeros(makes, dtype=torch.int32, device=CUDA)
-                    given = (x, total, arrived, makes == HIDDEN)
-                    with changed(THIN=max(16, rows)):
-                        found[f"{name}, {rows}, ours"] = graphed(
-                            lambda given=given, turns=turns: fused.thin_product(given[0], next(turns), *given[1:])
-                        )
-                        total.zero_()
-                        fused.thin_product(x, weights[0], total, arrived, makes == HIDDEN)
-                        found[f"{name}, {rows}, ours, error"] = error(total, x.float() @ weights[0].float().t())
-                if makes == HIDDEN:
-                    found[f"{name}, {rows}, {library}, added to"] = graphed(
-                        lambda x=x, turns=turns, total=total: total.addmm_(x, next(turns).t())
-                    )
-    torch.backends.cuda.preferred_blas_library("default")
+                try:
+                    out = run()
+                    reference = out if reference is None else reference
+                    found[f"{rows} x {own}, {way}"] = graphed(run)
+                    assert error(out, reference) < 1e-2, way
+                except Exception as problem:
+                    found[f"{rows} x {own}, {way}"] = str(problem)[:200]
     return found
 
 
@@ -282,8 +185,6 @@ PARTS = {
     "step": step,
     "sampling": sampling,
     "attention": attention,
-    "mlp": mlp,
-    "products": products,
 }
 
 

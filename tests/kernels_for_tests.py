@@ -137,36 +137,10 @@ def logprob_kept_kernel(grid: Grid, kept: Tensor, target: Tensor, shift: Tensor,
     kept[torch.arange(len(kept)), target] = (torch.expm1(logprob) * torch.exp(gap)).to(kept.dtype)
 
 
-def row_scale(x: Tensor, epsilon: float) -> Tensor:
-    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
-
-
-def gate_kernel(grid: Grid, both: Tensor, x: Tensor, out: Tensor, width: int, hidden: int, epsilon: float, tanh: bool, *rest: int
-                ) -> None:  # fmt: skip
-    gate, up = (both.float() * row_scale(x, epsilon)).chunk(2, 1)
-    out.copy_((F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up)
-
-
-def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, parts: Tensor, arrived: Tensor, rows: int, width: int, depth: int,
-                tall: int, broad: int, deep: int, split: int, add: bool, early: bool) -> None:  # fmt: skip
-    assert (
-        not arrived[: grid[0]].any() and tall >= rows and grid[0] * broad >= width and len(parts) == (split if split > 1 else 0)
-    )
-    made = x.float() @ weight.float().t()
-    out.copy_(out.float() + made if add else made)
-
-
-def thin_gate_kernel(grid: Grid, x: Tensor, weight: Tensor, out: Tensor, rows: int, width: int, depth: int, epsilon: float,
-                     tanh: bool, tall: int, broad: int, deep: int, early: bool) -> None:  # fmt: skip
-    assert tall >= rows and grid[0] * broad >= width
-    gate_kernel(grid, x.float() @ weight.float().t(), x, out, width, depth, epsilon, tanh)
-
-
-def rotate_store_kernel(grid: Grid, qkv: Tensor, inner: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor,
-                        keys: Tensor, values: Tensor, query_norm: Tensor, key_norm: Tensor, centre: Tensor, row_epsilon: float,
-                        epsilon: float, hidden: int, heads: int, key_heads: int, width: int, half_block: int, padded: int,
-                        hidden_block: int, biased: bool, norm: bool, shifted: bool, centred: bool, early: bool) -> None:  # fmt: skip
-    qkv.copy_(qkv.float() * row_scale(inner, row_epsilon) + (bias.float() if biased else 0.0))
+def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
+                        values: Tensor, query_norm: Tensor, key_norm: Tensor, centre: Tensor, epsilon: float, heads: int,
+                        key_heads: int, width: int, half_block: int, padded: int, norm: bool, shifted: bool, centred: bool,
+                        early: bool) -> None:  # fmt: skip
     split = qkv.view(len(qkv), heads + 2 * key_heads, width)
     query, key, value = split.split_with_sizes([heads, key_heads, key_heads], 1)
     at, half = position.long(), width // 2

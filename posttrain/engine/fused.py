@@ -38,7 +38,6 @@ from posttrain.ops.logprobs import Head, head_logits
 
 BLOCK = 4096  # logits that one program sums
 MAX_QUERIES = 64  # queries that read a prompt together
-THIN = 64  # rows of a product up to which our kernel is used
 PROGRAMS = 512  # of an attention kernel; fewer leave the device idle
 PROMPT_PARTS = 4  # into which prompts are cut then
 HEAD_TILE = (
@@ -52,16 +51,11 @@ FINE = 32  # of those ids: logits that are computed again where one of them is d
 class Products:
     """y = x W^T + b + (x A^T) B^T of one or more linear layers that read the same x: weights side by side, adapters (scale in B, one
     block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `refresh`. Weights in 4 bits are not
-    copied: they are made anew for each product; and of `quantised` ones (engine/fp8.py) only the adapters are used.
+    copied: they are made anew for each product; and of `quantised` ones (engine/fp8.py) only the adapters are used."""
 
-    With a `norm` the x that they read is normalised, x s w with a factor s of the row. The w is in the copies; s and b are left to
-    the kernel that reads the product, so that the normalised x is never there.
-    """
-
-    def __init__(self, projection: Projection, norm: Norm | None = None, quantised: bool = False):
-        self.projection, self.norm, self.narrow = projection, norm, bool(projection.narrow)
-        several = norm is not None or len(projection.modules) > 1
-        self.copied = several and not (self.narrow or quantised)
+    def __init__(self, projection: Projection, quantised: bool = False):
+        self.projection, self.narrow = projection, bool(projection.narrow)
+        self.copied = len(projection.modules) > 1 and not (self.narrow or quantised)
         self.allocate()
 
     def allocate(self) -> None:
@@ -76,7 +70,6 @@ class Products:
             self.bias = first.new_empty(rows) if len(modules) > 1 else bias.detach()
         ranks = sum(adapter.a_RI.shape[0] for adapter in self.projection.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
-        self.arrived = torch.zeros(rows, dtype=torch.int32, device=first.device)
 
     def release(self) -> None:
         """Give the copies back, until `allocate`."""
@@ -101,37 +94,18 @@ class Products:
                 rank = until
         return pairs
 
-    def scale_copies(self) -> None:
-        """The norm's weight into the copies."""
-        for copied in [self.weight, self.down] if self.copied else [self.down]:
-            if self.norm is not None:
-                torch.mul(copied, _factor(self.norm), out=copied)
-
     def __call__(self, x: Tensor) -> Tensor:
-        """Without s and b where there is a norm."""
-        bias, weight = self.bias if self.norm is None else None, self.whole()
-        if bias is None and _thin(x):
-            out = x.new_empty(len(x), len(weight))
-            thin_product(x, weight, out, self.arrived, add=False)
-        else:
-            out = F.linear(x, weight, bias)
-        return self._adapt(out, x)
+        return self._adapt(F.linear(x, self._whole(), self.bias), x)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
-        if _thin(x):
-            thin_product(x, self.whole(), total, self.arrived, add=True)
-        else:
-            total.addmm_(x, self.whole().t())
+        total.addmm_(x, self._whole().t())
         if self.bias is not None:
             total += self.bias
         self._adapt(total, x)
 
-    def whole(self) -> Tensor:
-        """The weight, the norm's within it."""
-        if not self.narrow:
-            return self.weight
-        return self.projection.weight(None if self.norm is None else _factor(self.norm))
+    def _whole(self) -> Tensor:
+        return self.projection.weight() if self.narrow else self.weight
 
     def adapted(self, x: Tensor) -> Tensor:
         """What the adapters alone give."""
@@ -146,11 +120,8 @@ class Layer:
 
     def __init__(self, layer: LayerDescription, quantised: bool):
         self.described, self.heads = layer, layer.heads
-        # a bias of the MLP is the product's to add: its x comes normalised
-        apart = quantised or any(p.bias() is not None for p in layer.projections[2:3])
-        norms = (layer.input_norm, None, None if apart else layer.post_norm, None)
         low = (False, False, quantised, quantised)
-        self.products = list(map(Products, layer.projections, norms, low))
+        self.products = list(map(Products, layer.projections, low))
         self.qkv, self.out, *self.mlp = self.products
         self.quantised_mlp = fp8.QuantizedMLP(layer, *self.mlp) if quantised else None
         self.centre: Tensor | None = None  # of keys in fp8
@@ -166,10 +137,8 @@ class Layer:
         routes: Routes | None = None,
     ) -> None:
         layer, heads = self.described, self.heads
-        qkv = self.qkv(x)
-        product = (x, self.qkv)
-        norms = layer.qk_norms
-        rotate_store(qkv, product, heads, rope, position, slot, store, norms, self.centre)
+        qkv = self.qkv(_normalised(x, layer.input_norm))
+        rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms, self.centre)
         split = qkv.view(len(qkv), -1, heads.width)
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
         out = attend(layer.number, query, key, value, layer.rule)
@@ -182,23 +151,12 @@ class Layer:
         if self.quantised_mlp is not None:
             self.quantised_mlp(x, _hopper(x.device))
             return
+        inner = _normalised(x, layer.post_norm)
         if layer.experts is not None:
-            inner = _normalised(x, layer.post_norm)
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
             return
         gate_up, down = self.mlp
-        if gate_up.norm is None:
-            inner = gated(gate_up(_normalised(x, layer.post_norm)), layer.tanh)
-        elif _thin(x) and not gate_up.down.shape[0]:
-            inner = thin_gate(x, gate_up.whole(), layer.post_norm, layer.tanh)
-        else:
-            inner = gate(gate_up(x), x, layer.post_norm, layer.tanh)
-        down.add_to(x, inner)
-
-
-def _factor(norm: Norm) -> Tensor:
-    weight_H = norm.weight.detach()
-    return 1 + weight_H.float() if norm.shifted else weight_H
+        down.add_to(x, gated(gate_up(inner), layer.tanh))
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -239,8 +197,6 @@ class Fused:
             self.released = False
         pairs = [pair for product in self.products for pair in product.copies()]
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-        for product in self.products:
-            product.scale_copies()
         for mlp in self.quantised:
             mlp.refresh()
         for layer in self.layers if self.precision.cache else ():
@@ -330,37 +286,8 @@ def _sampling() -> Any:
     return triton_sampling
 
 
-def _thin(x: Tensor) -> bool:
-    """Whether a product with so few rows is faster by the kernel for them."""
-    narrow = x.dtype.itemsize == 2 and x.shape[1] % 64 == 0
-    return len(x) <= THIN and narrow and _hopper(x.device)
-
-
-def thin_product(x: Tensor, weight: Tensor, out: Tensor, arrived: Tensor, add: bool) -> None:
-    """out = x W^T, or out += x W^T, for few rows; `arrived` is 0, and 0 again afterwards."""
-    (rows, depth), width, early = x.shape, len(weight), _hopper(x.device)
-    tall, broad = (16 if rows <= 16 else power_of_two(THIN)), 16 if width <= 4096 else 32
-    split = 1 if depth < 2048 else 4
-    parts = torch.empty(split if split > 1 else 0, rows, width, device=x.device)
-    sizes = (rows, width, depth, tall, broad, 128, split, add, early)
-    grid = (-(-width // broad), split)
-    given = (x, weight, out, parts, arrived, *sizes)
-    _triton().thin_kernel[grid](*given, num_stages=4, launch_pdl=early)
-
-
-def thin_gate(x: Tensor, weight: Tensor, norm: Norm, tanh: bool) -> Tensor:
-    """act(gate) * up of few normalised rows, in one kernel; the norm's weight is in that of the product."""
-    (rows, depth), width, early = x.shape, len(weight) // 2, _hopper(x.device)
-    out = x.new_empty(rows, width)
-    tile = (16, 16, 128) if rows <= 16 else (power_of_two(THIN), 16, 64)
-    given = (x, weight, out, rows, width, depth, norm.epsilon, tanh, *tile, early)
-    _triton().thin_gate_kernel[(-(-width // 16),)](*given, num_stages=4, launch_pdl=early)
-    return out
-
-
 def rotate_store(
     qkv: Tensor,
-    product: tuple[Tensor, Products],
     heads: Heads,
     rope: RopeTable,
     position_T: Tensor,
@@ -369,34 +296,17 @@ def rotate_store(
     norms: tuple[Norm, Norm] | None,
     centre: Tensor | None = None,
 ) -> None:
-    """In place on [T, (Hq + 2 Hk) D], the product with x: finish it, normalise queries and keys, where there are norms, rotate them by
+    """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by
     their positions' angles, and write keys, less `centre` where there is one (engine/fp8.py), and values into their slots of the
     [slots, Hk, D] stores."""
-    x, (norm, bias) = product[0], (product[1].norm, product[1].bias)
-    assert norm is not None
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
     epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
     blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
-    sizes = (heads.heads, heads.keys, heads.width, *blocks, power_of_two(x.shape[1]))
-    others = (qkv if bias is None else bias, rope[0] if centre is None else centre)
-    inputs = (qkv, x, others[0], *rope, position_T, slot_T, *store, *weights, others[1])
-    early = _hopper(x.device)
-    flags = (bias is not None, norms is not None, shifted, centre is not None, early)
-    _triton().rotate_store_kernel[(len(qkv),)](
-        *inputs, norm.epsilon, epsilon, x.shape[1], *sizes, *flags, launch_pdl=early
-    )
-
-
-def gate(both: Tensor, x: Tensor, norm: Norm, tanh: bool) -> Tensor:
-    """act(gate) * up of the product of normalised x, [T, 2I], that holds the gate and then the rest, each still without the norm's
-    factor of its row."""
-    rows, width, hidden = len(both), both.shape[1] // 2, x.shape[1]
-    out = both.new_empty(rows, width)
-    block = min(max(1024, power_of_two(hidden)), power_of_two(width))
-    early = _hopper(x.device)
-    sizes = (width, hidden, norm.epsilon, tanh, block, power_of_two(hidden), early)
-    _triton().gate_kernel[(rows, -(-width // block))](both, x, out, *sizes, launch_pdl=early)
-    return out
+    sizes, early = (heads.heads, heads.keys, heads.width, *blocks), _hopper(qkv.device)
+    middle = rope[0] if centre is None else centre
+    inputs = (qkv, *rope, position_T, slot_T, *store, *weights, middle, epsilon)
+    flags = (norms is not None, shifted, centre is not None, early)
+    _triton().rotate_store_kernel[(len(qkv),)](*inputs, *sizes, *flags, launch_pdl=early)
 
 
 def tile_rows(heads: Heads, group: int) -> tuple[int, int]:

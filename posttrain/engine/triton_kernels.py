@@ -17,14 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def row_scale(x_ptr, row, width, epsilon, BLOCK: tl.constexpr):
-    """1 / sqrt(mean(x^2) + epsilon) of one row."""
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
-
-
-@triton.jit
 def store_halves(ptr, low, high, mask, WIDTH: tl.constexpr):
     tl.store(ptr, low, mask=mask)
     tl.store(ptr + WIDTH // 2, high, mask=mask)
@@ -33,8 +25,6 @@ def store_halves(ptr, low, high, mask, WIDTH: tl.constexpr):
 @triton.jit
 def rotate_store_kernel(
     qkv_ptr,
-    x_ptr,
-    bias_ptr,
     cos_ptr,
     sin_ptr,
     position_ptr,
@@ -44,23 +34,19 @@ def rotate_store_kernel(
     query_norm_ptr,
     key_norm_ptr,
     centre_ptr,
-    row_epsilon,
     epsilon,
-    hidden,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIAS: tl.constexpr,
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
     CENTRED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """All heads of one token: times the norm's factor of the row that the product read, [plus bias, normalise,] rotate by the
-    position's angle, write back; keys [less their centre] and values also into their slot."""
+    """All heads of one token: [normalise,] rotate by the position's angle, write back; keys [less their centre] and values also into
+    their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
     wide = half < WIDTH // 2
@@ -68,23 +54,15 @@ def rotate_store_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    factor = row_scale(x_ptr, token, hidden, row_epsilon, HIDDEN)
     place = qkv_ptr + (token * (HEADS + 2 * KEYS) + head) * WIDTH + half
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
     narrow = qkv_ptr.dtype.element_ty
-    low, high = low * factor, high * factor
-    if BIAS:
-        own = bias_ptr + head * WIDTH + half
-        low += tl.load(own, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(own + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-    low, high = low.to(narrow).to(tl.float32), high.to(narrow).to(tl.float32)
     slot = tl.load(slot_ptr + token).to(tl.int64) * KEYS
     value = inside & (head >= HEADS + KEYS)
     to = values_ptr + (slot + head - HEADS - KEYS) * WIDTH + half
     kept = keys_ptr.dtype.element_ty  # fp8 where the cache is: larger numbers become its largest
     store_halves(to, low.to(kept), high.to(kept), value, WIDTH)
-    store_halves(place, low.to(narrow), high.to(narrow), value, WIDTH)
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + epsilon)[:, None]
         asks, gives = (head < HEADS) & wide, (head >= HEADS) & wide
@@ -116,158 +94,6 @@ def rotate_store_kernel(
         rotated_low = rotated_low.to(tl.float32) - tl.load(less, mask=key, other=0.0)
         rotated_high = rotated_high.to(tl.float32) - tl.load(less + WIDTH // 2, mask=key, other=0.0)
     store_halves(to, rotated_low.to(kept), rotated_high.to(kept), key, WIDTH)
-
-
-@triton.jit
-def activated(x, TANH: tl.constexpr):
-    """silu, or gelu with its tanh approximation."""
-    if TANH:
-        return x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
-    else:
-        return x * tl.sigmoid(x)
-
-
-@triton.jit
-def gate_kernel(
-    both_ptr,
-    x_ptr,
-    out_ptr,
-    width,
-    hidden,
-    epsilon,
-    TANH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """act(gate) * up, where a row of `both` is gate and then up, both still to be multiplied by the norm's factor of the row that
-    the product read; act is silu or tanh-approximated gelu."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    narrow = out_ptr.dtype.element_ty
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    factor = row_scale(x_ptr, row, hidden, epsilon, HIDDEN)
-    gate = tl.load(both_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    gate, up = gate * factor, up * factor
-    y = activated(gate, TANH) * up
-    tl.store(out_ptr + row * width + at, y.to(narrow), mask=inside)
-
-
-@triton.jit
-def prefetch(ptr):
-    """Ask for lines of memory to be brought into the L2 cache."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def thin_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    parts_ptr,
-    arrived_ptr,
-    rows,
-    width,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ADD: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """x W^T of few rows, added to `out` where ADD. The inner dimension is cut into SPLIT parts, which the program that comes last adds
-    up in their order. EARLY: the weights are on their way while the kernel ahead still computes x."""
-    tile, part = tl.program_id(0), tl.program_id(1)
-    at_m, at_n, at_k = tl.arange(0, BM), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-    each = tl.cdiv(tl.cdiv(depth, BK), SPLIT) * BK
-    first = part * each
-    end = tl.minimum(first + each, depth)
-    there_m, there_n = (at_m < rows)[:, None], at_n < width
-    weight_ptr += at_n.to(tl.int64)[:, None] * depth
-    if EARLY:
-        gdc_launch_dependents()
-        line = tl.arange(0, BK // 64)[None, :] * 64
-        for k in range(first, end, BK):
-            prefetch(weight_ptr + tl.minimum(k + line, depth - 1))
-        gdc_wait()
-    acc = tl.zeros([BM, BN], tl.float32)
-    for k in range(first, end, BK):
-        there_k = (k + at_k < depth)[None, :]
-        at = (k + at_k)[None, :]
-        w = tl.load(weight_ptr + at, mask=there_n[:, None] & there_k, other=0.0)
-        x = tl.load(x_ptr + at_m[:, None] * depth + at, mask=there_m & there_k, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc)
-    mask, at = there_m & there_n[None, :], at_m[:, None] * width + at_n[None, :]
-    last = True
-    if SPLIT > 1:
-        tl.store(parts_ptr + part * rows * width + at, acc, mask=mask)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
-    if last:
-        if SPLIT > 1:
-            acc = tl.zeros([BM, BN], tl.float32)
-            for one in tl.static_range(SPLIT):
-                other = parts_ptr + one * rows * width + at
-                acc += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-        if ADD:
-            acc += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def thin_gate_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    rows,
-    width,
-    depth,
-    epsilon,
-    TANH: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """act(x Wg) * (x Wu) of few normalised rows; the norm's factor of a row comes from the x that the products read."""
-    at_m, at_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
-    at_k = tl.arange(0, BK)
-    there_m, there_n = (at_m < rows)[:, None], at_n < width
-    gate_ptr = weight_ptr + at_n.to(tl.int64)[:, None] * depth
-    up_ptr = gate_ptr + width.to(tl.int64) * depth
-    if EARLY:
-        gdc_launch_dependents()
-        line = tl.arange(0, BK // 64)[None, :] * 64
-        for k in range(0, depth, BK):
-            prefetch(gate_ptr + tl.minimum(k + line, depth - 1))
-            prefetch(up_ptr + tl.minimum(k + line, depth - 1))
-        gdc_wait()
-    gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
-    for k in range(0, depth, BK):
-        at = (k + at_k)[None, :]
-        there_k = at < depth
-        x = tl.load(x_ptr + at_m[:, None] * depth + at, mask=there_m & there_k, other=0.0)
-        there = there_n[:, None] & there_k
-        gate = tl.dot(x, tl.trans(tl.load(gate_ptr + at, mask=there, other=0.0)), gate)
-        up = tl.dot(x, tl.trans(tl.load(up_ptr + at, mask=there, other=0.0)), up)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-    factor = tl.rsqrt(squares / depth + epsilon)[:, None]
-    gate, up = gate * factor, up * factor
-    to = out_ptr + at_m[:, None] * width + at_n[None, :]
-    tl.store(
-        to,
-        (activated(gate, TANH) * up).to(out_ptr.dtype.element_ty),
-        mask=there_m & there_n[None, :],
-    )
 
 
 @triton.jit

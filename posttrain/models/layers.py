@@ -2,7 +2,7 @@
 
 Three forward passes are built from it: the decoder that generates on the CPU (engine/decoder.py), the one that generates on CUDA
 (engine/fused.py), and the training pass on CUDA (models/fused_body.py). They read the same fields and call different kernels: the
-first two have copies of weights with the norms multiplied in, the second stores keys, the third is differentiable. A model that
+first packs weights with the norms multiplied in, the second works in place and stores keys, the third is differentiable. A model that
 is built in another way, or a pass whose layers give other outputs than the module's (`prove`), keeps the module's own forward pass.
 """
 

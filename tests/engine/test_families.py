@@ -106,8 +106,8 @@ def test_log_probs_are_those_of_a_full_forward(family: str, temperature: float) 
                 batch = pack_examples([Example(ids, np.arange(len(ids)) >= first)]).replace(temperature=temperature)
                 trained = forward(policy, batch).logprob_T[first:]
             full = torch.log_softmax(logits[first - 1 : -1], -1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
-            np.testing.assert_allclose(completion.logprobs, full.numpy(), rtol=0, atol=4e-5)
-            np.testing.assert_allclose(completion.logprobs, trained.numpy(), rtol=0, atol=4e-5)
+            np.testing.assert_allclose(completion.logprobs, full.numpy(), rtol=0, atol=2e-5)
+            np.testing.assert_allclose(completion.logprobs, trained.numpy(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])

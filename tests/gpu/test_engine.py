@@ -18,7 +18,7 @@ from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.engine.rows import PAGE, Rows
 from posttrain.models.attention import Rule
-from posttrain.models.layers import Heads, Norm
+from posttrain.models.layers import Heads
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.ops.logprobs import Head, head_logits
 from posttrain.train.forward import forward
@@ -262,38 +262,6 @@ def test_sampling_without_logits_in_memory_is_sampling_from_logits(count: int, s
     exact[1] = 0.0
     torch.testing.assert_close(logprob, exact, rtol=0, atol=2e-4)
     assert float((found == expected).float().mean()) > 0.98 and int(found[1]) == int(logits[1].argmax())
-
-
-@pytest.mark.parametrize(("width", "depth"), [(1152, 896), (896, 4864), (5000, 192), (9728, 896)])
-@pytest.mark.parametrize("rows", [1, 16, 17, 64])
-def test_products_of_few_rows(rows: int, width: int, depth: int) -> None:
-    """Against float32; twenty calls in a row, each behind the one before it, give the same to the bit."""
-    torch.manual_seed(0)
-    x, weight, total = (
-        torch.randn(*shape, device="cuda").bfloat16() for shape in ((rows, depth), (width, depth), (rows, width))
-    )
-    arrived = torch.zeros(width, dtype=torch.int32, device="cuda")
-    for add in (False, True):
-        expected = x.float() @ weight.float().t() + total.float() * add
-        found = [total.clone() for _ in range(20)]
-        for out in found:
-            kernels.thin_product(x, weight, out, arrived, add)
-        error = float((found[0].float() - expected).norm() / expected.norm())
-        assert error < 1e-2 and all(torch.equal(out, found[0]) for out in found) and not arrived.any()
-
-
-@pytest.mark.parametrize("tanh", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 40])
-def test_gated_products_of_few_rows(rows: int, tanh: bool) -> None:
-    torch.manual_seed(0)
-    x, weight = (
-        torch.randn(rows, 896, device="cuda").bfloat16() * 3,
-        torch.randn(2 * 1000, 896, device="cuda").bfloat16() * 0.03,
-    )
-    norm = Norm(x[0], 1e-5, False)
-    found, expected = (f(x) for f in (lambda x: kernels.thin_gate(x, weight, norm, tanh),
-                                      lambda x: kernels.gate(x @ weight.t(), x, norm, tanh)))  # fmt: skip
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
 
 
 @pytest.mark.parametrize("heads", [Heads(14, 2, 64), Heads(9, 3, 64), Heads(8, 2, 128), Heads(4, 1, 256), Heads(4, 4, 80)])
