@@ -124,7 +124,7 @@ def sampling() -> dict[str, Any]:
         found[f"{count}, logits written"] = graphed(lambda h=hidden, r=rows: from_logits(h, head, r, False), 5)
         expected = torch.log_softmax(logprobs.head_logits(hidden, head), -1)
         for fine, tile in product((32, 64, 128), ((128, 256, 64), *(((64, 256, 64),) if count <= 64 else ()))):
-            with changed(FINE=fine, HEAD_TILE=tile):
+            with changed(FINE=fine, HEAD_TILE=tile, TALL=1):
                 try:
                     name = f"{count}, fused, {fine}, {tile}"
                     found[name] = graphed(lambda h=hidden, r=rows: fused.sample(h, head, r, False), 5)
@@ -167,6 +167,7 @@ def attention() -> dict[str, Any]:
             "kernels in turn": {"_hopper": lambda device: False},
             "keys never cut": {"PROGRAMS": 1},
             "keys cut for 512 programs": {"PROGRAMS": 512},
+            "prompts in 4": {"PROMPT_PARTS": 4},
         }
         for way, values in ways.items():
             with changed(**values):

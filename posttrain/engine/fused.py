@@ -38,14 +38,12 @@ from posttrain.ops.logprobs import Head, head_logits
 
 BLOCK = 4096  # logits that one program sums
 MAX_QUERIES = 64  # queries that read a prompt together
-PROGRAMS = 512  # of an attention kernel; fewer leave the device idle
-PROMPT_PARTS = 4  # into which prompts are cut then
-HEAD_TILE = (
-    128,
-    256,
-    64,
-)  # rows, ids and elements that one program of the output layer's product takes
-FINE = 32  # of those ids: logits that are computed again where one of them is drawn
+PROGRAMS = 128  # of an attention kernel; with fewer, keys are cut into parts
+PROMPT_PARTS = 1  # into which prompts are cut then
+TALL = 128  # rows from which on logits are not written
+# rows, ids and elements that one program of the output layer's product takes
+HEAD_TILE = (128, 256, 64)
+FINE = 64  # of those ids: logits that are computed again where one of them is drawn
 
 
 class Products:
@@ -320,7 +318,7 @@ def parts(programs: int, pages: int) -> int:
     """Into how many parts the keys of a row with up to so many pages are cut, where there are too few rows for the device: a power
     of two, so that few kernels are compiled, and two pages or more each.
 
-    >>> [parts(programs, 16) for programs in (2048, 256, 96, 2)], parts(16, 2)
+    >>> [parts(programs, 16) for programs in (2048, 64, 32, 2)], parts(16, 2)
     ([1, 2, 4, 8], 1)
     """
     return power_of_two(max(1, min(PROGRAMS // programs, 8, pages // 2)) + 1) // 2
@@ -389,8 +387,8 @@ def _hopper(device: torch.device) -> bool:
 
 def sample(hidden_NH: Tensor, head: Head, rows: Rows, truncated: bool) -> tuple[Tensor, Tensor]:
     """An id and its log-prob for each of the first rows, drawn at the row's own uniform; rows that are done get nothing of meaning.
-    Logits are not written to memory where nothing but the product makes them."""
-    if truncated or not _head_fits(hidden_NH, head):
+    Logits are not written to memory where there are many and nothing but the product makes them."""
+    if truncated or len(hidden_NH) < TALL or not _head_fits(hidden_NH, head):
         return choose(head_logits(hidden_NH, head), rows, truncated)
     kernels, (count, width), size = _sampling(), hidden_NH.shape, head.weight_VH.shape[0]
     tall, broad, deep = HEAD_TILE

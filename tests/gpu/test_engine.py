@@ -246,7 +246,7 @@ def test_the_sampler_draws_by_its_law(size: int) -> None:
     assert set(id_N.tolist()) == {int(logits.argmax())} and not logprob_N.any()
 
 
-@pytest.mark.parametrize(("count", "size", "width"), [(300, 700, 64), (1000, 151936, 896), (3, 5000, 72)])
+@pytest.mark.parametrize(("count", "size", "width"), [(300, 700, 64), (1000, 151936, 896), (130, 5000, 72)])
 def test_sampling_without_logits_in_memory_is_sampling_from_logits(count: int, size: int, width: int) -> None:
     """Log-probs are those of a log-softmax of the logits, ids nearly all the same, and cold rows take the largest."""
     torch.manual_seed(0)
