@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 76, 45_800  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 600, 76, 47_500  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a part may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a part, add a line.
@@ -222,7 +222,8 @@ def sizes(package: Path) -> list[str]:
             complaints.append(f"{path.relative_to(package)}: {lines} lines; under {FILE_LINES}, please")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                length = node.end_lineno - node.lineno + 1
+                kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)  # its arguments are one a line
+                length = node.end_lineno - (node.body[0].lineno if kernel else node.lineno) + 1
                 if length >= FUNCTION_LINES:
                     complaints.append(
                         f"{path.relative_to(package)}: {node.name} has {length} lines; under {FUNCTION_LINES}, please"

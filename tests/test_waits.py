@@ -47,6 +47,8 @@ BOUNDED = {
     "system/wire.py: os.read(self.requests, 1 << 20)": "of a worker, which ends with its parent",
     "cluster/remote.py: os.read(worker.out, 1 << 20)": "after select",
     "engine/forked.py: os.read(self.out, 1 << 20)": "after select",
+    "engine/cuda.py: last.wait()": "of a GPU's event, after a burst of known length; the run's watchdog ends a device that hangs",
+    "engine/rows.py: self.wait()": "the same",
     "system/wire.py: os.write(self.into, view)": "after select",
     "episodes.py: asyncio.run(run())": "isolated scores have a limit; a task that scores or runs here is quick by contract",
     "cluster/asynchronous.py: self.submitted.wait()": "a thread that generates until it is told to end",

@@ -3,7 +3,7 @@
 Keys and values lie in pages: slot s of a layer is row s of a [slots, heads, width] tensor, page p holds the slots p * PAGE and on.
 
 EARLY: launched before the kernel ahead of it has ended (programmatic dependent launch). Until `gdc_wait` it reads only weights and
-what the host wrote, and writes nothing; every program waits, so that whoever waits for this kernel has waited for those before it.
+what the host wrote, and writes nothing; every program waits, so that a kernel that waits for this one has waited for those before it.
 """
 
 # mypy: ignore-errors

@@ -200,5 +200,5 @@ def advance_kernel(
     going = live & (finished == 0)
     tl.store(position_ptr + row, tl.load(position_ptr + row, mask=going, other=0) + 1, mask=going)
     page = tl.load(table_ptr + row * pages + (count - 1) // PAGE, mask=going, other=0).to(tl.int64)
-    # a row that is done writes to page 0, which is nobody's: its own pages may be another's before the host takes it out
+    # a row that is done writes to page 0, which no row has: its own pages may be another's before the host takes it out
     tl.store(slot_ptr + row, tl.where(going, page * PAGE + (count - 1) % PAGE, 0), mask=live)

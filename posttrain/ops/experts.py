@@ -17,7 +17,7 @@ ALIGNED = 16  # bytes of which the rows of torch's grouped product are multiples
 @dataclass(slots=True, eq=False)
 class Routes:
     """What the routers of a forward pass did, by layer: their logits, and the experts of the largest. Where experts were `chosen`
-    before, those are taken, with the weights of now (router replay); a token whose first is -1 is routed freely."""
+    before, those are taken, with the weights of now (router replay, arXiv:2510.11370); a token whose first is -1 is routed freely."""
 
     chosen_TK: Mapping[int, Tensor] = field(default_factory=dict)
     logit_TE: dict[int, Tensor] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class Routes:
 def load_balance(
     total_TE: Tensor, count_TE: Tensor, layers: int, sequence_T: Tensor, sequences: int
 ) -> Tensor:
-    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, arXiv:2101.03961, equations 4 to 6), as
-    transformers computes it of that sequence alone:
+    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, arXiv:2101.03961, equations
+    4 to 6), as transformers computes it of that sequence alone:
 
         E sum_e f_e P_e,  f_e the mean over layers and tokens of what was chosen, P_e that of the probabilities
 
