@@ -236,7 +236,8 @@ def main() -> int:
             with lock:  # written each time: what is cut off later has not been for nothing
                 results.append(one)
                 rows = sorted(results, key=lambda one: str(one["command"]))
-                given.out.write_text(json.dumps({**found, "commands": rows}, indent=1) + "\n")
+                pending = [line for line in left if line not in {one["command"] for one in rows if not one["code"]}]
+                given.out.write_text(json.dumps({**found, "commands": rows, "pending": pending}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as made:
         clock = threading.Timer(given.limit, end_all, args=[lanes])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import runpy
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts_for_tests import load_script
 
 from posttrain import config
 
@@ -107,6 +109,15 @@ def test_every_script_and_target_of_a_command_is_there() -> None:
     assert missing == []
     for path, code in of_kind("sh"):
         assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0, path
+
+
+def test_every_command_that_needs_a_gpu_ran_on_one() -> None:
+    """benchmarks/docs_commands.py executes them with small settings, and names what it cannot execute and what is still to be run."""
+    known = load_script("benchmarks/docs_commands.py")
+    ran = json.loads((ROOT / "benchmarks" / "results" / "docs_commands.json").read_text())
+    good = {one["command"] for one in ran["commands"] if one["code"] == 0}
+    assert "NVIDIA" in ran["device"]
+    assert {line for line in known.listed() if line not in good and not known.elsewhere(line)} == set(ran["pending"])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
