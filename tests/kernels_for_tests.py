@@ -1,10 +1,13 @@
 """What the Triton kernels compute, in plain torch: with it the code for CUDA runs on the CPU, launches and all.
 
-Importing this module lets launches on CPU tensors come here; those on CUDA tensors go to Triton as ever.
+Importing this module lets launches on CPU tensors come here; those on CUDA tensors go to Triton as ever. With TRITON_INTERPRET=1
+and Triton installed (`make test-kernels`), each launch here is also made by Triton's interpreter, on copies, and all that it wrote is
+compared.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -22,6 +25,7 @@ from posttrain.engine.sampler import Choices, draw
 from posttrain.ops import fused as training
 
 Grid = tuple[int, ...]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def normalised(x: Tensor, weight: Tensor, epsilon: float, shifted: bool) -> tuple[Tensor, Tensor]:
@@ -191,8 +195,6 @@ def prefix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found
                   pages: int, heads: int, key_heads: int, width: int, wide: int, rows: int, page: int, windowed: bool, capped: bool,
                   precision: str, early: bool) -> None:  # fmt: skip
     assert tiles == tile.shape[1] and pages == table.shape[1] and rows_in_all == len(query)
-    found[: grid[2]] = 0
-    lse[: grid[2]] = -torch.inf
     for number in range(grid[0]):
         first, count, length = tile[:, number].tolist()
         mine = slice(first, first + count)
@@ -246,8 +248,9 @@ def draw_kernel(grid: Grid, source: Tensor, weight: Tensor, temperature: Tensor,
                 blocks: int, width: int, block: int, padded: int, fine: int, deep: int, again: bool) -> None:  # fmt: skip
     rows, logits = len(id_N), source.float() @ weight.float().t() if again else source
     choices = Choices(temperature[:rows], temperature[:rows], temperature[:rows])
+    live = done[:rows] == 0
     for target, found in zip((id_N, logprob_N), draw(logits, choices, uniforms(seed[:rows], count[:rows]), False), strict=True):
-        target.copy_(found)
+        target[live] = found[live].to(target.dtype)
 
 
 def advance_kernel(grid: Grid, id_N: Tensor, logprob_N: Tensor, stop_V: Tensor, last: Tensor, count: Tensor, position: Tensor,
@@ -302,7 +305,7 @@ class Kernels:
         self.module = module
 
     def tiles(self, matrix: Tensor, *shape: int) -> Any:
-        return import_module(self.module).tiles(matrix, *shape) if matrix.is_cuda else matrix
+        return import_module(self.module).tiles(matrix, *shape) if matrix.is_cuda or INTERPRETED else matrix
 
     def __getattr__(self, name: str) -> Kernel:
         return Kernel(self.module, name)
@@ -317,9 +320,38 @@ class Kernel:
             if any(isinstance(one, Tensor) and one.is_cuda for one in inputs):
                 getattr(import_module(self.module), self.name)[grid](*inputs, **options)
             else:
+                if self.name == "prefix_kernel":  # rows that are in no tile: what is there is of no use, and not to be compared
+                    inputs[3][: grid[2]], inputs[4][: grid[2]] = 0, -torch.inf
+                found = self.interpreted(grid, inputs) if INTERPRETED else []
                 globals()[self.name](grid, *inputs)
+                for own, other in found:
+                    if globals()[self.name] is block_sums_kernel:  # for the next kernel
+                        own.copy_(other)
+                    torch.testing.assert_close(other, own, **tolerance(own), equal_nan=True, msg=lambda m: f"{self.name}: {m}")
 
         return launch
+
+    def interpreted(self, grid: Grid, inputs: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+        """The inputs that are tensors, each with the copy that Triton's kernel was given in its place. Those that share memory
+        share it in the copies too."""
+        memory: dict[int, Any] = {}
+
+        def copy(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            own = one.untyped_storage()
+            kept = memory.setdefault(own.data_ptr(), own.clone())
+            return torch.empty(0, dtype=one.dtype).set_(kept, one.storage_offset(), one.size(), one.stride())
+
+        copies = [copy(one) for one in inputs]
+        getattr(import_module(self.module), self.name)[grid](*copies)
+        return [(a, b) for a, b in zip(inputs, copies, strict=True) if isinstance(a, Tensor)]
+
+
+def tolerance(tensor: Tensor) -> dict[str, float]:
+    """Two orders of the same sums, in the type's precision."""
+    error = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(tensor.dtype, 0.0)
+    return {"rtol": error, "atol": error}
 
 
 class Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,7 +58,9 @@ def test_refusals_and_contract() -> None:
     assert [Distillation(divergence=kind).teacher_by_token for kind in KINDS] == [False, False, False, True]
     assert not Distillation().compares_episodes and Distillation(reward_weight=1.0, group=4).compares_episodes
     assert Distillation().corrected("token") == Distillation(), "there is no ratio to correct"
-    assert Distillation(divergence="sampled").corrected("token").roles == {"teacher", "proximal"}
+    sampled = Distillation(divergence="sampled")
+    assert sampled.corrected("token").roles == {"teacher"}, "with one update the policy's own log-probs are those of the start"
+    assert replace(sampled, epochs=2).corrected("token").roles == {"teacher", "proximal"}
 
 
 def logits(policy: Policy, batch: Batch) -> np.ndarray:
