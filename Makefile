@@ -27,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-vllm test-package ten-minutes lint format docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-kernels test-vllm test-package ten-minutes lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,11 @@ test-notebooks: $(NOTEBOOKS)/ready ## the six notebooks, executed on the CPU in 
 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an environment of its own: log-probs, ten steps of GRPO, a wrong reload
 	@POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q -m vllm
+
+test-kernels: $(READY) ## the Triton kernels themselves, by Triton's interpreter on the CPU, against what the tests use in their place
+	@$(PIP_INSTALL) --no-deps --target .kernels 'triton==3.7.1'
+	@TRITON_INTERPRET=1 PYTHONPATH=.kernels $(BIN)/python -m pytest -q -o faulthandler_timeout=0 tests/ops/test_fused.py tests/engine/test_cuda.py \
+		-k "test_fused or cross_pages or logits_in_memory or parts or turn"
 
 test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several; READERS without torch)
 	@PYTHONS="$(PYTHONS)" READERS="$(READERS)" nice $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -m package
