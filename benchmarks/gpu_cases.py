@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +151,34 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1000)
     return statistics.median(seconds)
+
+
+def graphed(work: Callable[[], Any], repeats: int = 20) -> float:
+    """Microseconds of one call in a graph of many."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    return timed(graph.replay, 5) * 1e6 / repeats
+
+
+def run_parts(parts: Mapping[str, Callable[[], dict[str, Any]]], about: str | None) -> None:
+    """Those that `--parts` names, one JSON line each; one that fails does not end the others."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(parts))
+    for name in parser.parse_args().parts.split(","):
+        began = time.perf_counter()
+        try:
+            result = parts[name]()
+        except Exception:
+            result = {"failed": traceback.format_exc()[-1500:]}
+        print(json.dumps({"part": name, "seconds": round(time.perf_counter() - began, 1), "found": result}), flush=True)
+        torch.cuda.empty_cache()
 
 
 def decode_bound(case: Case, bytes_s: float, flops_s: float, shared: bool = False) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from gpu_cases import CASES, make_policy  # noqa: E402
+from gpu_cases import CASES, graphed, make_policy  # noqa: E402
 
 from posttrain.collect import Prompt, generate_groups  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
@@ -51,27 +51,6 @@ QUESTION = (
 )
 
 
-def microseconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """Of one call among `repeats` in a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            work()
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / (5 * repeats)
-
-
 def products(rows: int, inner: int, outer: int) -> dict[str, float]:
     """One product in bf16, in fp8 with one scale, and with a scale a row; None where torch refuses it."""
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
@@ -83,10 +62,10 @@ def products(rows: int, inner: int, outer: int) -> dict[str, float]:
         return torch._scaled_mm(*given, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return {
-        "bf16": microseconds(lambda: F.linear(x, weight)),
-        "one scale": microseconds(lambda: row_product(q, v, one, torch.bfloat16)),
-        "one scale, float32": microseconds(lambda: row_product(q, v, one, torch.float32)),
-        "a scale a row": microseconds(by_row),
+        "bf16": graphed(lambda: F.linear(x, weight)),
+        "one scale": graphed(lambda: row_product(q, v, one, torch.bfloat16)),
+        "one scale, float32": graphed(lambda: row_product(q, v, one, torch.float32)),
+        "a scale a row": graphed(by_row),
     }
 
 
@@ -102,7 +81,7 @@ def mlp(name: str, rows: int) -> dict[str, float]:
         return lambda: layer.add_mlp(x)
 
     with torch.inference_mode():
-        plain, quantised = (microseconds(only_mlp(layer)) for layer in layers)
+        plain, quantised = (graphed(only_mlp(layer)) for layer in layers)
     return {"bf16": plain, "fp8": quantised}
 
 

@@ -7,12 +7,8 @@ One JSON line a part; a part that fails says so and does not stop the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -24,7 +20,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from gpu_cases import CASES, clock, make_policy, make_requests, timed  # noqa: E402
+from gpu_cases import CASES, clock, graphed, make_policy, make_requests, run_parts  # noqa: E402
 
 from posttrain.collect import generate_groups, group_requests  # noqa: E402
 from posttrain.engine import cuda, fused  # noqa: E402
@@ -36,20 +32,6 @@ from posttrain.ops import logprobs  # noqa: E402
 from posttrain.ops.fused import power_of_two  # noqa: E402
 
 HIDDEN, INNER, VOCABULARY, CUDA = 896, 4864, 151936, torch.device("cuda")
-
-
-def graphed(work: Callable[[], Any], repeats: int = 20) -> float:
-    """Microseconds of one call in a graph of many."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            work()
-    return timed(graph.replay, 5) * 1e6 / repeats
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -189,18 +171,5 @@ PARTS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    for name in parser.parse_args().parts.split(","):
-        began = time.perf_counter()
-        try:
-            result = PARTS[name]()
-        except Exception:
-            result = {"failed": traceback.format_exc()[-1500:]}
-        print(json.dumps({"part": name, "seconds": round(time.perf_counter() - began, 1), "found": result}), flush=True)
-        torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(PARTS, __doc__)

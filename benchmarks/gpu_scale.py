@@ -1,7 +1,7 @@
 """What a token costs as a step grows: microseconds a token of generation and of training, from 64 to 4,096 sequences of a 0.5B model,
 and from 30M to 7B parameters, beside the bound that the GPU's memory and matrix rates set.
 
-    python benchmarks/gpu_scale.py [OUT.png]    # about 100 s on one H200
+    python benchmarks/gpu_scale.py [OUT.png]
 
 Prompts of 128 tokens in groups of 8, 128 new tokens; 4,096 sequences of the 30M model, 512 of the 7B one, which trains adapters.
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.

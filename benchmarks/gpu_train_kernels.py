@@ -7,11 +7,7 @@ One JSON line a part; a part that fails says so and does not stop the others.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from gpu_cases import run_parts  # noqa: E402
 
 from posttrain.models.attention import Rule, attend_packed  # noqa: E402
 from posttrain.ops import logprobs as module  # noqa: E402
@@ -150,18 +148,5 @@ def sums() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {"attention": attention, "logprobs": logprobs, "tiles": tiles, "sums": sums}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    for name in parser.parse_args().parts.split(","):
-        began = time.perf_counter()
-        try:
-            result = PARTS[name]()
-        except Exception:
-            result = {"failed": traceback.format_exc()[-1500:]}
-        print(json.dumps({"part": name, "seconds": round(time.perf_counter() - began, 1), "found": result}), flush=True)
-        torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(PARTS, __doc__)
