@@ -43,8 +43,6 @@ from posttrain.types import Completion, Example, Sampling  # noqa: E402
 PRECISIONS = {
     "bf16": Precision(),
     "products": Precision("fp8"),
-    "cache": Precision("none", "fp8"),
-    "both": Precision("fp8", "fp8"),
 }
 QUESTION = (
     "A shop sells {} apples at {} cents each and {} pears at {} cents each. What does all of it cost? Think step by step."

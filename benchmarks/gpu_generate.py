@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_generate.py                     # cases a, b and d, and a with lognormal lengths
     python benchmarks/gpu_generate.py --cases a --profile # and where the time of a step goes
-    python benchmarks/gpu_generate.py --cases a --quantization fp8 --kv-cache-dtype fp8
+    python benchmarks/gpu_generate.py --cases a --quantization fp8
 
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
 """
@@ -165,7 +165,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-lognormal", action="store_true")
     parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     options = parser.parse_args()
     import transformers
 
@@ -174,7 +173,7 @@ def main() -> None:
     results = []
     for name in options.cases.split(","):
         case = CASES[name]
-        precision = Precision(options.quantization, options.kv_cache_dtype)
+        precision = Precision(options.quantization)
         result = run_case(name, options.repeats, precision) | asdict(precision)
         engine = result.pop("engine")
         result["bound_s"] = decode_bound(case, bytes_s, flops_s)

@@ -78,8 +78,10 @@ class Precision:
         return " and ".join(f"{key}=fp8" for key, on in keys.items() if on)
 
     def check_device(self, device: torch.device | str) -> None:
-        """Refuse a GPU that has no fp8; one that is not here is looked at where it is."""
+        """Refuse a GPU that has no fp8, where it is; and a cache in fp8 on any."""
         device = torch.device(device)
+        unproven = "kv_cache_dtype=fp8 is not offered on a GPU: on an H200 it ended with an illegal memory access"
+        require(not (self.cache and device.type == "cuda"), f"{unproven}; leave it out")
         if not self.reduced or device.type != "cuda" or not torch.cuda.is_available():
             return
         found = torch.cuda.get_device_capability(device)

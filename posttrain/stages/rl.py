@@ -225,10 +225,6 @@ class RLStage(ReferenceStage):
         if self.sampler != "engine":
             machine.require_posix(f"sampler={self.sampler}", "use sampler=engine")
         self.precision.check_device(device)
-        unproven = "kv_cache_dtype=fp8 is not offered on a GPU: on an H200 it ended with an illegal memory access"
-        require(
-            not (self.precision.cache and device.startswith("cuda")), f"{unproven}; leave it out"
-        )
         if self.sampler == "vllm":
             vllm_python()
         self.task.problems("test")  # or refuse, where it is not fit to measure on
