@@ -2,67 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 from posttrain.tasks.base import Task
-from posttrain.types import Message, Problem, Score
+from posttrain.types import Problem
+
+
+def _of_task(name: str) -> Any:
+    return property(attrgetter(f"task.{name}"))
 
 
 class Nested(Task):
-    """Problems, prompts and scores are those of `task`, a field of the class."""
+    """Problems, prompts and scores are those of `task`, a field of the class, whose episodes have a single turn."""
 
     task: Task
 
-    def ready(self) -> tuple[str, ...]:
-        return self.task.ready()
+    ready = _of_task("ready")
+    levels = _of_task("levels")
+    problems = _of_task("problems")
+    prompt = _of_task("prompt")
+    score = _of_task("score")
+    score_group = _of_task("score_group")
+    final = _of_task("final")
+    demonstration = _of_task("demonstration")
+    program = _of_task("program")
+    verifiable = _of_task("verifiable")
+    scores = _of_task("scores")
+    isolated = _of_task("isolated")
+    isolates = _of_task("isolates")
+    resettable = _of_task("resettable")
+    seconds = _of_task("seconds")
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return self.task.levels
-
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return self.task.problems(split, level)
-
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        return self.task.prompt(problem)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return self.task.score(problem, response)
-
-    def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        return self.task.score_group(problem, responses)
-
-    def final(self, response: str) -> str | None:
-        return self.task.final(response)
-
-    def demonstration(self, problem: Problem) -> str:
-        return self.task.demonstration(problem)
-
-    def program(self, problem: Problem) -> tuple[str, str] | None:
-        return self.task.program(problem)
-
-    @property
-    def verifiable(self) -> bool:
-        return self.task.verifiable
-
-    @property
-    def scores(self) -> bool:
-        return self.task.scores
-
-    @property
-    def isolated(self) -> bool:
-        return self.task.isolated
-
-    def isolates(self, problem: Problem) -> bool:
-        return self.task.isolates(problem)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        single = type(self.task).run is Task.run
+        self.check(single, "the task has episodes of its own; give one of a single turn")
 
     def isolates_run(self, problem: Problem) -> bool:
         return False  # what an episode of this kind calls has time limits of its own
-
-    @property
-    def resettable(self) -> bool:
-        return self.task.resettable
-
-    @property
-    def seconds(self) -> float:
-        return self.task.seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, overload
 
-from posttrain.errors import check_fields, require
+from posttrain.errors import require
 from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
@@ -43,16 +43,15 @@ def require_split(split: str) -> None:
 class Leveled(Task):
     """A task with levels of difficulty: `level` is the target, and a curriculum goes from `min_level` to it."""
 
-    name: ClassVar[str]
     bounds: ClassVar[tuple[int, int]]  # the lowest and the highest level
     level: int
     min_level: int
 
     def __post_init__(self) -> None:
-        check_fields(self, f"{self.name}: ")
+        super().__post_init__()
         low, high = self.bounds
         fine = low <= self.min_level <= self.level <= high
-        require(fine, f"{self.name} needs {low} <= min_level <= level <= {high}")
+        require(fine, f"{self.known_as()} needs {low} <= min_level <= level <= {high}")
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -63,7 +62,7 @@ class Leveled(Task):
         require_split(split)
         chosen, levels = self.level if level is None else level, self.levels
         known = f"levels {levels[0]} to {levels[-1]} with these settings"
-        require(chosen in levels, f"{self.name} has {known}, not {level}")
+        require(chosen in levels, f"{self.known_as()} has {known}, not {level}")
         return chosen
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from math import gcd, isqrt
 from typing import ClassVar, Literal
 
-from posttrain.errors import Seed, Share, require
+from posttrain.errors import Seed, Share
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
@@ -32,7 +32,6 @@ STEPS = {"short": "{a}{b}{carry}{sum:02d}", "spelled": "{a}{sign}{b}{sign}{carry
 class Arithmetic(Leveled):
     """`level` is how many digits both operands have."""
 
-    name: ClassVar[str] = "arithmetic"
     bounds: ClassVar[tuple[int, int]] = (1, 18)
     # every character that a question or a demonstration can contain
     alphabet: ClassVar[str] = ALPHABET
@@ -50,8 +49,8 @@ class Arithmetic(Leveled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = "format_weight and steps_weight lie between 0 and 1 together"
-        require(self.format_weight + self.steps_weight <= 1, f"arithmetic: {weights}")
+        together = self.format_weight + self.steps_weight <= 1
+        self.check(together, "format_weight and steps_weight lie between 0 and 1 together")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         """Item i depends on (split, level, i, seed) alone.

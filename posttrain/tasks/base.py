@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import Checked, GuardStop, NotNegative, UserError, Whole
+from posttrain.errors import Checked, GuardStop, NotNegative, UserError, Whole, check_fields
 from posttrain.rewards.compose import as_score
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
@@ -106,6 +106,20 @@ class Generate(Protocol):
 
 class Task(ABC):
     """A frozen dataclass whose fields are its settings. Its own gold answers must score 1: `posttrain.tasks.base.validate`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.known_as()}: ")
+
+    @classmethod
+    def known_as(cls) -> str:
+        """What it is called in the catalogue; a user's own by its class."""
+        package, _, module = cls.__module__.rpartition(".")
+        return module if package.startswith("posttrain.") else cls.__name__
+
+    def check(self, condition: bool, message: str) -> None:
+        """Refuse settings unless `condition` holds."""
+        if not condition:
+            raise UserError(f"{self.known_as()}: {message}")
 
     @property
     def levels(self) -> tuple[int, ...]:

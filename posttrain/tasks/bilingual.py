@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.errors import Seed, Share, check_fields, require
+from posttrain.errors import Seed, Share
 from posttrain.rewards.answer import integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.rewards.format import match
@@ -53,9 +53,9 @@ class Bilingual(Task):
     seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
-        check_fields(self, "bilingual: ")
-        weights = "format_weight and language_weight lie between 0 and 1 together"
-        require(self.format_weight + self.language_weight <= 1, f"bilingual: {weights}")
+        super().__post_init__()
+        together = self.format_weight + self.language_weight <= 1
+        self.check(together, "format_weight and language_weight lie between 0 and 1 together")
         self._sums()  # checks the level
 
     def _sums(self) -> Arithmetic:

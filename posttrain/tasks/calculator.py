@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, ClassVar, Final
 
-from posttrain.errors import Range, Share, check_fields
+from posttrain.errors import Range, Share
 from posttrain.rewards.answer import MARKER, integer_answer
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks._turns import drawn
@@ -34,9 +34,6 @@ class CalculatorSums(Task):
     turns: Annotated[int, Range(ge=1, le=20)] = 4  # of an episode
     tools: bool = True  # False: the same sums without a calculator
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
-
-    def __post_init__(self) -> None:
-        check_fields(self, "calculator: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("calculator", split, self._draw, _problem, self.seed)

@@ -26,7 +26,6 @@ PATIENCE = 500
 class Countdown(Leveled):
     """`level` is how many numbers there are."""
 
-    name: ClassVar[str] = "countdown"
     bounds: ClassVar[tuple[int, int]] = (2, 6)
     # every character that a question or a demonstration can contain
     alphabet: ClassVar[str] = ALPHABET

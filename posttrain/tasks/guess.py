@@ -11,7 +11,7 @@ from math import log2
 from random import Random
 from typing import Annotated, ClassVar, Literal
 
-from posttrain.errors import Range, check_fields, require
+from posttrain.errors import Range
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks._turns import Environment, Play, Player, Reply, drawn
 from posttrain.types import Problem
@@ -30,9 +30,9 @@ class Guess(Environment):
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def __post_init__(self) -> None:
-        check_fields(self, "guess: ")
+        super().__post_init__()
         found = 2**self.turns >= self.numbers
-        require(found, f"guess: {self.turns} turns cannot find each of {self.numbers} numbers")
+        self.check(found, f"{self.turns} turns cannot find each of {self.numbers} numbers")
 
     @property
     def by_turn(self) -> bool:  # type: ignore[override]

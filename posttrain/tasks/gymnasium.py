@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, Whole, check_fields, require, unknown
+from posttrain.errors import Count, Seed, Whole, unknown
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout
@@ -58,8 +58,8 @@ class Gymnasium(Packaged):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "gymnasium: ")
-        require(bool(self.env), "gymnasium: give an environment, such as gymnasium:FrozenLake-v1")
+        super().__post_init__()
+        self.check(bool(self.env), "give an environment, such as gymnasium:FrozenLake-v1")
 
     @property
     def title(self) -> str:
@@ -78,7 +78,7 @@ class Gymnasium(Packaged):
         text = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
         world = gymnasium.make(self.env, render_mode="ansi" if text else None, **dict(self.options))
         discrete = hasattr(world.action_space, "n")
-        require(discrete, f"gymnasium: {self.env} has no discrete actions that could be named")
+        self.check(discrete, f"{self.env} has no discrete actions that could be named")
         return world, world.reset(seed=seed)[0]
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from posttrain.errors import require
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Task
 from posttrain.types import Message, Problem
@@ -21,9 +20,8 @@ class Hinted(Nested):
     hint: str = "\n\n(The answer is {answer}. Work it out step by step.)"
 
     def __post_init__(self) -> None:
-        require(ANSWER in self.hint, f"hinted: a hint has {ANSWER} in it, unlike {self.hint!r}")
-        own = type(self.task).run is not Task.run
-        require(not own, "hinted: the task has episodes of its own; give one of a single turn")
+        super().__post_init__()
+        self.check(ANSWER in self.hint, f"a hint has {ANSWER} in it, unlike {self.hint!r}")
 
     @property
     def alphabet(self) -> str | None:

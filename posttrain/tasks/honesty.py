@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from posttrain.errors import Share, check_fields
+from posttrain.errors import Share
 from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -49,9 +49,6 @@ class Honesty(Task):
 
     answers: Literal["best", "bluff"] = "best"
     unsure: Share = 0.2  # paid for not knowing what the notes state
-
-    def __post_init__(self) -> None:
-        check_fields(self, "honesty: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         count = len(PEOPLE) * (len(PEOPLE) - 1) * len(THINGS) * (len(THINGS) - 1) * 4

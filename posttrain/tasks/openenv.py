@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.request import urlopen
 
-from posttrain.errors import Count, Seed, Whole, check_fields, require
+from posttrain.errors import Count, Seed, Whole
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.trust import active
@@ -50,9 +50,9 @@ class OpenEnv(Packaged):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "openenv: ")
+        super().__post_init__()
         web = self.url.startswith(("http://", "https://"))
-        require(web, f"openenv: url is http://HOST:PORT, not {self.url!r}")
+        self.check(web, f"url is http://HOST:PORT, not {self.url!r}")
         active().require_address(self.url)
 
     @property
@@ -73,7 +73,7 @@ class OpenEnv(Packaged):
         try:
             urlopen(f"{self.url.rstrip('/')}/health", timeout=HEALTH_SECONDS).close()
         except OSError as error:
-            require(False, f"openenv: no server answers at {self.url}: {error}")
+            self.check(False, f"no server answers at {self.url}: {error}")
         return ()
 
     def begin(self, seed: int) -> Any:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from posttrain.errors import Count, UserError, check_fields, require
+from posttrain.errors import Count, Positive, UserError, require
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Generate, Task
 from posttrain.types import JSON, Problem, Rollout, Score
@@ -44,17 +44,11 @@ class Outside(Nested):
     task: Task
     reward: Literal["task", "printed"] = "task"
     max_calls: Count = 64
-    max_seconds: float = 300.0
+    max_seconds: Positive = 300.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "outside: ")
-        require(
-            self.max_seconds > 0, f"outside: max_seconds must be positive, not {self.max_seconds}"
-        )
-        words = self.words
-        require(bool(words), "outside: give a command, such as 'python agent.py'")
-        own = type(self.task).run is not Task.run
-        require(not own, "outside: the task has episodes of its own; give one of a single turn")
+        super().__post_init__()
+        self.check(bool(self.words), "give a command, such as 'python agent.py'")
 
     @property
     def words(self) -> list[str]:
@@ -67,8 +61,8 @@ class Outside(Nested):
         needs = "the task outside needs the server's packages: pip install 'posttrain[serve]'"
         require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
         program = self.words[0]
-        require(shutil.which(program) is not None, f"outside: there is no program {program!r}")
-        return super().ready()
+        self.check(shutil.which(program) is not None, f"there is no program {program!r}")
+        return self.task.ready()
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
         return ()  # what it asks is not known; a conversation that cannot go on begins anew

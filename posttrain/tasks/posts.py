@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from posttrain.errors import check_fields
 from posttrain.tasks._procedural import (
     TRAIN_COUNT,
     Procedural,
@@ -90,9 +89,6 @@ class Posts(Task):
 
     summary: Literal["best", "any"] = "best"
     annotator: Literal["writer", "reader"] = "writer"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "posts: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         require_split(split)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, ClassVar
 
-from posttrain.errors import Range, Share, check_fields
+from posttrain.errors import Range, Share
 from posttrain.rewards.code import code, patience
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._procedural import Procedural, stable_hash
@@ -40,9 +40,6 @@ class Programs(Task):
     sandbox: str = "auto"  # where programs run: docs/rewards-code.md
     wall: Annotated[float, Range(gt=0, le=60)] = 2.0  # seconds of a program
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
-
-    def __post_init__(self) -> None:
-        check_fields(self, "programs: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("programs", split, self._draw, _problem, self.seed)

@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, UserError, check_fields, require, unknown
+from posttrain.errors import Count, Seed, UserError, unknown
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
 from posttrain.tasks.base import Task
@@ -54,18 +54,17 @@ class ReasoningGym(Task):
     score_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        example = "reasoning_gym:leg_counting"
-        require(bool(self.generator), f"reasoning_gym: give a generator, such as {example}")
-        check_fields(self, "reasoning_gym: ")
+        self.check(bool(self.generator), "give a generator, such as reasoning_gym:leg_counting")
+        super().__post_init__()
         reserved = " and ".join(sorted({"seed", "size"} & set(self.options)))
         decide = "seed, train and test decide what is drawn"
-        require(not reserved, f"reasoning_gym: {reserved} is not for options; {decide}")
+        self.check(not reserved, f"{reserved} is not for options; {decide}")
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
         found = self._source().sides[split]
         none = f"{self.generator} gave no {split} problem with these options; widen them"
-        require(bool(found), f"reasoning_gym: {none}")
+        self.check(bool(found), none)
         return found
 
     def _source(self) -> _Source:
@@ -99,7 +98,7 @@ class ReasoningGym(Task):
 
     def demonstration(self, problem: Problem) -> str:
         none = f"{self.generator} gives no solutions; it can be trained by reward only"
-        require(bool(problem.answer), f"reasoning_gym: {none}")
+        self.check(bool(problem.answer), none)
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from posttrain.errors import check_fields
 from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -100,9 +99,6 @@ class Requests(Task):
     answers: Literal["best", "any"] = "best"
     rule: Literal["both", "helpful", "harmless"] = "both"
     attack: Attack = "none"  # how requests are wrapped; any: each in one of the attacks
-
-    def __post_init__(self) -> None:
-        check_fields(self, "requests: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         count = len((*SAFE, *RISKY)) * len((*OWN, *OTHERS)) * len(THINGS)

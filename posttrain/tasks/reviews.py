@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from posttrain.errors import check_fields
 from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -71,9 +70,6 @@ class Reviews(Task):
     mood: Literal["kind", "any"] = "kind"
     # a stricter annotator, whose rules ordinary reviews show little of: see `taste`
     strict: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, "reviews: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return listed("reviews", split, len(THINGS) * len(MAKERS), _question, repeats=20)

@@ -12,7 +12,7 @@ from itertools import product
 from random import Random
 from typing import Annotated, ClassVar
 
-from posttrain.errors import Range, Share, check_fields
+from posttrain.errors import Range, Share
 from posttrain.tasks._procedural import Procedural
 from posttrain.tasks._turns import Environment, Play, Reply, drawn
 from posttrain.types import Problem
@@ -34,9 +34,6 @@ class Shop(Environment):
     turns: Annotated[int, Range(ge=4, le=20)] = 5  # with the sale
     price: Share = 0.1
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
-
-    def __post_init__(self) -> None:
-        check_fields(self, "shop: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("shop", split, _draw, _problem, self.seed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, ClassVar
 
-from posttrain.errors import Range, check_fields
+from posttrain.errors import Range
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks._turns import drawn
 from posttrain.tasks.base import Generate, Task
@@ -28,9 +28,6 @@ class SolverCritic(Task):
 
     digits: Annotated[int, Range(ge=1, le=9)] = 2
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
-
-    def __post_init__(self) -> None:
-        check_fields(self, "solver_critic: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("solver_critic", split, self._draw, self._problem, self.seed)

@@ -28,7 +28,6 @@ TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 class Sums(Leveled):
     """`level` is how many digits both numbers have."""
 
-    name: ClassVar[str] = "sums"
     bounds: ClassVar[tuple[int, int]] = (1, 9)
 
     level: int = 2

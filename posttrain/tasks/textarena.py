@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, check_fields, require, unknown
+from posttrain.errors import Count, Seed, unknown
 from posttrain.tasks._packaged import INVALID, Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout, Score
@@ -47,8 +47,8 @@ class TextArena(Packaged):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "textarena: ")
-        require(bool(self.game), "textarena: give a game, such as textarena:GuessTheNumber-v0")
+        super().__post_init__()
+        self.check(bool(self.game), "give a game, such as textarena:GuessTheNumber-v0")
 
     @property
     def title(self) -> str:

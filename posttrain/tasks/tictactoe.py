@@ -12,7 +12,7 @@ from functools import lru_cache
 from random import Random
 from typing import Annotated, ClassVar, Literal
 
-from posttrain.errors import Range, check_fields
+from posttrain.errors import Range
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks._turns import Environment, Play, Reply, drawn
 from posttrain.tasks.base import Generate
@@ -34,9 +34,6 @@ class TicTacToe(Environment):
     opponent: Literal["self", "random", "best"] = "self"  # who plays the other side
     opening: Annotated[int, Range(ge=1, le=5)] = 4
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
-
-    def __post_init__(self) -> None:
-        check_fields(self, "tictactoe: ")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("tictactoe", split, self._draw, _problem, self.seed)

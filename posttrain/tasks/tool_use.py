@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.data.calls import CLOSE, OPEN, Format, explained, format_of, observation, shows_tools
-from posttrain.errors import Count, NotNegative, Whole, check_fields, require
+from posttrain.errors import Count, NotNegative, Whole
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
 from posttrain.tasks.tools.base import Signature, Tool
@@ -33,10 +33,8 @@ class ToolUse(Nested):
     max_output: Count = MAX_OUTPUT  # characters of a result that the model reads
 
     def __post_init__(self) -> None:
-        check_fields(self, "tool_use: ")
-        require(bool(self.tools), "tool_use: give at least one tool, such as calculator")
-        own = type(self.task).run is not Task.run
-        require(not own, "tool_use: the task has episodes of its own; give one of a single turn")
+        super().__post_init__()
+        self.check(bool(self.tools), "give at least one tool, such as calculator")
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout:
         form: Format | None = None if self.format == "auto" else self.format
@@ -82,22 +80,22 @@ class ToolUse(Nested):
         """Whether calls may be as the chat template writes them."""
         return self.format == "auto" or shows_tools(self.format)
 
+    def _form(self, template: str) -> Format:
+        return format_of(template) if self.format == "auto" else self.format
+
     def shown_tools(self, template: str) -> list[JSON] | None:
-        form = format_of(template) if self.format == "auto" else self.format
         every = [_signature(tool).schema for tool in self.tools]
-        return every if shows_tools(form) else None
+        return every if shows_tools(self._form(template)) else None
 
     def limits(self, problem: Problem) -> Limits:
         return Limits(self.max_turns, self.max_tokens, self.max_thinking, self.max_seconds)
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
-        form = format_of(template) if self.format == "auto" else self.format
-        result = "tool" if shows_tools(form) else "user"
+        result = "tool" if shows_tools(self._form(template)) else "user"
         return (result, "user") if self.reminder and result != "user" else (result,)
 
     def tags(self, template: str) -> tuple[str, ...]:
-        form = format_of(template) if self.format == "auto" else self.format
-        return (OPEN, CLOSE) if form == "hermes" else ()
+        return (OPEN, CLOSE) if self._form(template) == "hermes" else ()
 
     def ready(self) -> tuple[str, ...]:
         return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))

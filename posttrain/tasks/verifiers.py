@@ -23,7 +23,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any, ClassVar
 
-from posttrain.errors import Count, Positive, UserError, check_fields, require
+from posttrain.errors import Count, Positive, UserError
 from posttrain.tasks._packaged import packaged
 from posttrain.tasks._procedural import TEST_BUCKETS, require_split
 from posttrain.tasks.base import STOPS, Generate, Task
@@ -56,8 +56,8 @@ class Verifiers(Task):
     tasks: Count = 1000
 
     def __post_init__(self) -> None:
-        check_fields(self, "verifiers: ")
-        require(bool(self.taskset), "verifiers: give a taskset, such as verifiers:gsm8k-v1")
+        super().__post_init__()
+        self.check(bool(self.taskset), "give a taskset, such as verifiers:gsm8k-v1")
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
@@ -68,7 +68,7 @@ class Verifiers(Task):
             for n, task in enumerate(made)
             if (n % TEST_BUCKETS == 0) == (split == "test")
         ]
-        require(bool(found), f"verifiers: {self.taskset} has no task for {split}")
+        self.check(bool(found), f"{self.taskset} has no task for {split}")
         return found
 
     @property

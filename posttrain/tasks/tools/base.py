@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
-from posttrain.errors import UserError, require
+from posttrain.errors import Checked, UserError, require
 from posttrain.types import JSON
 
 KINDS: dict[Any, str] = {
@@ -46,7 +46,7 @@ class Malformed(Exception):
     """A call that cannot be made as it is written."""
 
 
-class Tool(ABC):
+class Tool(Checked, ABC):
     """A frozen dataclass whose fields are its settings; every episode begins one of its own."""
 
     ends: ClassVar[bool] = False  # a call ends the episode: what it returns is the answer

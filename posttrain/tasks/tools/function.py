@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from posttrain import catalogue
-from posttrain.errors import Positive, check_fields, require
+from posttrain.errors import Positive, require
 from posttrain.tasks.tools.base import Signature, Tool
 from posttrain.trust import code_place
 
@@ -27,7 +27,7 @@ class Function(Tool):
     limit: Positive = 30.0  # seconds of one call
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         made = self.made
         if not isinstance(made, Tool):
             Signature.of(made)

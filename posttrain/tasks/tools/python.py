@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from posttrain.errors import Range, check_fields
+from posttrain.errors import Range
 from posttrain.rewards.code import blocks, run_cells
 from posttrain.rewards.sandbox import isolation
 from posttrain.rewards.sandbox.limits import Limits
@@ -30,9 +30,6 @@ class Python(Tool):
 
     sandbox: str = "auto"  # as in the code reward
     wall: Annotated[float, Range(gt=0, le=600)] = 5.0  # seconds
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import Count, UserError, check_fields, require
+from posttrain.errors import Count, UserError, require
 from posttrain.tasks.tools.base import Tool, ToolError
 
 
@@ -23,9 +23,6 @@ class Search(Tool):
     file: str
     results: Count = 3
     length: Count = 500  # characters of each result
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def ready(self) -> tuple[str, ...]:
         texts, _ = _index(self.file)
