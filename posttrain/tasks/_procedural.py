@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, overload
+from typing import ClassVar, TypeVar, overload
 
 from posttrain.errors import require
 from posttrain.tasks.base import Task
@@ -77,6 +77,27 @@ def listed(
         return Problem(f"{split}/{index}", make(places[index % len(places)]), "")
 
     return Procedural(problem, range(TRAIN_COUNT if split == "train" else repeats * len(places)))
+
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(slots=True)
+class Dice:
+    """Small draws out of one 128-bit number."""
+
+    left: int
+
+    def roll(self, sides: int) -> int:
+        self.left, face = divmod(self.left, sides)
+        return face
+
+    def draw(self, choices: Sequence[Choice]) -> Choice:
+        return choices[self.roll(len(choices))]
+
+    def take(self, choices: list[Choice]) -> Choice:
+        """One of them, which is then no longer there."""
+        return choices.pop(self.roll(len(choices)))
 
 
 @dataclass(frozen=True, slots=True)

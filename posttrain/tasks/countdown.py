@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from posttrain.errors import Range, Seed
 from posttrain.rewards._expression import Unparseable, evaluate
 from posttrain.rewards.answer import MARKER
-from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
+from posttrain.tasks._procedural import Dice, Leveled, Procedural, side, stable_hash
 from posttrain.types import Problem, Score
 
 ALPHABET = "0123456789+-*/()=,:" + MARKER
@@ -52,7 +52,7 @@ class Countdown(Leveled):
 
     def _draw(self, split: str, level: int, index: int) -> tuple[tuple[int, ...], int, str]:
         for attempt in range(10_000):
-            dice = _Dice(stable_hash("countdown", self.seed, split, level, index, attempt))
+            dice = Dice(stable_hash("countdown", self.seed, split, level, index, attempt))
             numbers = tuple(1 + dice.roll(self.max_number) for _ in range(level))
             target, solution = _combine(numbers, dice)
             if 1 <= target <= self.max_target and problem_side(numbers, target) == split:
@@ -71,17 +71,6 @@ class Countdown(Leveled):
         return Score(float(right), parts, outcome="correct" if right else "wrong")
 
 
-@dataclass(slots=True)
-class _Dice:
-    """Small draws out of one 128-bit number."""
-
-    left: int
-
-    def roll(self, sides: int) -> int:
-        self.left, face = divmod(self.left, sides)
-        return face
-
-
 def problem_side(numbers: tuple[int, ...], target: int) -> str:
     """The split of a problem, whatever the order of its numbers.
 
@@ -91,16 +80,16 @@ def problem_side(numbers: tuple[int, ...], target: int) -> str:
     return side("countdown", *sorted(numbers), target)
 
 
-def _combine(numbers: tuple[int, ...], dice: _Dice) -> tuple[int, str]:
+def _combine(numbers: tuple[int, ...], dice: Dice) -> tuple[int, str]:
     """Join the numbers two by two into one expression whose every part is a positive integer."""
     parts = [(n, str(n)) for n in numbers]
     while len(parts) > 1:
-        x, first = parts.pop(dice.roll(len(parts)))
-        y, second = parts.pop(dice.roll(len(parts)))
+        x, first = dice.take(parts)
+        y, second = dice.take(parts)
         choices = [(x + y, "+"), (x * y, "*")]
         choices += [(x - y, "-")] if x > y else []
         choices += [(x // y, "/")] if x % y == 0 else []
-        value, sign = choices[dice.roll(len(choices))]
+        value, sign = dice.draw(choices)
         joined = f"{first}{sign}{second}"
         parts.append((value, f"({joined})" if parts else joined))
     return parts[0]

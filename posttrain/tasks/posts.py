@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 from posttrain.tasks._procedural import (
     TRAIN_COUNT,
+    Dice,
     Procedural,
     require_split,
     side,
@@ -30,11 +31,8 @@ POINTS = {
     **dict.fromkeys(PLANS, 2),
     **dict.fromkeys(words("cat hat nap sun"), 1),  # small talk
 }
-LENGTH, WANTED, MAX_STATED = (
-    4,
-    2,
-    3,
-)  # facts of a post, of a summary that the writer wants, and of one that people write at most
+# facts of a post, of a summary that the writer wants, and of one that people write at most
+LENGTH, WANTED, MAX_STATED = 4, 2, 3
 # points that a fact costs which is not in the post, comes again, or is one too many
 INVENTED, REPEATED, SURPLUS = 1.0, 1.0, 1.0
 READING = 1.5  # points that the reader pays for each fact
@@ -105,11 +103,8 @@ class Posts(Task):
         facts = facts_of(problem.question)
         said = sorted(facts, key=lambda fact: -facts[fact])
         if self.summary == "any":
-            seed, said, left = stable_hash("summary", problem.id), [], list(facts)
-            seed, count = divmod(seed, MAX_STATED)
-            for _ in range(count + 1):
-                seed, place = divmod(seed, len(left))
-                said.append(left.pop(place))
+            dice, left = Dice(stable_hash("summary", problem.id)), list(facts)
+            said = [dice.take(left) for _ in range(dice.roll(MAX_STATED) + 1)]
         elif self.annotator == "reader":
             said = [fact for fact in said if facts[fact] > READING]
         else:
@@ -120,10 +115,8 @@ class Posts(Task):
 def post(split: str, index: int) -> str:
     """A post of this split that depends on its number alone; one fact at least is news."""
     for attempt in range(1000):
-        seed, left, facts = stable_hash("post", split, index, attempt), list(POINTS), []
-        for _ in range(LENGTH):
-            seed, place = divmod(seed, len(left))
-            facts.append(left.pop(place))
+        dice, left = Dice(stable_hash("post", split, index, attempt)), list(POINTS)
+        facts = [dice.take(left) for _ in range(LENGTH)]
         text = " ".join(facts)
         if set(facts) & set(EVENTS) and side("posts", text) == split:
             return text

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from posttrain.tasks._procedural import Procedural, listed, stable_hash, words
+from posttrain.tasks._procedural import Dice, Procedural, listed, stable_hash, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
@@ -80,13 +80,7 @@ class Reviews(Task):
 
     def demonstration(self, problem: Problem) -> str:
         """A review that depends on the problem alone."""
-        seed = stable_hash("review", self.mood, problem.id)
-
-        def draw(choices: tuple[str, ...]) -> str:
-            nonlocal seed
-            seed, place = divmod(seed, len(choices))
-            return choices[place]
-
+        draw = Dice(stable_hash("review", self.mood, problem.id)).draw
         if self.mood == "kind":
             first = draw(GOOD)
             second = draw(tuple(w for w in GOOD if w != first))
