@@ -80,12 +80,12 @@ class Packaged(Task):
         raise UserError(f"{self.name} has no worked episodes; it can be trained by reward only")
 
 
-def packaged(module: str, extra: str) -> Any:
-    """A module of an optional package."""
+def packaged(module: str, task: str, extra: str = "") -> Any:
+    """A module of an optional package, which an extra called like the task brings unless another is named."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        needs = f"the task {extra} needs its package: pip install 'posttrain[{extra}]'"
+        needs = f"the task {task} needs its package: pip install 'posttrain[{extra or task}]'"
         raise UserError(f"{needs} ({error})") from None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posttrain.errors import Count, Seed, UserError, unknown
+from posttrain.tasks._packaged import packaged
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
 from posttrain.tasks.base import Task
@@ -152,15 +153,11 @@ def _drawn(generator: str, options: str, train: int, test: int, seed: int) -> _S
 
 
 def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) -> Any:
+    package = packaged("reasoning_gym", "reasoning_gym", "gym")
+    known = packaged("reasoning_gym.factory", "reasoning_gym", "gym").DATASETS
+    if generator not in known:
+        raise unknown("generator of reasoning_gym", generator, known)
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        needs = "the task reasoning_gym needs its package: pip install 'posttrain[gym]'"
-        raise UserError(needs) from None
-    if generator not in DATASETS:
-        raise unknown("generator of reasoning_gym", generator, DATASETS)
-    try:
-        return reasoning_gym.create_dataset(generator, seed=seed, size=size, **options)
+        return package.create_dataset(generator, seed=seed, size=size, **options)
     except (TypeError, ValueError, AssertionError) as error:  # its own check of the options
         raise UserError(f"reasoning_gym: {generator} refuses its options: {error}") from None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
+from posttrain.tasks._packaged import packaged
 from posttrain.tasks._procedural import Procedural, listed, words
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
@@ -44,12 +45,7 @@ MAX_LENGTH = 4_000
 
 @lru_cache(maxsize=1)
 def lexicon() -> Any:
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        needs = "the sentiment task needs the VADER lexicon; pip install 'posttrain[sentiment]'"
-        raise UserError(needs) from None
-    return SentimentIntensityAnalyzer()
+    return packaged("vaderSentiment.vaderSentiment", "sentiment").SentimentIntensityAnalyzer()
 
 
 def factors(text: str) -> dict[str, float]:
