@@ -21,7 +21,7 @@ from posttrain.events import Events
 from posttrain.runs.metrics import failure_kind
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
-from posttrain.tasks._exchange import score_row
+from posttrain.tasks._rollouts import score_row
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.types import (

@@ -24,9 +24,14 @@ from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
-from posttrain.tasks._exchange import group_of_rows, rollout_row
 from posttrain.tasks._remote import Host
-from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
+from posttrain.tasks._rollouts import (
+    as_rollouts,
+    group_of_rows,
+    rollout_row,
+    thinking_tokens,
+    with_score,
+)
 from posttrain.tasks.base import (
     STOPS,
     ContextFull,

@@ -27,7 +27,7 @@ from posttrain.engine.random import derive
 from posttrain.episodes import Seconds, _Episodes
 from posttrain.errors import PeerFailed
 from posttrain.system.world import current
-from posttrain.tasks._exchange import group_of_rows, rollout_row
+from posttrain.tasks._rollouts import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
 from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from posttrain.tasks._rollouts import as_rollouts, score_row
 from posttrain.tasks.base import STOPS, ContextFull, EpisodeEnd, Given, failed
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
@@ -83,16 +84,14 @@ async def run(task: Task, problem: Problem, exchange: Callable[[JSON], JSON]) ->
     notes: list[JSON] = []
     generate = Remote(exchange, problem, exchange({"template": True})["template"], notes)
     try:
-        made: Any = await task.run(problem, generate)
-        made = [made] if isinstance(made, Rollout) else made
-        several = isinstance(made, list | tuple) and all(isinstance(one, Rollout) for one in made)
-        rows = [[one.sample, _score(one.score), one.answer] for one in made] if several else []
-        return {"notes": notes, "rollouts": rows, "kind": type(made).__name__}
+        made = as_rollouts(await task.run(problem, generate))
+        rows = [[one.sample, score_row(one.score), one.answer] for one in made]
+        return {"notes": notes, "rollouts": rows}
     except STOPS:
         raise
     except EpisodeEnd as end:
         full = isinstance(end, ContextFull)
-        score = None if end.score is None else _score(end.score)
+        score = None if end.score is None else score_row(end.score)
         return {"notes": notes, "end": end.outcome, "score": score, "text": str(end), "full": full}
     except (Exception, SystemExit) as error:
         name, _, text = str(failed(error).failure).partition(": ")
@@ -136,10 +135,6 @@ class Host:
         if "end" in found:
             score = None if found["score"] is None else Score(*found["score"])
             raise ContextFull(found["text"]) if found["full"] else EpisodeEnd(found["end"], score)
-        if not found["rollouts"]:
-            raise TypeError(
-                f"run must return rollouts, as generate.rollout() makes them, not {found['kind']}"
-            )
         return [self.rollout(*row) for row in found["rollouts"]]
 
     def rollout(self, number: int, parts: JSON, answer: str | None) -> Rollout:
@@ -156,7 +151,3 @@ def _message_row(one: object) -> JSON:
     if isinstance(one, int | np.integer):
         return int(one)
     raise TypeError("generate takes messages, text or ids")
-
-
-def _score(score: Score) -> JSON:
-    return [score.value, score.parts, score.steps, score.outcome, score.failure]

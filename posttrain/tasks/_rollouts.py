@@ -1,12 +1,17 @@
-"""What is read off rollouts while episodes run: thinking tokens, scores with what turns were paid, what `run` returned."""
+"""What is read off rollouts while episodes run: thinking tokens, scores with what turns were paid, what `run` returned; and rollouts
+as JSON with arrays, for another process that works on the same run (system/world.py)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 
-from posttrain.types import THINK, THINK_END, Rollout, Score, Segment
+from posttrain.types import JSON, THINK, THINK_END, Group, Problem, Rollout, Score, Segment
+
+# what a rollout is besides its parts, which are made anew
+PLAIN = [f.name for f in fields(Rollout) if f.name not in ("problem", "segments", "score")]
 
 
 def thinking_tokens(given: Segment, reply: Segment) -> int:
@@ -50,3 +55,24 @@ def as_rollouts(made: object) -> list[Rollout]:
         kind = type(made).__name__
         raise TypeError(f"run must return rollouts, as generate.rollout() makes them, not {kind}")
     return found
+
+
+def rollout_row(rollout: Rollout) -> JSON:
+    """A rollout as another process gets it."""
+    segments = [[getattr(s, f.name) for f in fields(s)] for s in rollout.segments]
+    return [segments, score_row(rollout.score), {name: getattr(rollout, name) for name in PLAIN}]
+
+
+def group_of_rows(problem: Problem, role: str, rows: Sequence[JSON]) -> Group:
+    rollouts = [
+        Rollout(
+            problem, segments=tuple(Segment(*s) for s in segments), score=Score(*score), **plain
+        )
+        for segments, score, plain in rows
+    ]
+    return Group(problem, tuple(rollouts), role)
+
+
+def score_row(score: Score) -> JSON:
+    """The arguments of a score, as JSON."""
+    return [getattr(score, f.name) for f in fields(score)]

@@ -10,7 +10,7 @@ import pytest
 import ranks_for_tests as ranks
 
 from posttrain.system.world import ALONE, World
-from posttrain.tasks._exchange import group_of_rows, rollout_row
+from posttrain.tasks._rollouts import group_of_rows, rollout_row
 from posttrain.train.processes import decode, encode
 from posttrain.types import Problem, Rollout, Score, Segment
 
