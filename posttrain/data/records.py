@@ -201,34 +201,19 @@ def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
     return list(found)
 
 
-def read_split(
+def read_set(
     task: str,
-    split: str,
     data: str,
-    test_data: str,
-    sources: Mapping[str, tuple[str, str]],
-    files: Mapping[str, Sequence[str]],
+    files: Sequence[str],
+    dataset: str,
+    config: str = "",
+    split: str = "train",
 ) -> list[Row]:
-    """The rows of a split: from the folder `data`, or from the training file `data` and the file `test_data`, else from the hub.
-    `sources` has the hub's data set and configuration of each split, `files` what its file may be called."""
+    """The rows of the file `data`, or of the one in the folder `data` that is called one of `files`; else those of a split of the hub's
+    `dataset`."""
     if not data:
-        name, config = sources[split]
-        rows = load_hub(name, config, split, "", task)
-        return [(f"{name} {split} row {number}", row) for number, row in enumerate(rows)]
-    path = Path(data).expanduser()
-    require(path.exists(), f"{task}: there is no folder or file {data}")
-    file = find_file(data, files[split], task) if path.is_dir() else data
-    both = path.is_dir() or bool(test_data)
-    require(both, f"{task}: give test_data, the held-out file, with data")
-    return list(read_jsonl(test_data if test_data and split == "test" else file, lists=True))
-
-
-def read_set(task: str, data: str, dataset: str, files: Sequence[str]) -> list[Row]:
-    """The rows of a set of one part: of the file `data`, or of the one in the folder `data` that is called one of `files`; else
-    those of the hub's `dataset`, whose only split is called train."""
-    if not data:
-        rows = load_hub(dataset, "", "train", "", task)
-        return [(f"{dataset} row {number}", row) for number, row in enumerate(rows)]
+        rows = load_hub(dataset, config, split, "", task)
+        return [(f"{dataset} {split} row {number}", row) for number, row in enumerate(rows)]
     path = Path(data).expanduser()
     require(path.exists(), f"{task}: there is no folder or file {data}")
     return list(read_jsonl(find_file(data, files, task) if path.is_dir() else data, lists=True))

@@ -19,7 +19,6 @@ from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._questions import (
-    MARKED,
     Pool,
     Questions,
     canonical,
@@ -72,7 +71,7 @@ class Judged(Questions):
 
     def check_settings(self, task: str) -> None:
         check(self.reward, self.options)
-        self.check_style(task, "marked")
+        self.check_style(task)
         share = 0 <= self.held_out <= 1
         require(share, f"{task}: held_out is a share, 0 for none, 1 for all, not {self.held_out}")
         fine = self.score_seconds > 0
@@ -119,10 +118,9 @@ class Judged(Questions):
         fitting = {None: "direct", "": "boxed"}.get(self.form, "marked")
         return self.style or fitting
 
-    def ask(self, question: str) -> str:
-        if self.wording == "marked":
-            return MARKED.replace("{marker}", self.form or MARKER).replace("{question}", question)
-        return super().ask(question)
+    @property
+    def answer_marker(self) -> str:
+        return self.form or MARKER
 
     def demonstration(self, problem: Problem) -> str:
         """The solution, with the answer where the reward looks for it, whatever the style."""

@@ -9,9 +9,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posttrain.data.records import parse_messages, read_split
+from posttrain.data.records import parse_messages, read_set
 from posttrain.errors import UserError, check_fields, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.math import UNPARSEABLE, MathReward, final_answer, grade
@@ -24,13 +25,13 @@ STYLES = {
     "direct": "{question}",
     "thinking": "{question}\n\nThink step by step before you answer.",
     "boxed": "{question}\n\nThink step by step, then give the final answer in \\boxed{}.",
+    "marked": "{question}\n\nThink step by step, then end with the final answer after {marker}.",
 }
 HASHES = MathReward(marker="####")
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?(?:/[0-9]{1,30})?"
 )
 SEARCHED = 10_000  # characters from the end in which a number is looked for
-MARKED = "{question}\n\nThink step by step, then end with the final answer after {marker}."
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
@@ -43,6 +44,8 @@ class Pool:
 
 class Questions(Task):
     """A task whose class declares these three fields and says where the problems of a split are."""
+
+    styles: ClassVar[tuple[str, ...]] = tuple(STYLES)
 
     style: str
     system: str
@@ -57,10 +60,15 @@ class Questions(Task):
         """The style in which a question is asked."""
         return self.style
 
-    def check_style(self, task: str, *more: str) -> None:
-        known = (*STYLES, *more)
-        named = ", ".join(known)
-        require(self.wording in known, f"{task}: style is one of {named}, not {self.style!r}")
+    @property
+    def answer_marker(self) -> str:
+        """What the answer follows in the style `marked`."""
+        return HASHES.marker
+
+    def check_style(self, task: str) -> None:
+        known = ", ".join(self.styles)
+        fine = self.wording in self.styles
+        require(fine, f"{task}: style is one of {known}, not {self.style!r}")
         require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
@@ -90,7 +98,8 @@ class Questions(Task):
         return turns
 
     def ask(self, question: str) -> str:
-        return STYLES[self.wording].replace("{question}", question)
+        asked = STYLES[self.wording].replace("{marker}", self.answer_marker)
+        return asked.replace("{question}", question)
 
 
 def normalised(text: str) -> str:
@@ -214,7 +223,7 @@ class Published(Questions):
     # the hub's data set and configuration of each split
     sources: ClassVar[dict[str, tuple[str, str]]]
     files: ClassVar[dict[str, tuple[str, ...]]]  # what the file of a split may be called
-    more_styles: ClassVar[tuple[str, ...]] = ()
+    styles: ClassVar[tuple[str, ...]] = ("direct", "thinking", "boxed")
 
     data: str = ""
     test_data: str = ""
@@ -226,7 +235,7 @@ class Published(Questions):
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.name}: ")
-        self.check_style(self.name, *self.more_styles)
+        self.check_style(self.name)
         paired = bool(self.data) or not self.test_data
         require(paired, f"{self.name}: test_data goes with data, the training file")
 
@@ -234,11 +243,6 @@ class Published(Questions):
     @abstractmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
         """The problem of a row."""
-
-    def ask(self, question: str) -> str:
-        if self.style == "marked":
-            return MARKED.replace("{marker}", HASHES.marker).replace("{question}", question)
-        return super().ask(question)
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return read_published(type(self), self.data, self.test_data)[split == "test"].problems
@@ -269,9 +273,11 @@ class Published(Questions):
 
 @lru_cache(maxsize=8)
 def read_published(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]:
+    alone = Path(data).expanduser().is_file() and not test_data
+    require(not alone, f"{task.name}: give test_data, the held-out file, with data")
     pools = []
-    for split in ("train", "test"):
-        rows = read_split(task.name, split, data, test_data, task.sources, task.files)
+    for split, place in (("train", data), ("test", test_data or data)):
+        rows = read_set(task.name, place, task.files[split], *task.sources[split], split)
         made = (task.make(row, where, f"{split}/{n}") for n, (where, row) in enumerate(rows))
         pools.append(Pool(tuple(made)))
     require_apart(*pools, "the training part", f"{task.name}'s test part")

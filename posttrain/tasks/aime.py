@@ -43,5 +43,5 @@ class Aime(Published):
 
 @lru_cache(maxsize=4)
 def _read(data: str) -> tuple[Problem, ...]:
-    rows = read_set("aime", data, "HuggingFaceH4/aime_2024", FILES)
+    rows = read_set("aime", data, FILES, "HuggingFaceH4/aime_2024")
     return tuple(Aime.make(row, where, f"test/{n}") for n, (where, row) in enumerate(rows))

@@ -16,6 +16,7 @@ from posttrain.rewards.math import UNPARSEABLE
 from posttrain.tasks._programs import as_program
 from posttrain.tasks._questions import (
     Published,
+    Questions,
     found_answer,
     make_problem,
     one_side,
@@ -32,7 +33,8 @@ class Gsm8k(Published):
 
     name: ClassVar[str] = "gsm8k"
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
-    more_styles: ClassVar = ("marked",)  # what stands after #### counts, and nothing else
+    # of `marked`, what stands after #### counts, and nothing else
+    styles: ClassVar = Questions.styles
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
     # the share of the value that an answer in the asked form earns, right or wrong

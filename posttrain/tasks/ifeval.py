@@ -73,5 +73,5 @@ def make(row: dict[str, Any], where: str) -> Problem:
 
 @lru_cache(maxsize=4)
 def _read(data: str) -> tuple[Problem, ...]:
-    rows = read_set("ifeval", data, "google/IFEval", FILES)
+    rows = read_set("ifeval", data, FILES, "google/IFEval")
     return tuple(make(row, where) for where, row in rows)

@@ -38,7 +38,7 @@ class Prompts(Jsonl):
         require(bool(self.file), "prompts: give a file")
         if self.reward:
             check(self.reward, self.options)
-        self.check_style("prompts", "marked")
+        self.check_style("prompts")
         fine = self.held_out >= 0 and (self.held_out < 1 or self.held_out % 1 == 0)
         number = "a share below 1 or a number of prompts, 0 for none"
         require(fine, f"prompts: held_out is {number}, not {self.held_out}")
