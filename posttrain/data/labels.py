@@ -48,7 +48,7 @@ CREATE INDEX IF NOT EXISTS log_item ON log(item, annotator);
 """
 # the last word of each annotator on each item, where that is a vote
 LAST = "id IN (SELECT max(id) FROM log GROUP BY item, annotator)"
-CURRENT = f"""SELECT item, annotator, choice, shown, comment, seconds, time FROM log
+CURRENT = f"""SELECT item, annotator, choice, shown, coalesce(comment, ''), coalesce(seconds, 0.0), time FROM log
 WHERE {LAST} AND kind = 'vote' ORDER BY id"""
 
 
@@ -125,13 +125,10 @@ class Labels:
         require(place.resolve() != Path(file).resolve(), f"out {place} is the file itself")
         store = place.with_suffix(".sqlite")
         kept = store.is_file() or not (place.is_file() and place.stat().st_size)
-        require(
-            kept,
-            f"out {place} has labels, and {store.name}, which they come from, is missing; choose another out",
-        )
-        items = {
-            item.id: item for where, record in read_rows(file) for item in [_item(record, where)]
-        }
+        lost = f"out {place} has labels, and {store.name}, which they come from, is missing"
+        require(kept, f"{lost}; choose another out")
+        rows = (_item(record, where) for where, record in read_rows(file))
+        items = {item.id: item for item in rows}
         return cls(items, place, store)
 
     def _connection(self) -> sqlite3.Connection:
@@ -150,18 +147,8 @@ class Labels:
     def votes(self) -> list[Vote]:
         """What counts, in the order in which it was said."""
         return [
-            Vote(
-                item,
-                who,
-                _read_choice(choice),
-                tuple(json.loads(shown)),
-                comment or "",
-                seconds or 0.0,
-                when,
-            )
-            for item, who, choice, shown, comment, seconds, when in self._connection().execute(
-                CURRENT
-            )
+            Vote(item, who, json.loads(choice), tuple(json.loads(shown)), *rest)
+            for item, who, choice, shown, *rest in self._connection().execute(CURRENT)
             if item in self.items
         ]
 
@@ -196,46 +183,28 @@ class Labels:
         found, who = self._item(item), annotator_name(annotator)
         shown = found.order(who)
         if isinstance(choice, str):
-            require(
-                choice in (TIE, BAD, SKIP), f"a vote is a list of sides, {TIE}, {BAD} or {SKIP}"
-            )
+            fine = choice in (TIE, BAD, SKIP)
+            require(fine, f"a vote is a list of sides, {TIE}, {BAD} or {SKIP}")
         else:
-            sides = all(
-                isinstance(n, int) and not isinstance(n, bool) and 0 <= n < len(shown)
-                for n in choice
-            )
+            whole = all(isinstance(n, int) and not isinstance(n, bool) for n in choice)
+            sides = whole and all(0 <= n < len(shown) for n in choice)
             fine = sides and 0 < len(set(choice)) == len(choice)
             require(fine, f"a vote names sides from 0 to {len(shown) - 1}, each once")
             choice = [shown[n] for n in choice]
         require(len(comment) <= COMMENT, f"a comment has at most {COMMENT} characters")
         with self._transaction() as connection:
-            if (
-                nonce
-                and connection.execute("SELECT 1 FROM log WHERE nonce = ?", [nonce]).fetchone()
-            ):
+            sent = connection.execute("SELECT 1 FROM log WHERE nonce = ?", [nonce]).fetchone()
+            if nonce and sent:
                 return
-            last = connection.execute(
-                "SELECT kind FROM log WHERE item = ? AND annotator = ? ORDER BY id DESC LIMIT 1",
-                [item, who],
-            ).fetchone()
-            require(
-                last is None or last[0] == "undo",
-                f"{who} has voted on this already; undo that first",
-            )
-            values = [
-                item,
-                who,
-                json.dumps(choice),
-                json.dumps(shown),
-                comment,
-                max(0.0, float(seconds)),
-                time.time(),
-            ]
-            connection.execute(
-                "INSERT INTO log(kind, item, annotator, choice, shown, comment, seconds, time, nonce) "
-                "VALUES('vote', ?, ?, ?, ?, ?, ?, ?, ?)",
-                [*values, nonce or None],
-            )
+            said = "SELECT kind FROM log WHERE item = ? AND annotator = ? ORDER BY id DESC LIMIT 1"
+            last = connection.execute(said, [item, who]).fetchone()
+            fresh = last is None or last[0] == "undo"
+            require(fresh, f"{who} has voted on this already; undo that first")
+            values: list[JSON] = [item, who, json.dumps(choice), json.dumps(shown), comment]
+            values += [max(0.0, float(seconds)), time.time(), nonce or None]
+            columns = "kind, item, annotator, choice, shown, comment, seconds, time, nonce"
+            marks = ", ".join("?" * len(values))
+            connection.execute(f"INSERT INTO log({columns}) VALUES('vote', {marks})", values)
 
     def undo(self, annotator: str) -> Item | None:
         """Take back this annotator's last vote, and return its item; None where there is none."""
@@ -246,9 +215,8 @@ class Labels:
             if found is None:
                 return None
             values = [found[0], who, time.time()]
-            connection.execute(
-                "INSERT INTO log(kind, item, annotator, time) VALUES('undo', ?, ?, ?)", values
-            )
+            undo = "INSERT INTO log(kind, item, annotator, time) VALUES('undo', ?, ?, ?)"
+            connection.execute(undo, values)
         return self.items.get(found[0])
 
     def _item(self, item: str) -> Item:
@@ -269,9 +237,8 @@ class Labels:
             if scores is None or max(scores) == min(scores):
                 continue
             if pairs:
-                chosen, rejected = (
-                    item.responses[scores.index(end)] for end in (max(scores), min(scores))
-                )
+                best, worst = (scores.index(end) for end in (max(scores), min(scores)))
+                chosen, rejected = item.responses[best], item.responses[worst]
                 yield {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
             else:
                 yield {"prompt": item.prompt, "responses": list(item.responses), "scores": scores}
@@ -318,30 +285,24 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
         found = [record["chosen"], record["rejected"]]
     if not isinstance(found, list) or len(found) < 2:
         raise UserError(f"{where}: give responses (a list of two or more), or chosen and rejected")
-    key = json.dumps([record["prompt"], sorted(map(json.dumps, found))])
+    name = _digest([record["prompt"], sorted(map(json.dumps, found))]).hex()[:16]
     # an order that depends on the texts alone: neither chosen and rejected nor the alphabet shows in it
-    ordered = tuple(
-        sorted(found, key=lambda one: hashlib.sha256(json.dumps(one).encode()).digest())
-    )
+    ordered = tuple(sorted(found, key=_digest))
     given = record.get("disagreement", 0.0)
     disagreement = float(given) if isinstance(given, int | float) else 0.0
-    return Item(
-        hashlib.sha256(key.encode()).hexdigest()[:16], record["prompt"], ordered, disagreement
-    )
+    return Item(name, record["prompt"], ordered, disagreement)
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(json.dumps(value).encode()).digest()
 
 
 def annotator_name(annotator: str) -> str:
     """A name without what cannot be seen in it."""
     name = " ".join(annotator.split())
-    require(
-        0 < len(name) <= NAME and name.isprintable(), f"give a name of at most {NAME} characters"
-    )
+    fine = 0 < len(name) <= NAME and name.isprintable()
+    require(fine, f"give a name of at most {NAME} characters")
     return name
-
-
-def _read_choice(text: str) -> Choice:
-    value = json.loads(text)
-    return value if isinstance(value, str) else [int(n) for n in value]
 
 
 def _category(choice: Choice) -> str:
@@ -378,17 +339,14 @@ def share(marks: Sequence[Sequence[bool]]) -> Interval:
     """
     z, count = 1.959964, len(marks)
     value = sum(sum(own) / len(own) for own in marks) / count
-    middle, width = (
-        value + z * z / (2 * count),
-        z * math.sqrt(value * (1 - value) / count + z * z / (4 * count**2)),
-    )
+    middle = value + z * z / (2 * count)
+    width = z * math.sqrt(value * (1 - value) / count + z * z / (4 * count**2))
     bottom = 1 + z * z / count
-    return Interval(
-        value, round((middle - width) / bottom, 7), round((middle + width) / bottom, 7), count
-    )
+    low, high = ((middle + side) / bottom for side in (-width, width))
+    return Interval(value, round(low, 7), round(high, 7), count)
 
 
-def cohen_kappa(first: Mapping[str, str], second: Mapping[str, str]) -> float | None:
+def cohen_kappa(first: Mapping[Any, str], second: Mapping[Any, str]) -> float | None:
     """Agreement of two annotators beyond chance, (p - e) / (1 - e), on what both labelled; None where that says nothing.
 
     >>> cohen_kappa({"a": "0", "b": "1", "c": "0", "d": "1"}, {"a": "0", "b": "1", "c": "1", "d": "1"})

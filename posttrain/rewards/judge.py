@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -224,22 +223,6 @@ def _win_rates(count: int, verdicts: Mapping[tuple[int, int], Verdict]) -> list[
     unjudged = Score.failed(f"no comparison was judged: {why}", "infrastructure")
     results = zip(won, games, strict=True)
     return [Score(w / g, {"win_rate": w / g}) if g else unjudged for w, g in results]
-
-
-def agreement(judged: Sequence[str | None], labels: Sequence[str]) -> tuple[float, float, int]:
-    """(share of equal verdicts, Cohen's kappa, pairs that were judged) of a judge against people.
-
-    >>> agreement(["A", "B", None], ["A", "B", "B"])
-    (1.0, 1.0, 2)
-    """
-    require(len(judged) == len(labels), f"{len(judged)} verdicts for {len(labels)} labels")
-    both = [(j, p) for j, p in zip(judged, labels, strict=True) if j is not None]
-    if not both:
-        return 0.0, 0.0, 0
-    observed = sum(j == p for j, p in both) / len(both)
-    first, second = (Counter(side) for side in zip(*both, strict=True))
-    chance = sum((first[k] / len(both)) * (second[k] / len(both)) for k in first | second)
-    return observed, (observed - chance) / (1 - chance) if chance < 1 else 1.0, len(both)
 
 
 def check_mode(mode: str) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from posttrain.data.labels import cohen_kappa
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, NotNegative, Share, require
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
-from posttrain.rewards import judge as judging
 from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
 from posttrain.rewards.judge import Judge, Verdict, read_rubric
 from posttrain.stages._answers import BUDGET
@@ -170,22 +170,19 @@ class AgreementStage(Stage):
     def figures(
         self, verdicts: Sequence[Verdict], labels: Sequence[str], questions: Sequence[str]
     ) -> dict[str, JSON]:
-        _, kappa, judged = judging.agreement([v.winner for v in verdicts], labels)
+        judged = {n: v.winner for n, v in enumerate(verdicts) if v.winner is not None}
         why = next((v.failure for v in verdicts if v.failure), "")
-        require(judged > 0, f"{self.name}: the judge gave no verdict on any pair: {why}")
-        same = [
-            (float(v.winner == own), q)
-            for v, own, q in zip(verdicts, labels, questions, strict=True)
-            if v.winner is not None
-        ]
-        marks, asked = zip(*same, strict=True)
-        interval = share_interval(marks, asked)  # over prompts: one may be compared several times
+        require(bool(judged), f"{self.name}: the judge gave no verdict on any pair: {why}")
+        kappa = cohen_kappa(judged, dict(enumerate(labels)))  # None: neither ever says another word
+        same = [float(winner == labels[n]) for n, winner in judged.items()]
+        # over prompts: one may be compared several times
+        interval = share_interval(same, [questions[n] for n in judged])
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
             "agreement": interval.row(),
-            "kappa": kappa,
-            "judged": judged,
-            "unjudged": len(verdicts) - judged,
+            "kappa": 1.0 if kappa is None else kappa,
+            "judged": len(judged),
+            "unjudged": len(verdicts) - len(judged),
             "ties": len(ties),
             "swayed": sum(not v.agreed for v in ties),
         }

@@ -20,7 +20,7 @@ from posttrain.data.preferences import read_pairs
 from posttrain.errors import GuardStop, UserError
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Endpoint
-from posttrain.rewards.judge import CANARIES, Judge, Verdict, agreement, judge, judged
+from posttrain.rewards.judge import CANARIES, Judge, Verdict, judge, judged
 from posttrain.stages.agreement import AgreementStage, JudgeSettings
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -526,8 +526,13 @@ def test_images_of_the_question_are_passed_on(serve: Any) -> None:
 
 
 def test_agreement_with_people_by_hand() -> None:
-    assert agreement(["A", "A", "B", "B"], ["A", "B", "B", "B"]) == pytest.approx((0.75, 0.5, 4))
-    assert agreement([None], ["A"]) == (0.0, 0.0, 0)
+    stage = AgreementStage(name="agreement", data="pairs.jsonl", judge=JudgeSettings(model="m"))
+    verdicts = [Verdict("A"), Verdict("A"), Verdict(None, failure="no reply"), Verdict("B"), Verdict("B")]
+    found = stage.figures(verdicts, ["A", "B", "A", "B", "B"], list("pqrst"))
+    assert (found["agreement"][0], found["kappa"], found["judged"], found["unjudged"]) == pytest.approx((0.75, 0.5, 4, 1))
+    assert stage.figures([Verdict("A")], ["A"], ["p"])["kappa"] == 1.0
+    with pytest.raises(UserError, match="no verdict on any pair: no reply"):
+        stage.figures(verdicts[2:3], ["A"], ["p"])
 
 
 def test_the_plain_reward_and_bad_settings(serve: Any, tmp_path: Path) -> None:
