@@ -207,6 +207,8 @@ class Source:
             return " | ".join(str(ast.literal_eval(part)) for part in parts)
         if head == "Annotated":
             call = parts[1]
+            if ast.unparse(call).startswith("Names("):
+                return self.type_text(parts[0])
             given = {w.arg: w.value for w in getattr(call, "keywords", ()) if w.arg}
             known = {k: ast.literal_eval(v) for k, v in given.items() if _literal(v)}
             return f"{self.type_text(parts[0])} {Range(**known)}".strip()

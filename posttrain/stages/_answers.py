@@ -20,7 +20,7 @@ from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.models.policy import Policy
 from posttrain.stages._material import Data, gather
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_reward_model, model_places
+from posttrain.stages.base import Context, ModelName, Stage, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_examples, pack_groups
@@ -41,12 +41,9 @@ class AnswerStage(Stage):
     counts: ClassVar[str] = "problems"
     leaves: ClassVar[str | None] = ""
 
-    model: str
+    model: ModelName
     task: Task
     sampling: Sampling = field(default_factory=Sampling)
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        return {"model": (self.model,)}
 
     def splits(self) -> list[tuple[str, int | None]]:
         return [("test", None)]

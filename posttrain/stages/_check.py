@@ -54,12 +54,11 @@ def check_stages(
 
 def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
     """Refuse names of stages that come later, or that leave nothing of the kind asked for; and files that are not there."""
-    for key, words in stage.named_stages().items():
+    for key, words in stage.named("stage").items():
         for word in words:
             check_stage(f"{stage.name}.{key}", word, before, later)
-    kinds = {"reward model": stage.named_scorers(), "data": stage.named_files()}
-    for what, named in {"model": stage.named_models(), **kinds}.items():
-        for key, words in named.items():
+    for what in ("model", "reward model", "data"):
+        for key, words in stage.named(what).items():
             for word in words:
                 check_word(f"{stage.name}.{key}", word, what, before, later)
 
@@ -123,11 +122,11 @@ def neighbours(path: Path) -> list[str]:
 def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) -> Reader:
     """What the model of a stage reads, after all that the stage names were looked at: those that are given its tokens must have its
     vocabulary. A model of an earlier stage reads as the one that it started from."""
-    for score, named in ((False, stage.named_models()), (True, stage.named_scorers())):
-        for key, words in named.items():
+    for what in ("model", "reward model"):
+        for key, words in stage.named(what).items():
             for word in words:
                 with prefixed(f"{stage.name}.{key}"):
-                    find_reader(word, stage, score, before, readers)
+                    find_reader(word, stage, what != "model", before, readers)
     reader = find_reader(stage.starts_from(), stage, False, before, readers)
     for name in dict.fromkeys(stage.reads_ids()):
         other = find_reader(name, stage, False, before, readers)

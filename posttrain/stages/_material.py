@@ -12,10 +12,10 @@ import numpy as np
 from posttrain.data.demonstrations import DataReport, check_count, from_file, from_task, prepare
 from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
-from posttrain.errors import Checked, NotNegative, Range, require
+from posttrain.errors import NotNegative, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
-from posttrain.stages.base import Context, data_place
+from posttrain.stages.base import Context, DataName, Naming, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 
@@ -32,7 +32,7 @@ ROWS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(Checked):
+class Data(Naming):
     """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level. In place of a file, an earlier
     stage that has written data, such as a sample stage, can be named.
 
@@ -42,7 +42,7 @@ class Data(Checked):
     where: ClassVar[str] = "data: "
     shorthand: ClassVar[str] = "file"  # a name alone is a file
 
-    file: str = ""
+    file: DataName = ""
     task: Task | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
     weight: NotNegative = 0.0
@@ -74,11 +74,6 @@ class Data(Checked):
             return self.file
         counts = ", ".join(f"{n} of level {k}" for k, n in self.counts.items())
         return f"{type(self.task).__name__} demonstrations, {counts}"
-
-
-def files_of(sources: Sequence[Data]) -> tuple[str, ...]:
-    """The files or stages that sources name."""
-    return tuple(source.file for source in sources if source.file)
 
 
 def check_sources(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,8 +223,7 @@ def preference_plan(
 ) -> list[str]:
     """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
     times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
-    read = (file for named in stage.named_files().values() for file in named)
-    files = [file for file in read if file in before]
+    files = [file for file in chain(*stage.named("data").values()) if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
         return [f"a step: {stage.batch} units; {how_long(stage)}{times}", *later]

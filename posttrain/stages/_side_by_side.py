@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from posttrain.collect import Prompt, generate_groups
@@ -99,7 +100,7 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
             known = len(held_out) > 0
             return [Asked(p.question, tuple(task.prompt(p)), (), p.answer, known) for p in first]
     for stage in reversed(stages):
-        files = [Path(path) for paths in stage.named_files().values() for path in paths]
+        files = [*map(Path, chain(*stage.named("data").values()))]
         there = bool(files) and all(path.is_file() for path in files)
         if (
             isinstance(stage, DataStage)

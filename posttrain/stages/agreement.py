@@ -19,6 +19,10 @@ from posttrain.stages._answers import BUDGET
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import (
     Context,
+    DataName,
+    ModelName,
+    Naming,
+    ScorerName,
     Stage,
     data_place,
     load_policy,
@@ -33,13 +37,13 @@ from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings(EndpointSettings):
+class JudgeSettings(EndpointSettings, Naming):
     """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
     for; `cache` is for both. `rules` are a judge without a model: the score of a task, with errors that are known."""
 
     shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
 
-    model: str = ""  # "": the rules judge
+    model: ModelName = ""  # "": the rules judge
     rubric: str = ""  # a file; "": the default
     rules: Task | None = None  # in place of a model: a task whose score judges
     noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
@@ -63,9 +67,8 @@ class JudgeSettings(EndpointSettings):
             endpoint(self)
         read_rubric(self.rubric)
 
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        """The model that it loads into this process, by the key of a stage."""
-        return {} if self.url or self.rules is not None else {"judge": (self.model,)}
+    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
+        return {} if self.url else super().named(kind)
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """The judge, after it has passed the canaries, which are for models, and what asking it takes."""
@@ -96,9 +99,9 @@ class AgreementStage(Stage):
 
     leaves = ""
 
-    data: str
+    data: DataName
     judge: JudgeSettings | None = None
-    reward_model: str = ""
+    reward_model: ScorerName = ""
     pairs: Count = 200
     min_agreement: Share = 0.0  # 0: no gate
 
@@ -106,15 +109,6 @@ class AgreementStage(Stage):
         yield from super().mistakes()
         if bool(self.reward_model) == (self.judge is not None):
             yield "name a judge or a reward_model that is compared with people, one of them"
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        return self.judge.named_models() if self.judge is not None else {}
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"data": (self.data,)}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.data not in before:

@@ -9,9 +9,10 @@ import string
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
@@ -186,8 +187,46 @@ class Context:
         atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Marks a setting whose text names something: a model, a reward model, data or a stage. A model is an earlier stage, a directory or
+    a hub name; data an earlier stage that writes it, or a file."""
+
+    kind: str
+
+
+ModelName = Annotated[str, Names("model")]
+ScorerName = Annotated[str, Names("reward model")]
+DataName = Annotated[str, Names("data")]
+StageName = Annotated[str, Names("stage")]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Stage(Checked, ABC):
+class Naming(Checked):
+    """Settings that may name models, reward models, data and stages; see `Names`."""
+
+    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
+        """What they name of a kind, by the key that names it; what a task names is the task's."""
+        own: type = type(self)
+        hints = dict(field_types(own))
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        given = {f.name for f in fields(self) if f.init and values[f.name] != f.default}
+        found = {key: tuple(_words(values[key], hints[key], kind)) for key in given}
+        return {key: words for key in values if (words := found.get(key))}
+
+
+def _words(value: Any, hint: Any, kind: str) -> Iterator[str]:
+    """The texts in a setting that name something of a kind."""
+    if isinstance(value, Naming):
+        yield from chain(*value.named(kind).values())
+    elif get_origin(hint) is tuple:
+        yield from chain(*(_words(one, get_args(hint)[0], kind) for one in value))
+    elif Names(kind) in getattr(hint, "__metadata__", ()):
+        yield value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Naming, ABC):
     """One step of a pipeline, with a name of its own in the run."""
 
     # what a later stage can use of it by its name: a model or data; "": neither; None: not known
@@ -224,22 +263,6 @@ class Stage(Checked, ABC):
         task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        """The models that it loads, by the key that names them: earlier stages, directories, hub names."""
-        return {"model": (self.starts_from(),)} if self.starts_from() else {}
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        """The reward models that it loads, by key; they are not among the others."""
-        return {}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        """The files that it reads, or the earlier stages that write them, by key; those of its task are the task's."""
-        return {}
-
-    def named_stages(self) -> dict[str, tuple[str, ...]]:
-        """The earlier stages that it needs by name, by key."""
-        return {}
 
     def splits(self) -> Sequence[tuple[str, int | None]]:
         """The splits and levels of its task that must have a problem."""
@@ -293,6 +316,8 @@ class Stage(Checked, ABC):
 def in_full(value: Any, hint: Any) -> Any:
     """What a field holds, from what may stand for it: the name of an algorithm or a task, one value for a list of one, a file for
     its settings, and settings for the file."""
+    if hasattr(hint, "__metadata__"):  # Annotated
+        hint = hint.__origin__
     inner = get_args(hint)
     if get_origin(hint) is tuple and inner[1:] == (...,):
         several = value if isinstance(value, tuple | list) else [value]

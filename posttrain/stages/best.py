@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from posttrain.errors import require
 from posttrain.models.policy import Policy
-from posttrain.stages.base import Context, Stage, model_places
+from posttrain.stages.base import Context, ModelName, Stage, StageName, model_places
 from posttrain.types import JSON
 
 
@@ -20,16 +20,10 @@ class BestStage(Stage):
 
     leaves = "model"
 
-    models: tuple[str, ...]
-    measured: tuple[str, ...]
+    models: tuple[ModelName, ...]
+    measured: tuple[StageName, ...]
     figure: str = "accuracy"
     higher: bool = True  # is better
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        return {"models": self.models}
-
-    def named_stages(self) -> dict[str, tuple[str, ...]]:
-        return {"measured": self.measured}
 
     def mistakes(self) -> Iterator[str]:
         if not len(self.models) == len(self.measured) > 0:

@@ -17,7 +17,7 @@ from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, rated_by
 from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages.agreement import JudgeSettings
-from posttrain.stages.base import Context, data_place
+from posttrain.stages.base import Context, DataName, ModelName, ScorerName, data_place
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Group, Rollout
 
@@ -43,21 +43,10 @@ class ComparisonsStage(AskingStage):
     noise: NotNegative = 0.1  # of the simulated annotator
     annotator: Literal["simulated", "people"] = "simulated"
     needed: Whole = 0  # comparisons by people after which the run may go on; 0: all
-    reward_model: str = ""
+    reward_model: ScorerName = ""
     judge: JudgeSettings | None = None
-    against: str = ""  # a second model: half of the answers to each problem are its own
-    before: str = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        judge = self.judge.named_models() if self.judge is not None else {}
-        against = {"against": (self.against,)} if self.against else {}
-        return {**super().named_models(), **against, **judge}
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"before": (self.before,)} if self.before else {}
+    against: ModelName = ""  # a second model: half of the answers to each problem are its own
+    before: DataName = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()

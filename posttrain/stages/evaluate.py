@@ -18,8 +18,8 @@ from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity
 from posttrain.stages._contamination import trained_on
-from posttrain.stages._material import Data, check_sources, files_of, placed
-from posttrain.stages.base import Context, Stage, make_sampler
+from posttrain.stages._material import Data, check_sources, placed
+from posttrain.stages.base import Context, ModelName, Stage, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
@@ -62,7 +62,7 @@ class EvaluateStage(AnswerStage):
     problems: Count = 500
     samples: Several = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
-    reference: str = ""
+    reference: ModelName = ""
     text: tuple[Data, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
@@ -83,13 +83,6 @@ class EvaluateStage(AnswerStage):
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.text)]
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        own = {key: (word,) for key, word in {"reference": self.reference}.items() if word}
-        return {**super().named_models(), **own}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"text": files_of(self.text)}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         few = self.spread and len(self.task.problems("test")) < 2

@@ -12,7 +12,7 @@ from posttrain.errors import Count, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
-from posttrain.stages.base import Context, Stage, data_place
+from posttrain.stages.base import Context, DataName, Stage, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem, Score
 
@@ -27,11 +27,8 @@ class MineStage(AskingStage):
     writes_responses = False
 
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
-    again: str = ""  # an earlier mine stage, or a file: what it kept is asked once more
+    again: DataName = ""  # an earlier mine stage, or a file: what it kept is asked once more
     min_problems: Count = 16  # where fewer were failed, the hardest of the others are kept too
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"again": (self.again,)} if self.again else {}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.again and self.again not in before:

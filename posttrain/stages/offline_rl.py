@@ -15,7 +15,7 @@ from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._plan import DryRun, few_steps, many, planned_way, training_memory
 from posttrain.stages._saved_groups import Saved, read_saved
-from posttrain.stages.base import Context, Stage, data_place
+from posttrain.stages.base import Context, DataName, Stage, data_place
 from posttrain.stages.train import MaxLength, ReferenceStage, trained
 from posttrain.types import JSON, Sampling
 
@@ -37,7 +37,7 @@ class OfflineRLStage(ReferenceStage):
     shares = "batch"
     reads_first = True
 
-    data: tuple[str, ...]
+    data: tuple[DataName, ...]
     steps: Count = 100
     batch: Several = 16  # groups a step
     max_length: MaxLength = 0
@@ -53,9 +53,6 @@ class OfflineRLStage(ReferenceStage):
             yield f"{name} compares with an answer that is sampled in another way, which saved groups do not mark; use grpo"
         if self.algorithm.learns_steps:
             yield "supervision=process needs the values of steps, which saved groups do not have"
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"data": self.data}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         there = [path for path in self.data if path not in before]

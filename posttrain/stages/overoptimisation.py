@@ -15,7 +15,7 @@ from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
 from posttrain.runs.read import Run
 from posttrain.stages._answers import AnswerStage, rated_by
-from posttrain.stages.base import Context
+from posttrain.stages.base import Context, ScorerName, StageName
 from posttrain.types import JSON
 
 FIGURES = ("proxy", "gold", "kl")
@@ -37,8 +37,8 @@ class OveroptimisationStage(AnswerStage):
     and the fall between them in standard errors; best is chosen by the same samples, so that a small fall means nothing.
     """
 
-    trained: tuple[str, ...] = ()
-    reward_models: tuple[str, ...] = ()
+    trained: tuple[StageName, ...] = ()
+    reward_models: tuple[ScorerName, ...] = ()
     problems: Annotated[int, Range(ge=2)] = 100
     samples: Annotated[int, Range(ge=2)] = 64
 
@@ -47,12 +47,6 @@ class OveroptimisationStage(AnswerStage):
             yield "name rl stages as trained, or reward_models, or both"
         if self.sampling.temperature == 0:
             yield "best of n needs a temperature above 0"
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        return {"reward_models": self.reward_models}
-
-    def named_stages(self) -> dict[str, tuple[str, ...]]:
-        return {"trained": self.trained}
 
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}

@@ -15,7 +15,7 @@ from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
 from posttrain.stages._held_out import Judge, by_count
 from posttrain.stages._material import measured_units
-from posttrain.stages.base import Context
+from posttrain.stages.base import Context, DataName
 from posttrain.stages.train import ReferenceStage, UnitStage, trained
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
@@ -38,7 +38,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
-    held_out_data: tuple[str, ...] = ()
+    held_out_data: tuple[DataName, ...] = ()
     evaluate_units: Count = 500  # of what is held out, drawn by the seed where there is more
 
     def mistakes(self) -> Iterator[str]:
@@ -61,9 +61,6 @@ class PreferenceStage(UnitStage, ReferenceStage):
         why = f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
         why += ", or imitate these with an sft stage" if good else ""
         require((good > 0) == (bad > 0), f"{what}, and {why}")
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {**super().named_files(), "held_out_data": self.held_out_data}
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import Timer
 from typing import Annotated, Any, ClassVar, Literal
 
 from torch import nn
 
 from posttrain.data.steps import compile_separator
-from posttrain.errors import Checked, NotNegative, Positive, Range, require
+from posttrain.errors import NotNegative, Positive, Range, require
 from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
@@ -26,7 +27,15 @@ from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
-from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
+from posttrain.stages.base import (
+    Context,
+    ModelName,
+    Naming,
+    ScorerName,
+    load_policy,
+    load_reward_model,
+    model_places,
+)
 from posttrain.tasks.base import Task, no_running_loop
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
@@ -39,7 +48,7 @@ SLOW = 30.0  # seconds of one call of a function before a warning
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSource(Checked, ABC):
+class RewardSource(Naming, ABC):
     """A source of rewards. Its fields are its settings; `name` is what a recipe calls it."""
 
     name: ClassVar[str] = ""
@@ -51,11 +60,8 @@ class RewardSource(Checked, ABC):
 
     def loads(self) -> tuple[str, ...]:
         """The models that it asks: stages, directories or hub names."""
-        return ()
-
-    def scorers(self) -> tuple[str, ...]:
-        """Those of them that are reward models."""
-        return ()
+        both = (self.named(kind).values() for kind in ("model", "reward model"))
+        return tuple(chain(*chain(*both)))
 
     def reads_ids(self) -> tuple[str, ...]:
         """Those of them that are given the policy's tokens, and so must have its vocabulary."""
@@ -168,7 +174,7 @@ class _Scorers(RewardSource):
     or the mean less `k` standard deviations. `weights`, one for each of `models`, make mean and deviation weighted ones; those that one
     stage has trained share its weight. `device=cpu` keeps them on the CPU between calls."""
 
-    models: tuple[str, ...]
+    models: tuple[ScorerName, ...]
     weights: tuple[Positive, ...] = ()  # (): all alike
     combine: Literal["mean", "worst", "mean_minus"] = "mean"
     k: NotNegative = 1.0
@@ -181,12 +187,6 @@ class _Scorers(RewardSource):
         require(given in (0, count), f"weights: {given} for {count} models; give one for each")
         none = "weights: the worst of several has no weights; use combine=mean or mean_minus"
         require(not given or self.combine != "worst", none)
-
-    def loads(self) -> tuple[str, ...]:
-        return self.models
-
-    def scorers(self) -> tuple[str, ...]:
-        return self.models
 
     def on_device(self) -> tuple[str, ...]:
         return self.models if self.device == "same" else ()
@@ -252,15 +252,12 @@ class ImplicitReward(RewardSource):
 
     name: ClassVar[str] = "implicit"
 
-    model: str
-    reference: str
+    model: ModelName
+    reference: ModelName
     beta: Positive = 0.1
 
-    def loads(self) -> tuple[str, ...]:
-        return (self.model, self.reference)
-
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
-        tuned, origin = (load_policy(name, context) for name in self.loads())
+        tuned, origin = (load_policy(name, context) for name in (self.model, self.reference))
         for one in (tuned, origin):
             same_vocabulary(where, policy, one)
             one.model.requires_grad_(False)
@@ -275,12 +272,13 @@ class JudgeReward(EndpointSettings, RewardSource):
 
     name: ClassVar[str] = "judge"
 
+    model: ModelName
     mode: Literal["points", "group", "tournament"] = "points"
     rubric: str = ""  # "": the default
     device: Device = "same"  # cpu: it comes to the policy's device only when it is asked
 
-    def loads(self) -> tuple[str, ...]:
-        return () if self.url else (self.model,)
+    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
+        return {} if self.url else super().named(kind)
 
     def reads_ids(self) -> tuple[str, ...]:
         return ()
@@ -310,7 +308,7 @@ class JudgeReward(EndpointSettings, RewardSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighted(Checked):
+class Weighted(Naming):
     """A source in a mix, with the factor of its value. Its value is reported as `reward/LABEL`; "" is the source's name."""
 
     reward: RewardSource
@@ -338,12 +336,6 @@ class MixedReward(RewardSource):
         require(len(set(labels)) == len(labels), alike)
         nested = ", ".join(part.part for part in self.parts if part.reward.rated)
         require(not nested, f"parts: {nested}: set rated of the mix, not of a part of it")
-
-    def loads(self) -> tuple[str, ...]:
-        return tuple(name for part in self.parts for name in part.reward.loads())
-
-    def scorers(self) -> tuple[str, ...]:
-        return tuple(name for part in self.parts for name in part.reward.scorers())
 
     def reads_ids(self) -> tuple[str, ...]:
         return tuple(name for part in self.parts for name in part.reward.reads_ids())

@@ -30,9 +30,18 @@ from posttrain.models.scorer import Scorer, from_policy
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._material import Data, check_lengths, check_sources, files_of, gather, placed
+from posttrain.stages._material import Data, check_lengths, check_sources, gather, placed
 from posttrain.stages._plan import DryRun, few_steps, model_bytes, rl_plan
-from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
+from posttrain.stages.base import (
+    Context,
+    DataName,
+    ModelName,
+    ScorerName,
+    Stage,
+    data_place,
+    load_reward_model,
+    model_places,
+)
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
@@ -84,20 +93,20 @@ class RLStage(ReferenceStage):
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
     watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
-    critic: str = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
+    critic: ScorerName = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
     # of a new head: linear, or mlp with one hidden layer
     critic_head: Literal["linear", "mlp"] = "linear"
     # None: the policy's settings, whose warm-up and schedule it follows in any case
     critic_optimizer: Optimization | None = None
     # of distillation: a model with the same tokenizer (a stage, a directory, a hub name); "": the one that the stage starts from
-    teacher: str = ""
+    teacher: ModelName = ""
     # what the teacher alone reads, as a system message before the prompt; {answer} stands for the problem's own
     teacher_prompt: str = ""
     reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
     pretraining_batch: Several = 16  # texts an optimizer step
     pretraining_length: int = 1024  # longer ones are left out
-    problems: str = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
+    problems: DataName = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
     # steps that may come between the beginning of a group and the step that trains on it; 0: generate and train in turn
     max_staleness: Whole = 0
     # what is being sampled when new weights come: goes on with them, or is begun again
@@ -198,20 +207,6 @@ class RLStage(ReferenceStage):
 
     def tasks(self) -> list[Task | None]:
         return [self.task, *(d.task for d in self.pretraining)]
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        scorers = self.reward.scorers()
-        others = tuple(name for name in self.reward.loads() if name not in scorers)
-        teacher = {"teacher": (self.teacher,)} if self.teacher else {}
-        return {**super().named_models(), **teacher, "reward": others}
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        critic = {"critic": (self.critic,)} if self.critic else {}
-        return {**critic, "reward": self.reward.scorers()}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        problems = {"problems": (self.problems,)} if self.problems else {}
-        return {"pretraining": files_of(self.pretraining), **problems}
 
     def splits(self) -> list[tuple[str, int | None]]:
         train = [("train", level) for level in self.task.levels] if not self.problems else []

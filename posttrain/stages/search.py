@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from posttrain.evals.statistics import share_interval
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AnswerStage
 from posttrain.stages._continued import Continued, beginning, cut, joined
-from posttrain.stages.base import Context, load_reward_model, model_places
+from posttrain.stages.base import Context, ScorerName, load_reward_model, model_places
 from posttrain.train.rating import ProcessRating
 from posttrain.types import JSON, Group, Problem, Rollout, Score
 
@@ -41,8 +42,8 @@ class SearchStage(AnswerStage):
     `step_tokens` long. `tokens` in the result are those sampled for a problem: N answers, and N / beams x beams a round.
     """
 
-    process: str  # a process reward model: a stage or a directory
-    outcome: str = ""  # a model of the same kind that was trained on outcomes alone
+    process: ScorerName  # a process reward model: a stage or a directory
+    outcome: ScorerName = ""  # a model of the same kind that was trained on outcomes alone
     problems: Annotated[int, Range(ge=2)] = 500
     samples: Annotated[int, Range(ge=2)] = 16
     beams: Count = 4  # beginnings that are kept after each step
@@ -58,12 +59,8 @@ class SearchStage(AnswerStage):
         if self.task.isolated:
             yield "beginnings of a task that is scored in worker processes cannot be continued yet; use another task"
 
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        outcome = {"outcome": (self.outcome,)} if self.outcome else {}
-        return {"process": (self.process,), **outcome}
-
     def reads_ids(self) -> tuple[str, ...]:
-        return tuple(name for names in self.named_scorers().values() for name in names)
+        return tuple(chain(*self.named("reward model").values()))
 
     def run(self, context: Context) -> dict[str, JSON]:
         def seed(first: int) -> int:

@@ -20,13 +20,12 @@ from posttrain.stages._material import (
     Data,
     Material,
     check_lengths,
-    files_of,
     gather,
     measured_units,
     placed,
 )
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
-from posttrain.stages.base import Context, Stage
+from posttrain.stages.base import Context, Stage, StageName
 from posttrain.stages.train import DataStage, trained
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Example
@@ -46,18 +45,12 @@ class SFTStage(DataStage):
     # of the examples that are held out, drawn by the seed where there are more
     evaluate_units: Count = 500
     algorithm: Algorithm = field(default_factory=SFT)
-    as_long_as: str = ""
+    as_long_as: StageName = ""
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         if not self.data:
             yield "a supervised stage needs data"
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"data": files_of(self.data)}
-
-    def named_stages(self) -> dict[str, tuple[str, ...]]:
-        return {"as_long_as": (self.as_long_as,)} if self.as_long_as else {}
 
     def material(self, context: Context, reader: Policy | Reader) -> Material:
         given = (context.seed, self.max_length, self.all_tokens, self.held_out)

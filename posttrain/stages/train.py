@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
@@ -20,7 +21,7 @@ from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, DataName, ModelName, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.proximal import Proximal
@@ -51,7 +52,7 @@ class TrainStage(Stage):
     reads: ClassVar[tuple[str, ...]] = ()
     builds: ClassVar[tuple[str, ...]] = ("proximal",)
 
-    model: str
+    model: ModelName
     algorithm: Algorithm
     steps: Count | None = DEFAULT_STEPS
     optimizer: Optimization = field(
@@ -86,9 +87,6 @@ class TrainStage(Stage):
     def samples_kl(self) -> bool:
         """Whether it has samples and a reference to measure the KL of responses."""
         return False
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        return {"model": (self.model,)}
 
     def optimizers(self) -> dict[str, Optimization]:
         """The settings of its optimizers, by their key."""
@@ -189,7 +187,7 @@ class ReferenceStage(TrainStage):
     """A stage that can keep a reference: the model that it starts from, or the one that `reference` names, frozen unless
     `reference_ema` or `reference_every` has it follow the policy."""
 
-    reference: str = ""
+    reference: ModelName = ""
     # after every step the reference is so much of itself, and the policy for the rest; 0: it stays as it is
     reference_ema: Annotated[float, Range(ge=0, lt=1)] = 0.0
     # steps after which the reference is the policy as it is then; 0: never
@@ -219,10 +217,6 @@ class ReferenceStage(TrainStage):
     @property
     def moves(self) -> bool:
         return self.reference_ema > 0 or self.reference_every > 0
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        own = {"reference": (self.reference,)} if self.reference else {}
-        return {**super().named_models(), **own}
 
     def reads_ids(self) -> tuple[str, ...]:
         return (self.reference,) if self.reference else ()
@@ -319,7 +313,7 @@ class UnitStage(DataStage):
 
     reads_first = True
 
-    data: tuple[str, ...]
+    data: tuple[DataName, ...]
     max_length: MaxLength = 0
     held_out: HeldOut = 0.1
 
@@ -328,14 +322,11 @@ class UnitStage(DataStage):
         if not self.data:
             yield "give at least one JSONL file of preferences as data"
 
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"data": self.data}
-
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if reader.tokenizer is None:
             return
         limited = self.limited(reader)
-        files = [path for paths in self.named_files().values() for path in paths]
+        files = [*chain(*self.named("data").values())]
         there = [path for path in files if path not in before]
         if len(there) < len(files):  # what is held out is not known
             limited.read(context, reader.tokenizer, there)

@@ -23,9 +23,9 @@ from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import SHARES, Verdict
 from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity, rated_by
-from posttrain.stages._material import Data, check_sources, files_of, placed
+from posttrain.stages._material import Data, check_sources, placed
 from posttrain.stages.agreement import JudgeSettings
-from posttrain.stages.base import Context
+from posttrain.stages.base import Context, ModelName, ScorerName
 from posttrain.types import JSON, Group
 
 PARTS = 10  # of the problems, whose figures tell the spread of the whole
@@ -42,25 +42,15 @@ class VersusStage(AnswerStage):
     `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
     """
 
-    against: str
+    against: ModelName
     problems: Annotated[int, Range(ge=2)] = 500
-    reward_model: str = ""
+    reward_model: ScorerName = ""
     judge: JudgeSettings | None = None
     text: tuple[Data, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
         if self.judge and self.reward_model:
             yield "a judge or a reward_model decides, not both"
-
-    def named_models(self) -> dict[str, tuple[str, ...]]:
-        judge = self.judge.named_models() if self.judge is not None else {}
-        return {**super().named_models(), "against": (self.against,), **judge}
-
-    def named_scorers(self) -> dict[str, tuple[str, ...]]:
-        return {"reward_model": (self.reward_model,)} if self.reward_model else {}
-
-    def named_files(self) -> dict[str, tuple[str, ...]]:
-        return {"text": files_of(self.text)}
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         check_sources(self.text, reader, before, UNLIMITED)
