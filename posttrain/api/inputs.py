@@ -18,7 +18,7 @@ from posttrain.errors import UserError, called_here, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
-from posttrain.stages.agreement import JudgeSettings
+from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.reward_sources import (
     FunctionReward,
     MixedReward,

@@ -7,8 +7,8 @@ from typing import Literal
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes.base import given
+from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
-from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels, RewardSource

@@ -11,8 +11,8 @@ from posttrain.recipes import _reviews
 from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
 from posttrain.recipes._sentences import favourites, talk
 from posttrain.recipes.base import Recipe, given
+from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
-from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Stage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.reviews import Reviews

@@ -6,7 +6,7 @@ from posttrain.errors import require
 from posttrain.recipes._feedback import compare, fit, optimise, versus
 from posttrain.recipes._posts import beginning
 from posttrain.recipes.base import Recipe
-from posttrain.stages.agreement import JudgeSettings
+from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
 

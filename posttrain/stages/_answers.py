@@ -97,11 +97,13 @@ class AskingStage(AnswerStage):
 
     def answers(self, context: Context, problems: Sequence[Problem]) -> Iterator[Group]:
         """Answers of `model`, scored by the task. Another `skip` is another draw."""
-
-        def seed(first: int) -> int:
-            return derive(context.seed, self.skip, first) >> 1
-
+        seed = seeds(context, self.skip)
         return self.ask(context, self.load(context), problems, self.samples, seed)
+
+
+def seeds(context: Context, *drawn: int) -> Callable[[int], int]:
+    """The seed of the batch that begins at a problem, for what `drawn` tells apart."""
+    return lambda first: derive(context.seed, *drawn, first) >> 1
 
 
 def assistant(rollout: Rollout) -> list[dict[str, JSON]]:

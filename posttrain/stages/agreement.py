@@ -5,87 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from posttrain.data.labels import cohen_kappa
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
-from posttrain.errors import Count, GuardStop, NotNegative, Share, require
+from posttrain.errors import Count, GuardStop, Share, require
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
-from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
-from posttrain.rewards.judge import Judge, Verdict, read_rubric
+from posttrain.rewards.judge import Verdict
 from posttrain.stages._answers import BUDGET
+from posttrain.stages._judged import JudgedStage
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import (
-    Context,
-    DataName,
-    ModelName,
-    Naming,
-    ScorerName,
-    Stage,
-    data_place,
-    load_policy,
-    load_reward_model,
-    model_places,
-)
+from posttrain.stages.base import Context, DataName, data_place, load_reward_model, model_places
 from posttrain.stages.reward_model import judge_pairs
-from posttrain.tasks._rules import RuleJudge
-from posttrain.tasks.base import Task
-from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.types import JSON
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings(EndpointSettings, Naming):
-    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
-    for; `cache` is for both. `rules` are a judge without a model: the score of a task, with errors that are known."""
-
-    shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
-
-    model: ModelName = ""  # "": the rules judge
-    rubric: str = ""  # a file; "": the default
-    rules: Task | None = None  # in place of a model: a task whose score judges
-    noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
-    position_bias: NotNegative = (
-        0.0  # of the rules: what they add to the score of the answer that is shown first
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one = "name a model that judges, or the rules of a task, not both"
-        require(bool(self.model) != (self.rules is not None), one)
-        inexact = self.rules is not None or self.noise == self.position_bias == 0
-        require(inexact, "noise and position_bias are of rules, not of a model")
-
-    def __str__(self) -> str:
-        return self.model or f"the judge of {type(self.rules).__name__.lower()}"
-
-    def ready(self) -> None:
-        """Refuse what can be known before it is asked."""
-        if self.url:
-            endpoint(self)
-        read_rubric(self.rubric)
-
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        return {} if self.url else super().named(kind)
-
-    def open(self, context: Context) -> tuple[Judge, Usage]:
-        """The judge, after it has passed the canaries, which are for models, and what asking it takes."""
-        if self.rules is not None:
-            rules = RuleJudge(self.rules, self.noise, self.position_bias)
-            return Judge(rules, read_rubric(self.rubric)), rules.usage
-        if self.url:
-            model: Endpoint | LocalModel = endpoint(self)
-        else:
-            policy = load_policy(self.model, context)
-            policy.model.requires_grad_(False)
-            model = LocalModel(policy, cache=self.cache)
-        return JudgeRating(model, rubric=self.rubric).judge, model.usage
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgreementStage(Stage):
+class AgreementStage(JudgedStage):
     """Up to `pairs` comparisons of people, from a file of preferences or an earlier stage (`data`), judged in both orders by `judge`.
     Which answer stands first is drawn by the seed. What is reported:
 
@@ -100,8 +37,6 @@ class AgreementStage(Stage):
     leaves = ""
 
     data: DataName
-    judge: JudgeSettings | None = None
-    reward_model: ScorerName = ""
     pairs: Count = 200
     min_agreement: Share = 0.0  # 0: no gate
 
@@ -113,10 +48,6 @@ class AgreementStage(Stage):
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.data not in before:
             read_pairs(self.data)
-
-    def ready(self, names: Collection[str]) -> None:
-        if self.judge is not None:
-            self.judge.ready()
 
     def dry_run(self) -> DryRun:
         return fewer(self, "pairs", min_agreement=0.0)

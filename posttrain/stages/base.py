@@ -471,20 +471,22 @@ def make_sampler(
     """The engine in this process, or a sampler in `count` others, here or on a cluster; see `Context.sampler`. With weights that are
     spread over processes, on a copy of them."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
-    if kind == "engine":
-        return gathering(policy, lambda whole: Engine(whole, rows, processes, 0, precision))
-    if cluster is not None:
-        require(kind == "process", f"sampler={kind} is not on a cluster yet; use sampler=process")
-        from posttrain.cluster.ray_sampler import RaySampler
+    on_cluster = cluster is not None and kind != "engine"
+    text = f"sampler={kind} is not on a cluster yet; use sampler=process"
+    require(kind == "process" or not on_cluster, text)
 
-        return gathering(
-            policy, lambda whole: RaySampler(whole, rows, processes, count, cluster, precision)
-        )
-    from posttrain.cluster.remote import remote_sampler
+    def make(whole: Policy) -> Sampler:
+        if kind == "engine":
+            return Engine(whole, rows, processes, 0, precision)
+        if cluster is not None:
+            from posttrain.cluster.ray_sampler import RaySampler
 
-    return gathering(
-        policy, lambda whole: remote_sampler(whole, rows, processes, kind, count, precision)
-    )
+            return RaySampler(whole, rows, processes, count, cluster, precision)
+        from posttrain.cluster.remote import remote_sampler
+
+        return remote_sampler(whole, rows, processes, kind, count, precision)
+
+    return gathering(policy, make)
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:

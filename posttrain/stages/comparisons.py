@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,9 +15,9 @@ from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, Range, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, rated_by
+from posttrain.stages._judged import JudgedStage
 from posttrain.stages._lineage import RECORD, sha256
-from posttrain.stages.agreement import JudgeSettings
-from posttrain.stages.base import Context, DataName, ModelName, ScorerName, data_place
+from posttrain.stages.base import Context, DataName, ModelName, data_place
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Group, Rollout
 
@@ -26,7 +26,7 @@ JUDGED = ("written", "equal", "truncated", "empty", "tied", "unjudged")  # the s
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonsStage(AskingStage):
+class ComparisonsStage(JudgedStage, AskingStage):
     """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or
     that of a `reward_model`, or by a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the
     Bradley-Terry model; noise 0 never errs, and prefers neither of two that score the same.
@@ -43,8 +43,6 @@ class ComparisonsStage(AskingStage):
     noise: NotNegative = 0.1  # of the simulated annotator
     annotator: Literal["simulated", "people"] = "simulated"
     needed: Whole = 0  # comparisons by people after which the run may go on; 0: all
-    reward_model: ScorerName = ""
-    judge: JudgeSettings | None = None
     against: ModelName = ""  # a second model: half of the answers to each problem are its own
     before: DataName = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
 
@@ -59,10 +57,6 @@ class ComparisonsStage(AskingStage):
         unscored = self.judge is None and self.annotator == "simulated" and not self.reward_model
         if unscored and not self.task.scores:
             yield "the task scores nothing by itself; give it a reward (task.reward), or name a reward_model or a judge"
-
-    def ready(self, names: Collection[str]) -> None:
-        if self.judge is not None:
-            self.judge.ready()
 
     def run(self, context: Context) -> dict[str, JSON]:
         counts: dict[str, int] = dict.fromkeys(JUDGED if self.judge else KINDS, 0)

@@ -13,8 +13,9 @@ from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
 from posttrain.stages.base import Context, DataName, Stage, data_place
+from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Message, Problem, Score
+from posttrain.types import JSON, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def read_problems(path: str) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Chosen(Task):
+class Chosen(Nested):
     """The training problems that replace those of a task. Episodes and scores stay with the task itself."""
 
     task: Task
@@ -98,9 +99,3 @@ class Chosen(Task):
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         return self.chosen if split == "train" else self.task.problems(split, level)
-
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        return self.task.prompt(problem)
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return self.task.score(problem, response)

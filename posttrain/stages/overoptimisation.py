@@ -9,12 +9,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Annotated
 
-from posttrain.engine.random import derive
 from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import own_style
 from posttrain.runs.read import Run
-from posttrain.stages._answers import AnswerStage, rated_by
+from posttrain.stages._answers import AnswerStage, rated_by, seeds
 from posttrain.stages.base import Context, ScorerName, StageName
 from posttrain.types import JSON
 
@@ -73,12 +72,9 @@ class OveroptimisationStage(AnswerStage):
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """One set of samples, ordered by each reward model in turn."""
-
-        def seed(first: int) -> int:
-            return derive(context.seed, 64, first) >> 1
-
         policy, problems = self.load(context), self.task.problems("test")[: self.problems]
-        groups = list(self.ask(context, policy, problems, self.samples, seed, BATCH))
+        drawn = (self.samples, seeds(context, 64), BATCH)
+        groups = list(self.ask(context, policy, problems, *drawn))
         ns = [2**power for power in range(self.samples.bit_length())]
         curves = {}
         for name in self.reward_models:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Timer
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from posttrain.errors import NotNegative, Positive, Range, require
 from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
-from posttrain.models.scorer import OffloadedRating, Scorer
+from posttrain.models.scorer import OffloadedRating
 from posttrain.rewards._asking import EndpointSettings, endpoint
 from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
 from posttrain.rewards.base import check, check_function, own_function
@@ -174,6 +174,8 @@ class _Scorers(RewardSource):
     or the mean less `k` standard deviations. `weights`, one for each of `models`, make mean and deviation weighted ones; those that one
     stage has trained share its weight. `device=cpu` keeps them on the CPU between calls."""
 
+    makes: ClassVar[type[ModelRating]] = ModelRating
+
     models: tuple[ScorerName, ...]
     weights: tuple[Positive, ...] = ()  # (): all alike
     combine: Literal["mean", "worst", "mean_minus"] = "mean"
@@ -202,14 +204,13 @@ class _Scorers(RewardSource):
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
-        rating = self.scored(scorers, weights, budget, policy.tokenizer)
+        how = (self.combine, self.k, budget, policy.tokenizer, *self.split())
+        rating = self.makes(scorers, *how, weights=weights)
         return placed(rating, [s.model for s in scorers], self.device, policy)
 
-    @abstractmethod
-    def scored(
-        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
-    ) -> Rating:
-        """The rating of loaded scorers."""
+    def split(self) -> tuple[str, ...]:
+        """How responses are split into steps, where it takes steps."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +218,6 @@ class RewardModels(_Scorers):
     """Outcome reward models: one score for a whole response."""
 
     name: ClassVar[str] = "models"
-
-    def scored(
-        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
-    ) -> Rating:
-        return ModelRating(scorers, self.combine, self.k, budget, tokenizer, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +227,7 @@ class ProcessRewardModels(_Scorers):
 
     name: ClassVar[str] = "process"
     gives_steps: ClassVar[bool] = True
+    makes = ProcessRating
 
     steps: str = "\n"
 
@@ -238,11 +235,8 @@ class ProcessRewardModels(_Scorers):
         super().__post_init__()
         compile_separator(self.steps)
 
-    def scored(
-        self, scorers: Sequence[Scorer], weights: tuple[float, ...], budget: int, tokenizer: Any
-    ) -> Rating:
-        how = (self.combine, self.k, budget, tokenizer, self.steps)
-        return ProcessRating(scorers, *how, weights=weights)
+    def split(self) -> tuple[str, ...]:
+        return (self.steps,)
 
 
 @dataclass(frozen=True, kw_only=True)

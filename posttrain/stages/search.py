@@ -11,13 +11,12 @@ from typing import Annotated
 
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
-from posttrain.engine.random import derive
 from posttrain.errors import Count, Range
 from posttrain.evals.best_of_n import frontier
 from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.evals.statistics import share_interval
 from posttrain.models.policy import Policy
-from posttrain.stages._answers import AnswerStage
+from posttrain.stages._answers import AnswerStage, seeds
 from posttrain.stages._continued import Continued, beginning, cut, joined
 from posttrain.stages.base import Context, ScorerName, load_reward_model, model_places
 from posttrain.train.rating import ProcessRating
@@ -63,11 +62,8 @@ class SearchStage(AnswerStage):
         return tuple(chain(*self.named("reward model").values()))
 
     def run(self, context: Context) -> dict[str, JSON]:
-        def seed(first: int) -> int:
-            return derive(context.seed, 65, first) >> 1
-
         policy, problems = self.load(context), list(self.task.problems("test")[: self.problems])
-        groups = list(self.ask(context, policy, problems, self.samples, seed))
+        groups = list(self.ask(context, policy, problems, self.samples, seeds(context, 65)))
         finals = tuple(tuple(self.task.final(r.judged) for r in g.rollouts) for g in groups)
         whole = Evaluation(tuple(groups), finals)
         ns = [2**power for power in range(self.samples.bit_length())]
@@ -110,10 +106,7 @@ class SearchStage(AnswerStage):
         decoder, tokens = Decoder(policy.tokenizer), 0
         kept: list[list[Rollout]] = [[] for _ in problems]
         for number in range(1, self.max_steps + 1):
-
-            def seed(place: int, number: int = number) -> int:
-                return derive(context.seed, 66, number, place) >> 1
-
+            seed = seeds(context, 66, number)
             live = [(n, r) for n, beams in enumerate(kept) for r in beams if self.open_ended(r)]
             if number == 1:
                 asked, each = list(range(len(problems))), self.samples

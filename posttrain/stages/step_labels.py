@@ -11,7 +11,7 @@ from posttrain.data.steps import Step, steps_of
 from posttrain.engine.random import derive
 from posttrain.errors import Whole, require
 from posttrain.models.policy import Policy
-from posttrain.stages._answers import AskingStage
+from posttrain.stages._answers import AskingStage, seeds
 from posttrain.stages._continued import Continued, beginning
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
@@ -52,10 +52,7 @@ class StepLabelsStage(AskingStage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy, counts = self.load(context), dict.fromkeys(KINDS, 0)
-
-        def seed(first: int) -> int:
-            return derive(context.seed, self.skip, first) >> 1
-
+        seed = seeds(context, self.skip)
         groups = self.ask(context, policy, self.training_problems(), self.samples, seed)
         solutions = [(r, steps) for group in groups for r, steps in self.solutions(group, counts)]
         none = f"{self.name}: no answer of {self.model} could be labelled; raise max_new_tokens, or look at the task's scores"

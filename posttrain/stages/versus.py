@@ -23,16 +23,16 @@ from posttrain.monitor.series import GOLD, Change, change
 from posttrain.rewards.judge import SHARES, Verdict
 from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity, rated_by
+from posttrain.stages._judged import JudgedStage
 from posttrain.stages._material import Data, check_sources, placed
-from posttrain.stages.agreement import JudgeSettings
-from posttrain.stages.base import Context, ModelName, ScorerName
+from posttrain.stages.base import Context, ModelName
 from posttrain.types import JSON, Group
 
 PARTS = 10  # of the problems, whose figures tell the spread of the whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersusStage(AnswerStage):
+class VersusStage(JudgedStage, AnswerStage):
     """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
     named, by a reward model or by a `judge`, who is asked in both orders as in an agreement stage: where they disagree it is a tie. A
     tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
@@ -44,8 +44,6 @@ class VersusStage(AnswerStage):
 
     against: ModelName
     problems: Annotated[int, Range(ge=2)] = 500
-    reward_model: ScorerName = ""
-    judge: JudgeSettings | None = None
     text: tuple[Data, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
@@ -54,10 +52,6 @@ class VersusStage(AnswerStage):
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         check_sources(self.text, reader, before, UNLIMITED)
-
-    def ready(self, names: Collection[str]) -> None:
-        if self.judge is not None:
-            self.judge.ready()
 
     def run(self, context: Context) -> dict[str, JSON]:
         judge, usage = (None, None) if self.judge is None else self.judge.open(context)

@@ -96,7 +96,8 @@ def test_memory_is_what_came_on_top() -> None:
 
 def test_a_model_of_a_few_steps_need_not_pass_the_gates() -> None:
     from posttrain.monitor.rules import MonitorSettings
-    from posttrain.stages.agreement import AgreementStage, JudgeSettings
+    from posttrain.stages._judged import JudgeSettings
+    from posttrain.stages.agreement import AgreementStage
     from posttrain.stages.sample import SampleStage
 
     small: Any = SampleStage(name="sampled", model="rl", task=TASK, prompts=20, min_score=1.0).dry_run().stage

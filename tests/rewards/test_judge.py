@@ -21,7 +21,8 @@ from posttrain.errors import GuardStop, UserError
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Endpoint
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, judge, judged
-from posttrain.stages.agreement import AgreementStage, JudgeSettings
+from posttrain.stages._judged import JudgeSettings
+from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import score_group

@@ -12,7 +12,8 @@ from posttrain import pipeline
 from posttrain.config import Settings
 from posttrain.errors import UserError
 from posttrain.recipes.base import Recipe
-from posttrain.stages.agreement import AgreementStage, JudgeSettings
+from posttrain.stages._judged import JudgeSettings
+from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
 from tests.stages.test_rl import reward_model

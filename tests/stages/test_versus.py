@@ -17,8 +17,8 @@ from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.monitor.rules import ADVICE
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
-from posttrain.stages.agreement import JudgeSettings
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage, decided, tally, win_rate

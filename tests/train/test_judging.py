@@ -24,7 +24,8 @@ from posttrain.rewards._asking import Form
 from posttrain.rewards.judge import CANARIES, SCORE, VERDICT, Judge, Verdict
 from posttrain.runs.metrics import failure_kind
 from posttrain.runs.read import Run
-from posttrain.stages.agreement import AgreementStage, JudgeSettings
+from posttrain.stages._judged import JudgeSettings
+from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.reward_sources import JudgeReward
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic

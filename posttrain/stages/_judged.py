@@ -1,0 +1,75 @@
+"""Who says which of two answers is better: a judge, in this process or behind an address, or a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posttrain.errors import NotNegative, require
+from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
+from posttrain.rewards.judge import Judge, read_rubric
+from posttrain.stages.base import Context, ModelName, Naming, ScorerName, Stage, load_policy
+from posttrain.tasks._rules import RuleJudge
+from posttrain.tasks.base import Task
+from posttrain.train.judging import JudgeRating, LocalModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings(EndpointSettings, Naming):
+    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
+    for; `cache` is for both. `rules` are a judge without a model: the score of a task, with errors that are known."""
+
+    shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
+
+    model: ModelName = ""  # "": the rules judge
+    rubric: str = ""  # a file; "": the default
+    rules: Task | None = None  # in place of a model: a task whose score judges
+    noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
+    position_bias: NotNegative = (
+        0.0  # of the rules: what they add to the score of the answer that is shown first
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one = "name a model that judges, or the rules of a task, not both"
+        require(bool(self.model) != (self.rules is not None), one)
+        inexact = self.rules is not None or self.noise == self.position_bias == 0
+        require(inexact, "noise and position_bias are of rules, not of a model")
+
+    def __str__(self) -> str:
+        return self.model or f"the judge of {type(self.rules).__name__.lower()}"
+
+    def ready(self) -> None:
+        """Refuse what can be known before it is asked."""
+        if self.url:
+            endpoint(self)
+        read_rubric(self.rubric)
+
+    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
+        return {} if self.url else super().named(kind)
+
+    def open(self, context: Context) -> tuple[Judge, Usage]:
+        """The judge, after it has passed the canaries, which are for models, and what asking it takes."""
+        if self.rules is not None:
+            rules = RuleJudge(self.rules, self.noise, self.position_bias)
+            return Judge(rules, read_rubric(self.rubric)), rules.usage
+        if self.url:
+            model: Endpoint | LocalModel = endpoint(self)
+        else:
+            policy = load_policy(self.model, context)
+            policy.model.requires_grad_(False)
+            model = LocalModel(policy, cache=self.cache)
+        return JudgeRating(model, rubric=self.rubric).judge, model.usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedStage(Stage):
+    """A stage in which a `judge`, or a reward model, says which of two answers is better."""
+
+    reward_model: ScorerName = ""
+    judge: JudgeSettings | None = None
+
+    def ready(self, names: Collection[str]) -> None:
+        if self.judge is not None:
+            self.judge.ready()
