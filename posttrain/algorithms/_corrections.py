@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.base import Correction, Reuse
+from posttrain.errors import Count, Positive
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import importance_ratio, mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
@@ -125,3 +127,37 @@ class Corrections:
             metrics.append(Metric("masked", (far_T & mask_T).sum(), mask_T.sum()))
             factor_T = factor_T.where(~far_T, 0.0)
         return factor_T, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusedSamples:
+    """The settings of an algorithm whose samples are reused or of another policy; `Corrections` says what they do."""
+
+    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
+    correction: Correction = "none"
+    cap: Positive = DEFAULT_CAP
+    drop: Drop = "none"
+    bound: float = 0.0
+    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
+    # the highest ratio of a token to the sampler that is trained on; 0: any
+    mask_high: float = 0.0
+    epochs: Count = 1  # passes over a rollout
+    mini_batches: Count = 1  # optimizer steps a pass
+
+    def mistakes(self) -> Iterator[str]:
+        if self.dual_clip and not self.dual_clip > 1:  # or negative advantages would teach nothing
+            yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {self.dual_clip}"
+        yield from self.corrections.mistakes()
+
+    @property
+    def reuse(self) -> Reuse:
+        return Reuse(epochs=self.epochs, mini_batches=self.mini_batches)
+
+    @property
+    def corrections(self) -> Corrections:
+        given = (self.correction, self.cap, self.drop, self.bound)
+        return Corrections(*given, self.reuse.once, self.mask_low, self.mask_high)
+
+    def corrected(self, correction: Correction) -> Self:
+        keeps = correction == "none" or self.corrections.weighs
+        return self if keeps else replace(self, correction=correction)

@@ -8,7 +8,7 @@ from typing import Literal
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import Several
 from posttrain.ops.weights import reduction
-from posttrain.types import Batch, Metric, Outputs, Sampling, Term, Terms
+from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,6 @@ class Imitation(Algorithm):
 
     group: Several = 8
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-
-    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        return (sampling,) * self.group
 
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]

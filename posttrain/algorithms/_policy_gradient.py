@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, ratio_range, step_kl
-from posttrain.algorithms.base import Algorithm, Correction, Reuse, State
-from posttrain.errors import Count, NotNegative, Positive, Range
+from posttrain.algorithms._corrections import ReusedSamples, ratio_range, step_kl
+from posttrain.algorithms.base import Algorithm, State
+from posttrain.errors import NotNegative, Range
 from posttrain.ops.advantages import group_advantages, process_advantages, turn_advantages
 from posttrain.ops.kl import KINDS, kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_sums
-from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
 KLIn = Literal["loss", "reward", "both"]
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"]
@@ -25,7 +25,7 @@ Supervision = Literal["outcome", "process"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Algorithm):
+class PolicyGradient(ReusedSamples, Algorithm):
     """An algorithm says what its `advantages` are and, where they are not the usual ones, its `ratio` and its `surrogate`:
 
         L      = sum_i sum_t w_it [ c_it l(rho_it, A_it) + beta KL_it - entropy H_it ]
@@ -57,7 +57,6 @@ class PolicyGradient(Algorithm):
     group: Annotated[int, Range(le=65_536)] = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
     beta: NotNegative = 0.0
     kl: str = "k3"
     kl_in: KLIn = "loss"
@@ -65,15 +64,6 @@ class PolicyGradient(Algorithm):
     constant: float = 0.0  # length normaliser of constant_mean
     entropy: Annotated[float, Range()] = 0.0  # coefficient of the entropy bonus
     truncated: Literal["keep", "mask"] = "keep"
-    correction: Correction = "none"
-    cap: Positive = DEFAULT_CAP
-    drop: Drop = "none"
-    bound: float = 0.0
-    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
-    # the highest ratio of a token to the sampler that is trained on; 0: any
-    mask_high: float = 0.0
-    epochs: Count = 1
-    mini_batches: Count = 1
 
     def mistakes(self) -> Iterator[str]:
         if self.group < self.min_group:
@@ -88,7 +78,6 @@ class PolicyGradient(Algorithm):
             yield f"clip_low must lie in (0, 1), not {low}{zero}"
         if not (high > 0 or (high == 0 and self.may_unclip)):
             yield f"clip_high must be positive, not {high}{zero}"
-        yield from dual_clip_mistakes(self.dual_clip)
         if self.dual_clip and not self.clips_objective:
             yield "dual_clip must be 0: it bounds the clipped objective, and this is another"
         if self.kl not in KINDS or self.kl == "k1":
@@ -97,29 +86,11 @@ class PolicyGradient(Algorithm):
             yield "kl_in=both needs a beta above 0"
         if not (self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0):
             yield "constant (a length, in tokens) and reduction=constant_mean go together"
-        yield from self.corrections.mistakes()
-
-    def corrected(self, correction: Correction) -> Self:
-        keeps = correction == "none" or self.corrections.weighs
-        return self if keeps else replace(self, correction=correction)
-
-    @property
-    def corrections(self) -> Corrections:
-        masked = (self.mask_low, self.mask_high)
-        return Corrections(
-            self.correction, self.cap, self.drop, self.bound, self.reuse.once, *masked
-        )
+        yield from super().mistakes()
 
     @property
     def roles(self) -> frozenset[str]:
         return self.corrections.roles | ({"reference"} if self.beta > 0 else frozenset())
-
-    @property
-    def reuse(self) -> Reuse:
-        return Reuse(epochs=self.epochs, mini_batches=self.mini_batches)
-
-    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        return (sampling,) * self.group
 
     @property
     def compares_episodes(self) -> bool:
@@ -242,12 +213,6 @@ class PolicyGradient(Algorithm):
         if supervision == "process" and self.kl_in_reward:
             unused = "kl_in=reward adds it to the outcome, which is not used"
             yield f"with supervision=process the KL belongs in the loss: {unused}"
-
-
-def dual_clip_mistakes(dual_clip: float) -> Iterator[str]:
-    """At 1 or below, nothing would be learned from negative advantages."""
-    if dual_clip and not dual_clip > 1:
-        yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {dual_clip}"
 
 
 def flat(group: Group) -> bool:

@@ -108,8 +108,8 @@ class Algorithm(Checked):
         return False
 
     def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        """How each response to a prompt is sampled: a group of as many."""
-        return (sampling,)
+        """How each response to a prompt is sampled: a group of as many, where it has such a setting."""
+        return (sampling,) * getattr(self, "group", 1)
 
     @property
     def group_size(self) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import Range
-from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Sampling, Selection, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,6 @@ class OnlineDPO(Algorithm):
     @property
     def roles(self) -> frozenset[str]:
         return self.loss.roles
-
-    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        return (sampling,) * self.group
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         pairs = [Group(g.problem, pair) for g in groups if (pair := best_and_worst(g)) is not None]

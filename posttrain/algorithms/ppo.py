@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.algorithms._corrections import DEFAULT_CAP, Corrections, Drop, ratio_range, step_kl
-from posttrain.algorithms._policy_gradient import dual_clip_mistakes
-from posttrain.algorithms.base import Algorithm, Correction, Reuse, State, mean_of
-from posttrain.errors import Count, NotNegative, Positive, Range, Several, Share, Whole
+from posttrain.algorithms._corrections import ReusedSamples, ratio_range, step_kl
+from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
+from posttrain.errors import Count, NotNegative, Range, Several, Share, Whole
 from posttrain.ops.advantages import (
     generalised_advantages,
     last_tokens,
@@ -23,13 +22,13 @@ from posttrain.ops.advantages import (
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_lengths, sequence_sums
-from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
 STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(Algorithm):
+class PPO(ReusedSamples, Algorithm):
     """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token, and the values
     v_j of steps, where they are asked for, with the token e_j that a step ends in:
 
@@ -74,7 +73,6 @@ class PPO(Algorithm):
 
     group: Several = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
-    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
     clip_value: NotNegative = 0.2  # how far a value may move before its loss stops falling; 0: any
     lam: Share = 0.95
     # by how much lambda grows with a response's length; 0: lam is that of all
@@ -86,7 +84,6 @@ class PPO(Algorithm):
     kl_target: NotNegative = 0.0  # nats a response; 0: beta is fixed
     kl_horizon: Count = 10_000  # responses
     epochs: Count = 4
-    mini_batches: Count = 1  # optimizer steps a pass
     target_kl: NotNegative = 0.0
     entropy: NotNegative = 0.0  # coefficient of the entropy bonus
     whiten_rewards: bool = False
@@ -99,16 +96,9 @@ class PPO(Algorithm):
     supervision: Literal["outcome", "process", "both"] = "outcome"
     # what an action is where advantages are estimated: a token, or a whole turn of an episode
     credit: Literal["token", "turn"] = "token"
-    correction: Correction = "none"
-    cap: Positive = DEFAULT_CAP
-    drop: Drop = "none"
-    bound: float = 0.0
-    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
-    # the highest ratio of a token to the sampler that is trained on; 0: any
-    mask_high: float = 0.0
 
     def mistakes(self) -> Iterator[str]:
-        yield from dual_clip_mistakes(self.dual_clip)
+        yield from super().mistakes()
         if self.kl_in == "loss" and (self.kl_target > 0 or self.beta == 0):
             yield "kl_in=loss has a fixed beta above 0: kl_target moves the one of the reward"
         if self.kl_in == "reward" and self.kl != type(self).kl:
@@ -120,18 +110,6 @@ class PPO(Algorithm):
         if self.target_kl > 0 and self.reuse.once:
             none = "one epoch of one mini-batch has none; raise epochs or mini_batches"
             yield f"target_kl stops the reuse of a rollout, and {none}"
-        yield from self.corrections.mistakes()
-
-    def corrected(self, correction: Correction) -> Self:
-        keeps = correction == "none" or self.corrections.weighs
-        return self if keeps else replace(self, correction=correction)
-
-    @property
-    def corrections(self) -> Corrections:
-        masked = (self.mask_low, self.mask_high)
-        return Corrections(
-            self.correction, self.cap, self.drop, self.bound, self.reuse.once, *masked
-        )
 
     @property
     def roles(self) -> frozenset[str]:
@@ -140,19 +118,12 @@ class PPO(Algorithm):
 
     @property
     def reuse(self) -> Reuse:
-        return Reuse(
-            epochs=self.epochs,
-            mini_batches=self.mini_batches,
-            metric="kl/update" if self.target_kl > 0 else "",
-            limit=self.target_kl,
-        )
+        metric = "kl/update" if self.target_kl > 0 else ""
+        return replace(super().reuse, metric=metric, limit=self.target_kl)
 
     @property
     def learns_steps(self) -> bool:
         return self.supervision != "outcome"
-
-    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        return (sampling,) * self.group
 
     @property
     def compares_episodes(self) -> bool:

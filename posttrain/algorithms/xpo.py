@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
-from posttrain.algorithms.base import Algorithm, State
-from posttrain.algorithms.dpo import DPO
+from posttrain.algorithms.base import State
+from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.errors import NotNegative, Range
 from posttrain.ops.weights import sequence_lengths, sequence_sums
-from posttrain.types import Batch, Group, Metric, Outputs, Sampling, Selection, Term, Terms
+from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
-class XPO(Algorithm):
+class XPO(OnlineDPO):
     """Sample pairs of responses, prefer the one of the higher reward, and make responses of the reference less likely: optimism, so
     that the next samples are of what neither has tried.
 
@@ -34,28 +34,21 @@ class XPO(Algorithm):
     """
 
     paper = "Xie et al. 2024, arXiv:2405.21046"
-    unit = "pair"
 
     group: Annotated[
         int, Range(ge=2, le=65_536, text="at least 2 and even (responses are paired)")
     ] = 2
     alpha: NotNegative = 1e-5  # coefficient of the bonus
     max_weight: Annotated[float, Range(ge=1)] = 10.0  # bound of ref / mu
-    loss: Algorithm = field(default_factory=DPO)
 
     def mistakes(self) -> Iterator[str]:
         if self.group % 2:
             yield f"group must be even, as responses are paired, not {self.group}"
-        if self.loss.learns_from != "pairs" or self.loss.trains != "policy":
-            kind = type(self.loss).__name__
-            yield f"loss must learn a policy from pairs, as dpo does, unlike {kind}"
+        yield from super().mistakes()
 
     @property
     def roles(self) -> frozenset[str]:
-        return self.loss.roles | {"reference"}
-
-    def samples(self, sampling: Sampling) -> tuple[Sampling, ...]:
-        return (sampling,) * self.group
+        return super().roles | {"reference"}
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         scored = [(g, [r for r in g.rollouts if r.score.value is not None]) for g in groups]
@@ -75,10 +68,10 @@ class XPO(Algorithm):
         ratio_N = sequence_sums(ratio_T, mask_T, *members).clamp(max=math.log(self.max_weight))
         filled_N = sequence_lengths(mask_T, *members) > 0
         bonus_N = ratio_N.exp().where(filled_N, 0.0) / filled_N.sum().clamp(min=1)
-        return self.loss.prepare(step, state).replace(mask_T=mask_T, bonus_N=bonus_N)
+        return super().prepare(step, state).replace(mask_T=mask_T, bonus_N=bonus_N)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        found, members = self.loss.terms(outputs, batch), (batch.sequence_T, batch.sequences)
+        found, members = super().terms(outputs, batch), (batch.sequence_T, batch.sequences)
         logprob_N = sequence_sums(outputs.logprob_T, batch.mask_T, *members)
         bonus = Term("exploration", logprob_N, self.alpha * batch.bonus_N)
         return Terms((*found.terms, bonus), found.metrics)
