@@ -53,9 +53,33 @@ class Collected:
     metrics: tuple[Metric, ...] = ()
 
 
-class Examples:
+class Source:
+    """Where the batch of a step comes from. `models` are the frozen ones that score, for a checkpoint to name them by their weights."""
+
+    order: Mixture | Stream  # what decides the order, which a checkpoint keeps
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        return ()
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        raise NotImplementedError
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """See what became of a step."""
+
+    def state(self) -> JSON:
+        return self.order.state()
+
+    def restore(self, state: JSON) -> None:
+        self.order.restore(state)
+
+
+class Examples(Source):
     """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight. An item of a set may be
     a unit of several examples: a pair, a ranking."""
+
+    order: Mixture
 
     def __init__(
         self,
@@ -66,13 +90,9 @@ class Examples:
         device: torch.device,
     ):
         self.sets, self.batch, self.device = sets, batch, device
-        self.mixture = Mixture(
+        self.order = Mixture(
             weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed
         )
-
-    @property
-    def models(self) -> tuple[torch.nn.Module, ...]:
-        return ()
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         batch = self.draw(together=algorithm.unit != "sequence")
@@ -80,26 +100,17 @@ class Examples:
 
     def draw(self, together: bool) -> Batch:
         """The next batch; with `together` the examples of an item are not cut apart."""
-        drawn = [self.sets[source][index] for source, index in self.mixture.take(self.batch)]
+        drawn = [self.sets[source][index] for source, index in self.order.take(self.batch)]
         units = [item if isinstance(item, tuple) else (item,) for item in drawn]
         examples = [replace(e, unit=n) for n, unit in enumerate(units) for e in unit]
         return pack_examples(examples, self.device, together)
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        pass
 
-    def state(self) -> JSON:
-        return self.mixture.state()
-
-    def restore(self, state: JSON) -> None:
-        self.mixture.restore(state)
-
-
-class SavedGroups:
+class SavedGroups(Source):
     """Steps of `batch` groups that were sampled and scored before, in an order that a seed decides. `logprobs` fills in for a sampler
     whose log-probs are not known: those of the policy as the step begins."""
 
-    models: tuple[torch.nn.Module, ...] = ()
+    order: Stream
 
     def __init__(
         self,
@@ -112,11 +123,11 @@ class SavedGroups:
     ):
         self.groups, self.batch, self.logprobs = groups, batch, logprobs
         self.temperature, self.device = temperature, device
-        self.stream = Stream(len(groups), derive(seed) >> 1)
+        self.order = Stream(len(groups), derive(seed) >> 1)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """The next groups; there are no others for an algorithm that asks for more."""
-        drawn = [self.groups[n] for n in self.stream.take(self.batch)]
+        drawn = [self.groups[n] for n in self.order.take(self.batch)]
         selection = algorithm.select(drawn, state)
         together = algorithm.unit != "sequence"
         packed = (self.temperature, self.device, together, algorithm.learns_parts)
@@ -129,17 +140,8 @@ class SavedGroups:
         batch = batch.replace(stale_T=batch.mask_T)
         return Collected(batch, metrics=(*selection.metrics, reward))
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        pass
 
-    def state(self) -> JSON:
-        return self.stream.state()
-
-    def restore(self, state: JSON) -> None:
-        self.stream.restore(state)
-
-
-class Rollouts:
+class Rollouts(Source):
     """Steps of `prompts` groups each: problems drawn by a curriculum, answered by a sampler, scored by the task."""
 
     def __init__(

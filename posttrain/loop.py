@@ -16,8 +16,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
-from posttrain.algorithms.base import Algorithm, State
-from posttrain.collect import Collected
+from posttrain.algorithms.base import State
+from posttrain.collect import Source
 from posttrain.engine.random import derive
 from posttrain.errors import (
     Checked,
@@ -47,23 +47,6 @@ from posttrain.types import JSON, Batch, Group, Metric
 MANY_OBJECTS = 10_000  # made since garbage was last collected
 # what a checkpoint of another stage may raise
 FOREIGN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-
-
-class Source(Protocol):
-    """Where the batch of a step comes from; see collect.py."""
-
-    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected: ...
-
-    def observe(self, groups: Sequence[Group]) -> None: ...
-
-    def state(self) -> JSON: ...
-
-    def restore(self, state: JSON) -> None: ...
-
-    @property
-    def models(self) -> Sequence[torch.nn.Module]:
-        """The frozen models that score, for a checkpoint to name them by their weights."""
-        ...
 
 
 class Publisher(Protocol):
