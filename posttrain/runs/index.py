@@ -56,11 +56,6 @@ CREATE INDEX rollouts_reward ON rollouts(reward);
 CREATE VIRTUAL TABLE words USING fts5(text, content='', detail=none);
 INSERT INTO words(words, rank) VALUES('hashsize', 33554432);
 """
-# what is found of a rollout: the fields of Found
-COLUMNS = (
-    *("stage", "step", "number", "problem", "level", "sample", "role", "reward", "parts"),
-    *("outcome", "failure", "finish", "length", "turns", "advantage"),
-)
 SORTS = ("step", "reward", "length", "advantage", "number", "problem")
 
 
@@ -144,6 +139,9 @@ class Found:
     length: int
     turns: int
     advantage: float | None
+
+
+COLUMNS = [one.name for one in fields(Found)]
 
 
 @dataclass(slots=True)
@@ -434,14 +432,8 @@ def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
         text += b"" if len(text) < CHUNK else file.readline(1 << 28)
     end = text.rfind(b"\n") + 1
     connection.execute("REPLACE INTO state VALUES(?, ?)", [path.name, start + end])
-    found = []
-    for line in text[:end].splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        found += [record] if isinstance(record, dict) else []
-    return found
+    records = map(layout.parse_object, text[:end].splitlines())
+    return [record for record in records if record is not None]
 
 
 def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[int, int]]]:
@@ -469,11 +461,8 @@ def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, in
     number = start = 0
     with open_file(path) as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            row = parse_rollout(record) if isinstance(record, dict) else None
+            record = layout.parse_object(line)
+            row = None if record is None else parse_rollout(record)
             if row is not None:
                 yield (number, row), start, len(line)
                 number += 1

@@ -229,16 +229,20 @@ def decode_number(value: JSON) -> float:
     raise ValueError(f"not a number: {value!r}")
 
 
+def parse_object(line: bytes) -> dict[str, JSON] | None:
+    """The object on a line; None where it is not one, as a killed writer or a full disk may leave it."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # malformed JSON or UTF-8, nested too deep
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def json_lines(path: Path) -> Iterator[dict[str, JSON] | None]:
-    """Objects of a JSONL file in order; None for a line that is not one, as a killed writer or a full disk may leave."""
+    """Objects of a JSONL file in order; None for a line that is not one."""
     try:
         stream = open_file(path)
     except FileNotFoundError:
         return
     with stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # malformed JSON or UTF-8, nested too deep
-                record = None
-            yield record if isinstance(record, dict) else None
+        yield from map(parse_object, stream)

@@ -70,7 +70,7 @@ def draw(run: Run, path: Path) -> None:
     """Draw the run's curves to `path`."""
     panels = _panels(run)
     require(bool(panels), f"nothing to draw: {run.directory} has no metrics yet")
-    _save(panels, run.name, path)
+    save_panels(panels, run.name, path)
 
 
 def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
@@ -84,7 +84,7 @@ def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
         if len(having) > 1:
             panels.append(Panel(title, figure, partial(_overlay, order=names, having=having)))
     if panels:
-        _save(panels, " and ".join(names), path)
+        save_panels(panels, " and ".join(names), path)
     return [panel.title for panel in panels]
 
 
@@ -107,10 +107,8 @@ def draw_pass_at_k(
     def paint(axes: Axes) -> None:
         every = sorted({k for curve in curves.values() for k in curve})
         for number, (name, curve) in enumerate(curves.items()):
-            ks, colour = sorted(curve), COLOURS[number % len(COLOURS)]
-            value, low, high = (np.array([curve[k][part] for k in ks]) for part in range(3))
-            axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(ks, value, color=colour, marker="o", label=_plain(name))
+            ks = sorted(curve)
+            draw_band(axes, ks, [[curve[k][part] for k in ks] for part in range(3)], number, name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(every, [str(k) for k in every])
         axes.set_xlabel("k: answers to a problem")
@@ -118,7 +116,21 @@ def draw_pass_at_k(
 
     require(bool(curves) and all(curves.values()), "nothing to draw: no pass@k was measured")
     subtitle = "held-out problems with a right answer among k; band: 95% interval"
-    _save([Panel("pass@k", subtitle, paint)], title, path)
+    save_panels([Panel("pass@k", subtitle, paint)], title, path)
+
+
+def draw_band(
+    axes: Axes,
+    where: Sequence[float],
+    bounds: Sequence[Sequence[float]],
+    number: int,
+    name: str,
+    dash: str = "-",
+) -> None:
+    """Curve `number` of several: its values, with their lower and upper bounds as a band."""
+    (value, low, high), colour = bounds, COLOURS[number % len(COLOURS)]
+    axes.fill_between(where, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(where, value, color=colour, marker="o", label=_plain(name), linestyle=dash)
 
 
 def _plain(text: str) -> str:
@@ -147,7 +159,7 @@ def own_style() -> Iterator[None]:
 
 
 @own_style()
-def _save(panels: Sequence[Panel], title: str, path: Path) -> None:
+def save_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
     """Panels in a grid under a title. Imports matplotlib only here, and opens no window."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -295,10 +295,7 @@ def _repair(path: Path) -> int:
     with open_file(path, os.O_RDWR) as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:  # it may be large
             tail = text[text.rfind(b"\n") + 1 :]
-        try:
-            whole = isinstance(json.loads(tail), dict)
-        except (ValueError, RecursionError):
-            whole = False
+        whole = layout.parse_object(tail) is not None
         end = file.seek(0, os.SEEK_END)
         if whole:
             file.write(b"\n")

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from posttrain.errors import Range, require
 from posttrain.evals.best_of_n import frontier
-from posttrain.runs.plot import own_style
+from posttrain.runs.plot import Panel, draw_band, save_panels
 from posttrain.runs.read import Run
 from posttrain.stages._answers import AnswerStage, rated_by, seeds
 from posttrain.stages.base import Context, ScorerName, StageName
 from posttrain.types import JSON
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 FIGURES = ("proxy", "gold", "kl")
 BATCH = 8  # problems of which all samples are written together
 FALLEN = 2.0  # standard errors below its best at which the gold counts as turned down
-COLOURS = ("#cf3f4f", "#2f6fde", "#2a9d5c", "#e08214", "#7b4fb5", "#555555")
 Curve = list[dict[str, float]]
 
 
@@ -54,10 +56,8 @@ class OveroptimisationStage(AnswerStage):
             name: {**verdict(curve), "points": curve} for name, curve in curves.items()
         }
         context.announce(self.name, [said(name, one) for name, one in found.items()])
-        picture = context.folder(self.name) / "curve.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
         try:
-            draw(curves, picture)
+            draw(curves, context.folder(self.name) / "curve.png")
         except ImportError:
             line = "no curve.png: pip install matplotlib; the points are in result.json"
             context.announce(self.name, [line])
@@ -123,26 +123,16 @@ def said(name: str, found: Mapping[str, JSON]) -> str:
     return f"{line}, then down to {last['gold']:.3f} ({last['kl']:.1f}) while {proxies}: over-optimised"
 
 
-@own_style()
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    """Gold with its 95% interval, and proxy, against the square root of KL, in which both are simplest (Gao et al. 2022)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Gold and proxy with their 95% intervals, against the square root of KL, in which both are simplest (Gao et al. 2022)."""
 
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    titles = {"gold": "the score of the task", "proxy": "the reward model of that curve"}
-    for number, (what, title) in enumerate(titles.items()):
-        axes = figure.add_subplot(1, 2, number + 1)
-        for (name, curve), colour in zip(curves.items(), cycle(COLOURS), strict=False):
+    def paint(axes: Axes, what: str) -> None:
+        for number, (name, curve) in enumerate(curves.items()):
             root = [math.sqrt(max(0.0, p["kl"])) for p in curve]
-            line = ".--" if "n" in curve[0] else ".-"
-            axes.plot(root, [p[what] for p in curve], line, color=colour, label=name)
-            low, high = ([p[f"{what}{end}"] for p in curve] for end in ("_low", "_high"))
-            axes.fill_between(root, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.set_title(f"{what}: {title}", loc="left", fontsize=11)
+            bounds = [[p[f"{what}{end}"] for p in curve] for end in ("", "_low", "_high")]
+            draw_band(axes, root, bounds, number, name, "--" if "n" in curve[0] else "-")
         axes.set_xlabel("square root of KL from the start, nats a response")
-        axes.spines[["top", "right"]].set_visible(False)
-        if number == 0:
-            axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+
+    titles = {"gold": "the score of the task", "proxy": "the reward model of that curve"}
+    panels = [Panel(w.capitalize(), text, partial(paint, what=w)) for w, text in titles.items()]
+    save_panels(panels, "Over-optimisation", path)
