@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -46,7 +45,7 @@ from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
-from posttrain.stages._lineage import RECORD, RESULT, references, reopen
+from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import stage_answers
 from posttrain.stages.base import (
     Context,
@@ -304,9 +303,8 @@ def follow(settings: Settings) -> Path:
 def joined(settings: Settings) -> AbstractContextManager[World]:
     """This process with those that were started with it, which must have the same versions and the same to do."""
     tree = {**config.to_config(settings), "out": "", "processes": 0}
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
     sharding = {"auto": "auto", "ddp": "never", "fsdp": "always"}[settings.parallel]
-    identity = {**versions(), "settings": digest[:12]}
+    identity = {**versions(), "settings": digest(tree)[:12]}
     device = machine.device(settings.device)
     return processes.joined(device, sharding, identity, settings.tensor_parallel)
 
@@ -453,7 +451,7 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
         "alarms": alarm_lines(Run(context.directory).events()),
         "seconds": round(seconds, 1),
         "attempts": context.writer.attempt,
-        "config_sha256": hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest(),
+        "config_sha256": digest(tree),
         "versions": versions(),
     }
 

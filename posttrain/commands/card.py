@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from posttrain.commands.compare import is_interval
 from posttrain.errors import require
 from posttrain.models.load import HUB_NAME
 from posttrain.runs.read import Run
@@ -124,11 +125,7 @@ def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iter
             f"pass@{k}": value for k, value in (result.get("pass_at") or {}).items() if k != "1"
         }
         for figure, value in figures.items():
-            if (
-                isinstance(value, list)
-                and len(value) == 3
-                and all(isinstance(v, int | float) for v in value)
-            ):
+            if is_interval(value):
                 task = tasks.get(name)
                 task = task.get("name", "") if isinstance(task, dict) else task or ""
                 interval = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"

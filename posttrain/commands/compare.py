@@ -116,28 +116,24 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
     """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
-    found = {name: run.stage_rows(name, PROBLEMS) for name in _stages(run)}
+    found = {name: run.stage_rows(name, PROBLEMS) for name in run.configured}
     return {k: rows for k, rows in found.items() if rows and all("outcomes" in r for r in rows)}
 
 
 def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]:
     """Figures with intervals in the results of stages that both runs have finished, but for those that are compared in pairs."""
     found = []
-    for name in _stages(runs[0]):
+    for name in runs[0].configured:
         results = [run.stage_rows(name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
-            both = [k for k, v in first.items() if _bounded(v) and _bounded(second.get(k))]
+            both = [k for k, v in first.items() if is_interval(v) and is_interval(second.get(k))]
             found += [Measured(name, k, Interval(*first[k]), Interval(*second[k])) for k in both]
     return tuple(found)
 
 
-def _stages(run: Run) -> list[str]:
-    stages = run.config.get("stages", [])
-    return [str(stage.get("name")) for stage in stages if isinstance(stage, dict)]
-
-
-def _bounded(value: JSON) -> bool:
+def is_interval(value: JSON) -> bool:
+    """Whether a result is an estimate with its bounds."""
     listed = isinstance(value, list) and len(value) == 3
     return listed and all(isinstance(part, int | float) for part in value)
 

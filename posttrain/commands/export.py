@@ -39,7 +39,7 @@ class Chosen:
 def folder_of(chosen: Chosen) -> Path:
     """The folder of the chosen model."""
     run, stage = Run(chosen.run), chosen.stage
-    names = [str(one["name"]) for one in run.config.get("stages", [])]
+    names = run.configured
     require(
         not stage or stage in names,
         f"{chosen.run} has no stage {stage!r}; it has {', '.join(names)}",

@@ -288,8 +288,7 @@ def stage_models(directory: Path) -> dict[str, Path]:
     """The models of a run that can answer, by stage; an error where there is none."""
     from posttrain.stages._side_by_side import answering_models
 
-    stages = [str(stage["name"]) for stage in Run(directory).config.get("stages", [])]
-    found = answering_models(directory, stages)
+    found = answering_models(directory, Run(directory).configured)
     require(bool(found), f"{directory}: none of its stages has made a model that answers")
     return found
 

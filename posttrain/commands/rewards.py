@@ -105,9 +105,7 @@ class RunRewards:
 
     def models(self) -> dict[str, Load]:
         """The reward models of the run, by stage."""
-        names = [
-            str(stage["name"]) for stage in Run(self.context.directory).config.get("stages", [])
-        ]
+        names = Run(self.context.directory).configured
         steps = {
             stage.name
             for stage in self.stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,20 +74,13 @@ def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Seque
     pairs = dict(config.pair(argument) for argument in settings)
     options: ServeOptions = config.from_tree(pairs, ServeOptions, "serve")
     folder = Path(model).expanduser()
-    if (folder / CONFIG).is_file():
-        with (
-            run_rewards(folder, options.device) as rewards,
-            _serving(model, options, rewards) as it,
-        ):
-            yield it
-    else:
-        with _serving(model, options) as it:
-            yield it
+    is_run = (folder / CONFIG).is_file()
+    with run_rewards(folder, options.device) if is_run else nullcontext() as rewards:
+        yield from _serving(model, options, rewards)
 
 
-@contextmanager
 def _serving(
-    model: str, options: ServeOptions, rewards: RunRewards | None = None
+    model: str, options: ServeOptions, rewards: RunRewards | None
 ) -> Iterator[tuple[Server, Sequence[str]]]:
     from posttrain.serve.app import Limits, application
     from posttrain.serve.models import Models

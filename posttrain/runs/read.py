@@ -42,6 +42,12 @@ class Run:
         return dict(config)
 
     @property
+    def configured(self) -> list[str]:
+        """The names of the stages of the configuration, in their order."""
+        stages = self.config.get("stages", [])
+        return [str(stage.get("name")) for stage in stages if isinstance(stage, dict)]
+
+    @property
     def summary(self) -> Mapping[str, JSON] | None:
         """The summary, or None while the run has not ended."""
         try:

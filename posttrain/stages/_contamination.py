@@ -72,8 +72,7 @@ def made_by(place: str) -> Path | None:
         return path.parent
     for run in (path, path.parent):
         if (run / "export").is_dir() and (run / CONFIG).is_file():
-            names = [str(stage["name"]) for stage in Run(run).config.get("stages", [])]
-            return exported(run, names) if path in (run, run / "export") else None
+            return exported(run, Run(run).configured) if path in (run, run / "export") else None
     return None
 
 

@@ -185,16 +185,22 @@ def sft_plan(
         for source, report in zip(there, material.reports, strict=True)
         for n, line in enumerate(report.lines())
     ]
-    way = planned_way(stage, policy, max(lengths))
-    tokens = min(max(way.tokens, max(lengths)), stage.batch * max(lengths))
     return [
         f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
         f"{total:,} examples{f', {len(material.held_out):,} held out' if material.held_out else ''}",
         *counted_warnings(whole, stage),
         *reports,
         *later,
-        training_memory(policy, tokens, stage.optimizer, stage.lora, layered=way.layered).line(),
+        memory_line(stage, policy, max(lengths)),
     ]
+
+
+def memory_line(stage: DataStage, policy: Policy, longest: int) -> str:
+    """What a stage needs that learns from units of up to `longest` tokens."""
+    way = planned_way(stage, policy, longest)
+    tokens = min(max(way.tokens, longest), stage.batch * longest)
+    settings = (stage.optimizer, stage.lora, 0.0, stage.role_bytes(policy, tokens), way.layered)
+    return training_memory(policy, tokens, *settings).line()
 
 
 def how_long(stage: DataStage, size: int = 0) -> str:
@@ -232,18 +238,13 @@ def preference_plan(
         train, held_out = stage.limited(policy).split(context, policy.tokenizer)
     units, whole, stage = [*train, *held_out], stage, stage.counted(len(train))
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
-    way = planned_way(stage, policy, max(sizes))
-    tokens = min(max(way.tokens, max(sizes)), stage.batch * max(sizes))
-    others = stage.role_bytes(policy, tokens)
     average = stage.batch * sum(sizes) // len(units)
     return [
         f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {how_long(stage, len(train))} "
         f"{len(train):,} that are not held out{times}",
         *counted_warnings(whole, stage),
         *reports,
-        training_memory(
-            policy, tokens, stage.optimizer, stage.lora, others=others, layered=way.layered
-        ).line(),
+        memory_line(stage, policy, max(sizes)),
     ]
 
 

@@ -10,9 +10,10 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.collect import Source
 from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
-from posttrain.loop import Loop, LoopSchedule, Source, Stop
+from posttrain.loop import Loop, LoopSchedule, Stop
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import Lora, add_adapters, share_weights
@@ -20,7 +21,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
-from posttrain.stages._plan import DryRun, few_steps, preference_plan
+from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
 from posttrain.stages.base import Context, DataName, ModelName, Stage, load_policy
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
@@ -297,12 +298,10 @@ class DataStage(TrainStage):
     def begin(self, context: Context, size: int) -> Self:
         """The same, announced."""
         stage = self.counted(size)
-        if stage is not self:
-            passes = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {size:,} examples"
-            context.announce(
-                self.name,
-                [f"{passes} = {stage.steps} step{'s' * (stage.steps != 1)} of {stage.batch}"],
-            )
+        if self.epochs is not None:
+            passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
+            steps = f"{many(stage.steps or 0, 'step')} of {stage.batch}"
+            context.announce(self.name, [f"{passes} = {steps}"])
             context.announce(self.name, stage.warnings(), "warning")
         return stage
 
