@@ -287,7 +287,7 @@ def draw(number: int, rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
         for name in claim.curves
     ]
-    plot._save(panels, f"{number}. {claim.title}", path)
+    plot.save_panels(panels, f"{number}. {claim.title}", path)
 
 
 def columns(axes: Any, claim: Claim, rows: Sequence[dict[str, Any]], word: str) -> None:

@@ -268,7 +268,7 @@ def draw(sources: list[Path], target: Path) -> None:
         many = {stage: r["pass_at"] for stage, r in run["stages"].items() if len(r.get("pass_at", {})) > 1}
         if many:
             panels.append(plot.Panel("pass@k", "right answer among k, held-out", partial(pass_curves, many=many)))
-    plot._save(panels, f"{runs[0]['recipe']} on {runs[0]['hardware']}", target)
+    plot.save_panels(panels, f"{runs[0]['recipe']} on {runs[0]['hardware']}", target)
 
 
 def lines(axes: Any, found: list[tuple[str, list[list[float]]]]) -> None:
