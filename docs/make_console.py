@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console as RichConsole
 
-from posttrain import pipeline
 from posttrain.evals.evaluate import compare_rows, same_problems
 from posttrain.runs.console import BeforeAfter, Console, final_table, side_by_side
 from posttrain.runs.read import Run
+from posttrain.stages._conclusion import chosen
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def drawn(run: Run, stage: str = "rl", share: float = 0.6) -> str:
     was, now = (run.stage_rows(evaluation, "result.json")[0]["accuracy"] for evaluation in ("before", "after"))
     scores = BeforeAfter("answer right", was, now, change, len(pairs))
     screen.print(final_table([scores], "Held-out problems, before and after training"))
-    screen.print(side_by_side(pipeline.chosen(old, new)[:1]))
+    screen.print(side_by_side(chosen(old, new)[:1]))
     svg = screen.export_svg(title=f"posttrain run {run.name}", unique_id="posttrain")
     svg = re.sub(r'viewBox="0 0 (\S+) (\S+)"', r'\g<0> width="\1" height="\2"', svg, count=1)  # else a table makes it small
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # nothing is fetched from other hosts

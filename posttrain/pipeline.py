@@ -30,14 +30,13 @@ from posttrain.cluster.placement import Placement, Resources
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
-from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.events import printable
 from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line, json_lines
-from posttrain.runs.plot import draw, draw_pass_at_k
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line
+from posttrain.runs.plot import draw
 from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import Changes
@@ -45,18 +44,17 @@ from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
+from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import stage_answers
 from posttrain.stages.base import (
     Context,
-    Stage,
     check_names,
     exported,
     run_stages,
     unfinished,
     worker_pool,
 )
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, explained
 from posttrain.system.processes import STARTED
@@ -119,12 +117,11 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     settings, pairs = settings_of(run, allow_code, arguments)
     if follows(settings):
         return follow(settings)
-    complete = (
-        f"{directory} is complete; see {directory / SUMMARY}, or start another with 'posttrain run'"
-    )
+    complete = f"{directory} is complete; see {directory / SUMMARY}"
     tree = config.to_config(settings)
     found = Changes((), ()) if run.summary is not None and not pairs else changed(run, tree)
-    require(run.summary is None or bool(found.extended), complete)
+    advice = "or start another with 'posttrain run'"
+    require(run.summary is None or bool(found.extended), f"{complete}, {advice}")
     with RunWriter.resume(directory) as writer, explained(directory):
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
@@ -173,11 +170,9 @@ def check_processes(settings: Settings, count: int) -> None:
     require(count % tensor == 0, f"{few}; use processes={max(1, round(count / tensor)) * tensor}")
     for stage in (stage for stage in settings.recipe.stages if stage.shares):
         there = getattr(stage, stage.shares)
-        few = (
-            f"{stage.name}.{stage.shares}={there}: {count} processes cannot share a step of {there}"
-        )
-        advice = f"use processes={there} or fewer, or raise {stage.name}.{stage.shares}"
-        require(there >= count, f"{few}; {advice}")
+        key = f"{stage.name}.{stage.shares}"
+        few = f"{key}={there}: {count} processes cannot share a step of {there}"
+        require(there >= count, f"{few}; use processes={there} or fewer, or raise {key}")
 
 
 def placement(settings: Settings) -> Placement:
@@ -189,12 +184,9 @@ def placement(settings: Settings) -> Placement:
         for stage in settings.recipe.stages
         if getattr(stage, "sampler", "engine") != "engine"
     ]
-    require(
-        bool(samplers)
-        or settings.processes > 1
-        or STARTED in os.environ,  # one that is left of several
-        f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage",
-    )
+    several = settings.processes > 1 or STARTED in os.environ  # one that is left of several
+    text = f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage"
+    require(bool(samplers) or several, text)
     return Placement(
         address=settings.cluster,
         ranks=settings.processes,
@@ -472,9 +464,8 @@ def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) ->
         compare_before_after(context, recipe.before, recipe.after)
     if rows := run.answers():
         console.show(console.answers_table(rows))
-    bests = {
-        stage.name: (context.result(stage.name) or {}).get("best_score") for stage in recipe.stages
-    }
+    results = {stage.name: context.result(stage.name) or {} for stage in recipe.stages}
+    bests = {name: result.get("best_score") for name, result in results.items()}
     lines = [
         f"best:     {name}: {best['figure']} {best['score']:.4g} at step {best['step']}"
         for name, best in bests.items()
@@ -493,67 +484,3 @@ def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) ->
     }
     lines += [line for line, there in places.items() if there]
     console.write_text("".join(f"{line}\n" for line in lines), sys.stdout)
-
-
-def score_of(result: Mapping[str, JSON]) -> JSON:
-    """The held-out score of an evaluation: its accuracy, or the mean reward where no score says right or wrong."""
-    return result.get("accuracy" if result.get("verifiable", True) else "reward")
-
-
-def compare_before_after(context: Context, first: str, second: str) -> None:
-    """Show how two evaluations differ: every figure with its interval, and three problems with both answers."""
-    before, after = context.result(first), context.result(second)
-    assert before is not None and after is not None
-    old, new = problems(context, first), problems(context, second)
-    pairs = same_problems(old, new)
-    paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
-    was, now, right = score_of(before), score_of(after), before.get("verifiable", True)
-    change = paired.difference.row() if paired and right else None
-    name = "answer right" if right else "reward"
-    rows = [console.BeforeAfter(name, was, now, change, len(pairs), percent=right)]
-    rows += [
-        console.BeforeAfter(
-            f"{name} right" if right else name, value, after["parts"][name], percent=right
-        )
-        for name, value in before["parts"].items()
-        if name != "answer" and name in after["parts"]
-    ]
-    console.show(console.final_table(rows, f"Held-out problems, {first} and {second} training"))
-    if left:
-        said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
-        console.write_text(f"{said}\n", sys.stdout)
-    console.show(console.side_by_side(chosen(old, new)))
-
-
-def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
-    """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
-    folder, curves, task = context.directory, {}, None
-    for stage in reversed([s for s in stages if isinstance(s, EvaluateStage)]):
-        points = (context.result(stage.name) or {}).get("pass_at", {})
-        if len(points) > 1 and task in (None, stage.task):
-            task = stage.task
-            curves[stage.name] = {int(k): tuple(bounds) for k, bounds in points.items()}
-    if len(curves) > 1:
-        in_order = dict(reversed(curves.items()))
-        draw_pass_at_k(in_order, folder.resolve().name, folder / "pass_at_k.png")
-    return len(curves) > 1
-
-
-def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
-    """Per-problem results of an evaluate stage."""
-    path = context.folder(stage) / "problems.jsonl"
-    return [row for row in json_lines(path) if row is not None]
-
-
-def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:
-    """Three problems to show: the first ones that training changed, then others."""
-
-    def unchanged(pair: tuple[Mapping[str, JSON], ...]) -> bool:
-        old, new = ((row["outcomes"], solved_marks(row)) for row in pair)
-        return old == new
-
-    found = []
-    for a, b in sorted(same_problems(first, second), key=unchanged)[:3]:
-        said, marks = (a["responses"][0], b["responses"][0]), (solved_marks(a), solved_marks(b))
-        found.append(console.Answers(a["question"], a["answer"], *said, marks[0][0], marks[1][0]))
-    return found

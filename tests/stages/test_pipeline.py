@@ -18,6 +18,7 @@ from posttrain.errors import UserError
 from posttrain.runs.layout import FORMAT
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._conclusion import chosen
 
 DRAWS = True  # see tests/conftest.py
 ARGUMENTS = (
@@ -56,7 +57,7 @@ def test_the_problems_shown_at_the_end_say_what_was_solved() -> None:
 
     before = [row("same", "wrong"), row("code", "fail"), row("praise", "", solved=[False])]
     after = [row("same", "wrong"), row("code", "pass"), row("praise", "", solved=[True])]
-    shown = pipeline.chosen(before, after)
+    shown = chosen(before, after)
     assert [(a.question, a.before_correct, a.after_correct) for a in shown] == [
         ("code", False, True), ("praise", False, True), ("same", False, False),
     ]  # fmt: skip

@@ -1,0 +1,78 @@
+"""What the evaluations of a finished run say together: scores before and after training, answers side by side, pass@k."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
+from posttrain.runs import console
+from posttrain.runs.layout import json_lines
+from posttrain.runs.plot import draw_pass_at_k
+from posttrain.stages.base import Context, Stage
+from posttrain.stages.evaluate import EvaluateStage
+from posttrain.types import JSON
+
+
+def score_of(result: Mapping[str, JSON]) -> JSON:
+    """The held-out score of an evaluation: its accuracy, or the mean reward where no score says right or wrong."""
+    return result.get("accuracy" if result.get("verifiable", True) else "reward")
+
+
+def compare_before_after(context: Context, first: str, second: str) -> None:
+    """Show how two evaluations differ: every figure with its interval, and three problems with both answers."""
+    before, after = context.result(first), context.result(second)
+    assert before is not None and after is not None
+    old, new = problems(context, first), problems(context, second)
+    pairs = same_problems(old, new)
+    paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
+    was, now, right = score_of(before), score_of(after), before.get("verifiable", True)
+    change = paired.difference.row() if paired and right else None
+    name = "answer right" if right else "reward"
+    rows = [console.BeforeAfter(name, was, now, change, len(pairs), percent=right)]
+    rows += [
+        console.BeforeAfter(
+            f"{name} right" if right else name, value, after["parts"][name], percent=right
+        )
+        for name, value in before["parts"].items()
+        if name != "answer" and name in after["parts"]
+    ]
+    console.show(console.final_table(rows, f"Held-out problems, {first} and {second} training"))
+    if left:
+        said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
+        console.write_text(f"{said}\n", sys.stdout)
+    console.show(console.side_by_side(chosen(old, new)))
+
+
+def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
+    """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
+    folder, curves, task = context.directory, {}, None
+    for stage in reversed([s for s in stages if isinstance(s, EvaluateStage)]):
+        points = (context.result(stage.name) or {}).get("pass_at", {})
+        if len(points) > 1 and task in (None, stage.task):
+            task = stage.task
+            curves[stage.name] = {int(k): tuple(bounds) for k, bounds in points.items()}
+    if len(curves) > 1:
+        in_order = dict(reversed(curves.items()))
+        draw_pass_at_k(in_order, folder.resolve().name, folder / "pass_at_k.png")
+    return len(curves) > 1
+
+
+def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
+    """Per-problem results of an evaluate stage."""
+    path = context.folder(stage) / "problems.jsonl"
+    return [row for row in json_lines(path) if row is not None]
+
+
+def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:
+    """Three problems to show: the first ones that training changed, then others."""
+
+    def unchanged(pair: tuple[Mapping[str, JSON], ...]) -> bool:
+        old, new = ((row["outcomes"], solved_marks(row)) for row in pair)
+        return old == new
+
+    found = []
+    for a, b in sorted(same_problems(first, second), key=unchanged)[:3]:
+        said, marks = (a["responses"][0], b["responses"][0]), (solved_marks(a), solved_marks(b))
+        found.append(console.Answers(a["question"], a["answer"], *said, marks[0][0], marks[1][0]))
+    return found
