@@ -146,19 +146,23 @@ def _held_out(index: Index, stage: str, score: str) -> Verdict:
     if error:
         half = _number(1.96 * error, percent)
         because.append(f"the change is known to within ±{half} (95%)")
+    rise = sign * (last - first)
+    answer, said = _answer(name, change, sign, rise, STANDARD_ERRORS * error)
     best_step, best = max(values, key=lambda point: sign * point[1])
     fell = sign * (best - last) > STANDARD_ERRORS * max(error, 1e-12) and best_step != last_step
-    if sign * (last - first) > STANDARD_ERRORS * error:
-        moved = "rose" if sign > 0 else "fell"
-        said = f"Yes: {name} {moved} {change}."
-        if fell:
-            was = f"Careful: {name} was {_number(best, percent)} at step {best_step} and is now"
-            said = f"{was} {_number(last, percent)}: the best lies behind."
-        return Verdict("careful" if fell else "yes", said, tuple(because), stage, score)
-    if sign * (first - last) > STANDARD_ERRORS * error:
-        return Verdict("no", f"No: {name} went {change}.", tuple(because), stage, score)
-    text = f"Not clear yet: {name} went {change}, which may be chance."
-    return Verdict("unclear", text, tuple(because), stage, score)
+    if answer == "yes" and fell:
+        was = f"Careful: {name} was {_number(best, percent)} at step {best_step} and is now"
+        answer, said = "careful", f"{was} {_number(last, percent)}: the best lies behind."
+    return Verdict(answer, said, tuple(because), stage, score)
+
+
+def _answer(name: str, change: str, sign: float, rise: float, bound: float) -> tuple[Answer, str]:
+    """What is said of a figure that should rise, or fall where the sign is negative, and got better by `rise`."""
+    if rise > bound:
+        return "yes", f"Yes: {name} {'rose' if sign > 0 else 'fell'} {change}."
+    if -rise > bound:
+        return "no", f"No: {name} went {change}."
+    return "unclear", f"Not clear yet: {name} went {change}, which may be chance."
 
 
 def _error(index: Index, stage: str, score: str, step: int) -> float:
@@ -185,13 +189,9 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
     change = f"from {_number(first)} to {_number(last)}"
     because = [f"means of the first and the last {fifth} of {len(values)} steps of {stage}"]
     because += _gold(index, stage, figures) if name == "reward" else []
-    if sign * (last - first) > WINDOW_ERRORS * error:
-        moved = "rose" if sign > 0 else "fell"
-        return Verdict("yes", f"Yes: {words} {moved} {change}.", tuple(because), stage, name)
-    if sign * (first - last) > WINDOW_ERRORS * error:
-        return Verdict("no", f"No: {words} went {change}.", tuple(because), stage, name)
-    said = f"Not clear yet: {words} went {change}, which may be chance."
-    return Verdict("unclear", said, tuple(because), stage, name)
+    rise = sign * (last - first)
+    answer, said = _answer(words, change, sign, rise, WINDOW_ERRORS * error)
+    return Verdict(answer, said, tuple(because), stage, name)
 
 
 def _gold(index: Index, stage: str, figures: dict[str, list[str]]) -> list[str]:
