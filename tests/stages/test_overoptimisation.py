@@ -32,6 +32,7 @@ from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment as annotator
 from posttrain.tasks.reviews import Reviews
+from posttrain.train.optimizer import Optimization
 from posttrain.types import Group, Sampling, Score
 
 
@@ -124,8 +125,9 @@ def test_the_recipe_from_nothing(tmp_path: Path) -> None:
     recipe = sentiment(rounds=2, comparisons=12, fresh=4, steps=2, prompts=8, problems=12)
     short: dict[str, Any] = {"measure_problems": 12, "algorithm": PPO(beta=0.02, critic_warmup=0)}
     few = (Data(task=Reviews("any"), counts={0: 100}),)
+    fast = {"steps": 25, "batch": 8, "data": few, "optimizer": Optimization(lr=5e-3, warmup=5)}
     context = run(
-        recipe, tmp_path / "run", sft={"steps": 50, "batch": 16, "data": few}, reward_1={"steps": 4}, reward_2={"steps": 4},
+        recipe, tmp_path / "run", sft=fast, reward_1={"steps": 4}, reward_2={"steps": 4},
         rl_1=short, rl_2=short, overoptimisation={"problems": 3, "samples": 4},
         versus_sft_1={"text": few}, versus_sft_2={"text": few},
     )  # fmt: skip
