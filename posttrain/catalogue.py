@@ -186,10 +186,9 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
 
 def place_of(error: BaseException, path: Path) -> str:
     """An error in a user's file as one line: the file, the line and what happened."""
-    frames = [
-        frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
-    line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+    frames = extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     where = error.filename if isinstance(error, SyntaxError) else path
     what = error.msg if isinstance(error, SyntaxError) else error
     return f"{where} line {line}: {type(error).__name__}: {what}"

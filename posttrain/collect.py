@@ -90,9 +90,8 @@ class Examples(Source):
         device: torch.device,
     ):
         self.sets, self.batch, self.device = sets, batch, device
-        self.order = Mixture(
-            weights, [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)], seed
-        )
+        streams = [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)]
+        self.order = Mixture(weights, streams, seed)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         batch = self.draw(together=algorithm.unit != "sequence")
@@ -194,15 +193,10 @@ class Rollouts(Source):
         together = algorithm.unit != "sequence"
         packed = (self.sampling.temperature, self.device, together, algorithm.learns_parts)
         batch = pack_groups(selection.groups, *packed)
-        numbers = places(groups, selection.groups)
-        batch = batch.replace(
-            rollout_N=torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        )
-        metrics = (
-            *selection.metrics,
-            *seconds.metrics(),
-            Metric("level", self.curriculum_state.level, 1),
-        )
+        numbers = torch.tensor(places(groups, selection.groups), dtype=torch.int64)
+        batch = batch.replace(rollout_N=numbers.to(self.device))
+        level = Metric("level", self.curriculum_state.level, 1)
+        metrics = (*selection.metrics, *seconds.metrics(), level)
         # their work was done here, more slowly
         if failed := self.sampler.statistics.failed_workers:
             metrics += (Metric("failed_workers", failed, None),)
@@ -217,9 +211,8 @@ class Rollouts(Source):
         seconds: Seconds,
     ) -> Sequence[Group]:
         """The groups of `wanted` problems, an episode of each for each of `samples`, scored by the task."""
-        problems = [
-            self.problems[level][index] for level, index in self.curriculum_state.draw(wanted)
-        ]
+        drawn = self.curriculum_state.draw(wanted)
+        problems = [self.problems[level][index] for level, index in drawn]
         return rollout_groups(
             self.task,
             self.sampler,

@@ -102,15 +102,11 @@ class Settings(Checked):
         check_threads(self.threads, "threads")
         if self.tensor_parallel > 1:
             whole = f"tensor_parallel={self.tensor_parallel} divides weights"
-            require(
-                self.parallel != "ddp",
-                f"{whole}, and parallel=ddp has all of them in each process; leave one out",
-            )
+            text = f"{whole}, and parallel=ddp has all of them in each process; leave one out"
+            require(self.parallel != "ddp", text)
             adapted = [stage.name for stage in self.recipe.stages if getattr(stage, "lora", None)]
-            require(
-                not adapted,
-                f"{whole}, and those with adapters ({', '.join(adapted)}) are not divided yet; leave one out",
-            )
+            names = f"{whole}, and those with adapters ({', '.join(adapted)}) are not divided yet"
+            require(not adapted, f"{names}; leave one out")
         if self.cluster:
             check_address(self.cluster)
         if self.cluster in ("", LOCAL):
@@ -200,9 +196,8 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
     check_named(recipe.stages)
     for key in CLUSTER if not found.get("cluster") else ():
         usual = found.get(key, getattr(Settings, key)) == getattr(Settings, key)
-        require(
-            usual, f"{key} is for a cluster, and there is none; add cluster=ray, or leave it out"
-        )
+        alone = f"{key} is for a cluster, and there is none"
+        require(usual, f"{alone}; add cluster=ray, or leave it out")
     if found.get("cluster") and check_address(found["cluster"]) is not None:
         active().require_address(f"http://{found['cluster']}")
     active().require_trackers(found.get("trackers", ()))
@@ -245,10 +240,8 @@ def check_named(stages: Sequence[Stage]) -> None:
         if path is not None:
             # a data set in a folder may itself name files elsewhere
             fine = field != "dataset" or trust.said(value)
-            require(
-                fine,
-                f"{trust.file} names the folder {value} as a dataset: give it on the command line, or {TRUST_IT}",
-            )
+            folder = f"{trust.file} names the folder {value} as a dataset"
+            require(fine, f"{folder}: give it on the command line, or {TRUST_IT}")
             trust.require_file(value, path)
 
 
@@ -378,9 +371,8 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
         if kind is not Stage:
             return from_tree(rest, catalogue.load(NAMED[kind], str(tree[tag]), kind), where)
         made = _stage(str(tree[tag]))
-        return from_tree(
-            _grouped({"name": catalogue.name_of(made), **rest}, made, where), made, where
-        )
+        named = {"name": catalogue.name_of(made), **rest}
+        return from_tree(_grouped(named, made, where), made, where)
     if dataclasses.is_dataclass(kind):
         if not isinstance(tree, dict | list | bool | None) and hasattr(kind, "shorthand"):
             tree = {kind.shorthand: tree}
@@ -404,9 +396,8 @@ def _stage(name: str) -> Any:
     if name in catalogue.names("algorithm") and name not in catalogue.names("stage"):
         algorithm = catalogue.load("algorithm", name, Algorithm)
         stage = STAGES[algorithm.learns_from].split()[1]
-        raise UserError(
-            f"stage: {name} is an algorithm; write stage: {stage} with algorithm: {name}"
-        )
+        instead = f"write stage: {stage} with algorithm: {name}"
+        raise UserError(f"stage: {name} is an algorithm; {instead}")
     return catalogue.load("stage", name, Stage)
 
 
@@ -448,9 +439,7 @@ def _grouped(tree: dict[str, JSON], kind: Any, where: str) -> dict[str, JSON]:
         for f in dataclasses.fields(kind)
         if f.default_factory is not dataclasses.MISSING and f.name not in own
     }
-    whole |= {
-        key: _named(value, hints[key]) if key in hints else value for key, value in own.items()
-    }
+    whole |= {key: _named(value, hints.get(key)) for key, value in own.items()}
     for key in loose:
         _assign(whole, kind, [str(key)], tree[key], f"{where}.{key}")
     return {key: value for key, value in whole.items() if key in own or isinstance(value, dict)}

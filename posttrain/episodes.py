@@ -109,10 +109,8 @@ def rollout_groups(
     own = world.share(len(every))
     given = every[own.start : own.stop]
     isolated = any(task.isolates(problem) for problem in given)
-    require(
-        workers is not None or not isolated,
-        "this task is scored in worker processes; give rollout_groups a WorkerPool that knows it",
-    )
+    text = "this task is scored in worker processes; give rollout_groups a WorkerPool that knows it"
+    require(workers is not None or not isolated, text)
     episodes = _Episodes(
         task,
         sampler,
@@ -533,17 +531,16 @@ class _Episodes:
             raise
         except EpisodeEnd as end:
             began = [e for e in generate.siblings if e.segments]
-            rollouts = [e.rollout(end.score, end.outcome) for e in began] or [
-                Rollout(problem, sample, (self.prompt(draw),), Score.pending(end.outcome))
-            ]
+            rollouts = [e.rollout(end.score, end.outcome) for e in began]
+            score = Score.pending(end.outcome)
         except (Exception, SystemExit) as error:
             score = replace(failed(error), outcome=EPISODE_FAILED)
-            rollouts = [e.rollout(score) for e in generate.siblings if e.segments] or [
-                Rollout(problem, sample, (self.prompt(draw),), score)
-            ]
+            rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
             self.ended |= {e.number for e in generate.siblings if e.kept}
             self.rest()
+        if not rollouts:  # it ended before its first turn
+            rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):
             return rollouts  # scored when the group is complete
         if len(rollouts) == 1:  # to gather one costs as much as to run it
@@ -581,9 +578,8 @@ class _Episodes:
         else:
             score = await self.task.scored(problem, rollout.judged)
         if self.polls > polls:  # generation went on meanwhile, to its end or still
-            self.seconds.overlapped += (
-                time.perf_counter() if self.submitted else self.polled
-            ) - began
+            end = time.perf_counter() if self.submitted else self.polled
+            self.seconds.overlapped += end - began
         return with_score(rollout, score)
 
 

@@ -132,9 +132,8 @@ class Loop:
     stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stage_monitor = StageMonitor(
-            self.stage, self.trainer, self.writer, self.checkpoints, self.monitor
-        )
+        given = (self.trainer, self.writer, self.checkpoints, self.monitor)
+        self.stage_monitor = StageMonitor(self.stage, *given)
 
     def run(self) -> None:
         """Train from the newest good checkpoint, or from the start, to the end."""
@@ -293,9 +292,8 @@ class Loop:
             for piece in mini_batches(filled, reuse.mini_batches, seed):
                 prepared = algorithm.prepare(piece, self.state)
                 if epoch == 0 and arrays is not None:  # with the mask of all that was sampled
-                    arrays.append(
-                        self.trained_arrays(prepared.replace(mask_T=piece.mask_T), groups)
-                    )
+                    sampled = prepared.replace(mask_T=piece.mask_T)
+                    arrays.append(self.trained_arrays(sampled, groups))
                 try:
                     update = self.apply(prepared, rate, meanwhile)
                 except NonFinite as error:
@@ -454,11 +452,9 @@ class Loop:
         """Put everything back; the generators last, because the rest may draw from them."""
         state = saved.state
         for who, before in state.get("frozen", {}).items():  # absent in checkpoints of format 1
-            require(
-                before == self.frozen().get(who),
-                f"the {who} model of {self.stage} is not the one that {path} was made with: "
-                "its weights differ; put it back, or start a new run",
-            )
+            other = f"the {who} model of {self.stage} is not the one that {path} was made with"
+            advice = "its weights differ; put it back, or start a new run"
+            require(before == self.frozen().get(who), f"{other}: {advice}")
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, state["algorithm"], state["elapsed"]
         self.above_kl = state.get("above_kl", 0)  # older ones have none

@@ -105,15 +105,16 @@ class Trust:
 
     def require_evaluation(self, name: str) -> None:
         """For a task that evaluates what a model writes."""
-        said = name in (text.rpartition(":")[2] for text in texts(self.typed))
-        text = f": {name} evaluates what the model writes, outside of a sandbox; "
-        self._require(said, text, "name the task on the command line")
+        self._require_task(name, f"{name} evaluates what the model writes, outside of a sandbox")
 
     def require_package(self, name: str) -> None:
         """For a task whose episodes are those of an installed package that it names."""
-        said = name in (text.rpartition(":")[2] for text in texts(self.typed))
-        text = f": the environment {name} would run code of an installed package; "
-        self._require(said, text, "name the task on the command line")
+        text = f"the environment {name} would run code of an installed package"
+        self._require_task(name, text)
+
+    def _require_task(self, name: str, text: str) -> None:
+        said = name in (typed.rpartition(":")[2] for typed in texts(self.typed))
+        self._require(said, f": {text}; ", "name the task on the command line")
 
     def require_program(self, command: JSON) -> None:
         said = not command or self.typed.get("checkpoint_hook") == command
@@ -173,10 +174,8 @@ class Trust:
         links = (link for link in path.rglob("*") if link.is_symlink())
         for place in chain([path], links):  # lazily: a folder elsewhere is not searched
             what = f"names {name}" if place is path else f"names {name}, where {place.name} leads"
-            require(
-                _within(place, self.folder),
-                f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}",
-            )
+            text = f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}"
+            require(_within(place, self.folder), text)
 
     def require_output(self, out: str, replacing: Mapping[str, JSON]) -> None:
         """A file may name a directory to write, below the working directory or beside itself and not hidden; not one that holds a run.

@@ -46,9 +46,8 @@ class Message:
         return {"role": self.role, "content": self.content, **self.more}
 
 
-COUNTED = (
-    "counted"  # of a problem's facts: how many things each named part of a score is a share of
-)
+# of a problem's facts: how many things each named part of a score is a share of
+COUNTED = "counted"
 
 
 @dataclass(frozen=True, slots=True)

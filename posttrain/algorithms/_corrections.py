@@ -30,11 +30,8 @@ def ratio_range(ratio_T: Tensor) -> list[Metric]:
 
 def step_kl(batch: Batch, mask_T: Tensor) -> Tensor:
     """[T]: log mu - log pi_ref of the sampled tokens, the k1 estimate of the KL to the reference; 0 outside `mask_T`."""
-    sampled_T, reference_T = (
-        batch.behaviour_T.where(mask_T, 0.0),
-        batch.reference_T.where(mask_T, 0.0),
-    )
-    return kl_estimate("k1", sampled_T, reference_T)
+    both = (log_T.where(mask_T, 0.0) for log_T in (batch.behaviour_T, batch.reference_T))
+    return kl_estimate("k1", *both)
 
 
 @dataclass(frozen=True)

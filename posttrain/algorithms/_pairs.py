@@ -34,10 +34,8 @@ def prepare_pairs(step: Batch, name: str) -> Batch:
     try:
         better_P, worse_P = pair_members(step.unit_N, step.reward_N)
     except ValueError:
-        text = (
-            f"{name} learns from pairs; rankings and single examples must be made into pairs first"
-        )
-        raise UserError(text) from None
+        made = "rankings and single examples must be made into pairs first"
+        raise UserError(f"{name} learns from pairs; {made}") from None
     length_N = sequence_lengths(step.mask_T, step.sequence_T, step.sequences)
     filled_P = (length_N[better_P] > 0) & (length_N[worse_P] > 0)
     differs_P = filled_P & (step.reward_N[better_P] > step.reward_N[worse_P])

@@ -67,10 +67,8 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     def mistakes(self) -> Iterator[str]:
         if self.group < self.min_group:
-            one = (
-                ": a group of one is its own baseline, every advantage is 0 and nothing is learned"
-            )
-            why = one if self.min_group > 1 else ""
+            own = "a group of one is its own baseline, every advantage is 0 and nothing is learned"
+            why = f": {own}" if self.min_group > 1 else ""
             yield f"group must be at least {self.min_group}, not {self.group}{why}"
         low, high = self.clip_low, self.clip_high
         zero = " (0: no clip)" if self.may_unclip else ""

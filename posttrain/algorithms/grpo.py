@@ -45,9 +45,8 @@ class GRPO(PolicyGradient):
     epsilon: NotNegative = 1e-4
     pass_k: Several = 1  # answers that are rewarded together; 1: each by itself
     solved: Annotated[float, Range()] = 1.0  # from this reward on, pass_k counts an answer as right
-    parts: tuple[
-        str, ...
-    ] = ()  # of the reward, each normalised on its own; none: the reward as it is
+    # of the reward, each normalised on its own; none: the reward as it is
+    parts: tuple[str, ...] = ()
     part_weights: tuple[float, ...] = ()  # of `parts`, in their order; none: 1 each
     supervision: Supervision = "outcome"
     reduction: Reduction = "sequence_mean"

@@ -207,9 +207,8 @@ class PPO(ReusedSamples, Algorithm):
         policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), logprob_T, batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.kl_in == "loss":
-            kl_T = kl_estimate(
-                self.kl, logprob_T, batch.reference_T.where(mask_T, 0.0), behaviour_T
-            )
+            reference_T = batch.reference_T.where(mask_T, 0.0)
+            kl_T = kl_estimate(self.kl, logprob_T, reference_T, behaviour_T)
             terms.append(Term("kl", kl_T, self.beta * batch.weight_T))
         if self.entropy > 0:
             entropy_T = outputs.entropy_T.where(mask_T, 0.0)

@@ -41,9 +41,8 @@ def add_model_of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", default="", metavar="ORG/NAME", help=text)
     text = "the hub's identifier, such as apache-2.0; without it the card says that none is stated"
     parser.add_argument("--license", default="", metavar="ID", help=text)
-    parser.add_argument(
-        "--card", metavar="FILE", help="your own README.md, not the one made from the run"
-    )
+    text = "your own README.md, not the one made from the run"
+    parser.add_argument("--card", metavar="FILE", help=text)
 
 
 def chosen_model(options: argparse.Namespace) -> Chosen:
@@ -51,10 +50,8 @@ def chosen_model(options: argparse.Namespace) -> Chosen:
 
     from posttrain.commands.export import Chosen
 
-    card = Path(options.card) if options.card else None
-    return Chosen(
-        Path(options.run), options.stage, options.adapter, options.base, options.license, card
-    )
+    given = (options.stage, options.adapter, options.base, options.license)
+    return Chosen(Path(options.run), *given, Path(options.card) if options.card else None)
 
 
 def print_lines(lines: Iterable[str]) -> None:

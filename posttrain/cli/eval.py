@@ -17,15 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--task", help="a task, or several with commas: NAME.KEY is a setting of one")
-    what.add_argument(
-        "--harness", metavar="TASK", help="tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
-    )
+    text = "tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
+    what.add_argument("--harness", metavar="TASK", help=text)
     parser.add_argument("--against", default="", help="another model: who wins on the same prompts")
     add_json(parser)
-    text = (
-        "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed, device;"
-    )
-    text += " of a win rate also reward_model, judge, judge.KEY;"
+    text = "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed,"
+    text += " device; of a win rate also reward_model, judge, judge.KEY;"
     text += " with --harness limit, fewshot, chat, max_length, seed, device"
     add_settings(parser, text)
 

@@ -27,9 +27,8 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.data.formats import FORMATS
 
     if options.name:
-        require(
-            options.kind != "formats", f"list formats shows every format; leave {options.name} out"
-        )
+        every = f"list formats shows every format; leave {options.name} out"
+        require(options.kind != "formats", every)
         found = keys.keys_of(options.kind.removesuffix("s"), options.name)
         if options.json:
             print_json([asdict(key) for key in found])

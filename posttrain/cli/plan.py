@@ -16,10 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_allow_code(parser)
     text = "run a few steps of every stage, to estimate how long it takes"
     parser.add_argument("--dry", action="store_true", help=text)
-    text = (
-        "in place of a recipe: a size such as 70B or 30B-A3B, or the folder or the name of a model"
-    )
-    parser.add_argument("--params", help=text)
+    sizes = "a size such as 70B or 30B-A3B, or the folder or the name of a model"
+    parser.add_argument("--params", help=f"in place of a recipe: {sizes}")
     parser.add_argument("--gpus", type=int, default=8, help="how many of them, with --params")
     parser.add_argument("--gpu", default="h100", help="their kind: h100, h200, a100, ...")
 
@@ -33,9 +31,8 @@ def call(options: argparse.Namespace) -> None:
         shape = estimate.shape_of(options.params)
         print_lines(estimate.lines(shape, work, options.gpu, options.gpus))
         return
-    require(
-        bool(options.recipe), "give a recipe, or a size with --params; see 'posttrain plan --help'"
-    )
+    text = "give a recipe, or a size with --params; see 'posttrain plan --help'"
+    require(bool(options.recipe), text)
     from posttrain import config
     from posttrain.commands.plan import describe
 

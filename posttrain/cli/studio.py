@@ -12,9 +12,8 @@ EXAMPLE = "posttrain studio runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="*", type=Path, help="folders that hold runs; runs/ where none is given"
-    )
+    text = "folders that hold runs; runs/ where none is given"
+    parser.add_argument("runs", nargs="*", type=Path, help=text)
     text = "the address to listen at; beyond this machine every request needs the token that is printed"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=int, default=7860, help="0: any that is free")

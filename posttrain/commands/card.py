@@ -19,38 +19,23 @@ from posttrain.runs.read import Run
 from posttrain.system.files import read_text
 from posttrain.types import JSON
 
-DATA = (
-    "task",
-    "data",
-    "pairs",
-    "problems",
-    "pretraining",
-    "text",
-)  # keys that say what was trained on
-SETTINGS = (
-    "format",
-    "name",
-    "seed",
-    "deterministic",
-    "processes",
-    "stages",
-)  # others say where a run is and who watches it
+# keys that say what was trained on
+DATA = ("task", "data", "pairs", "problems", "pretraining", "text")
+# others say where a run is and who watches it
+SETTINGS = ("format", "name", "seed", "deterministic", "processes", "stages")
 LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")  # the hub's identifiers: apache-2.0, mit, other
 
 
 def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = False) -> str:
     """The card as Markdown with the hub's metadata; `base` is the model that adapters are for."""
     fine = not licence or LICENCE.fullmatch(licence) is not None
-    require(
-        fine,
-        f"license {licence!r} is not an identifier of the hub, such as apache-2.0, mit or other",
-    )
+    such = "is not an identifier of the hub, such as apache-2.0, mit or other"
+    require(fine, f"license {licence!r} {such}")
     stages = [stage for stage in run.config.get("stages", []) if isinstance(stage, dict)]
     summary = run.summary or {}
     base = base or next((m for s in stages if HUB_NAME.fullmatch(m := str(s.get("model", "")))), "")
-    algorithms = [
-        str(s["algorithm"]["name"]) for s in stages if isinstance(s.get("algorithm"), dict)
-    ]
+    chosen = [s["algorithm"] for s in stages if isinstance(s.get("algorithm"), dict)]
+    algorithms = [str(algorithm["name"]) for algorithm in chosen]
     metadata = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -61,9 +46,8 @@ def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = Fals
     missing = "Not stated. Its publisher must choose one that the base model and the data permit."
     licensed = f"`{licence}`, as its publisher says." if licence else missing
     origin = f"`{base}`" if base else "a model that is not on the hub"
-    settings = yaml.safe_dump(
-        published({key: run.config.get(key) for key in SETTINGS}), sort_keys=False
-    )
+    kept = published({key: run.config.get(key) for key in SETTINGS})
+    settings = yaml.safe_dump(kept, sort_keys=False)
     sections = {
         "Training": _training(stages),
         "Held-out figures": _figures(summary, stages),
@@ -104,14 +88,8 @@ def _training(stages: list[dict[str, JSON]]) -> Iterator[str]:
     for stage in stages:
         if "steps" in stage and stage.get("algorithm"):
             rate = (stage.get("optimizer") or {}).get("lr", "")
-            cells = (
-                stage["name"],
-                stage["stage"],
-                published(stage.get("model", "")),
-                stage["algorithm"]["name"],
-                stage["steps"],
-                rate,
-            )
+            made = (stage["name"], stage["stage"], published(stage.get("model", "")))
+            cells = (*made, stage["algorithm"]["name"], stage["steps"], rate)
             yield f"| {' | '.join(map(_cell, cells))} |"
 
 
@@ -121,22 +99,15 @@ def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iter
     rows = list[str]()
     for name, result in (summary.get("stages") or {}).items():
         figures = {key: result.get(key) for key in ("accuracy", "reward")}
-        figures |= {
-            f"pass@{k}": value for k, value in (result.get("pass_at") or {}).items() if k != "1"
-        }
+        passes = (result.get("pass_at") or {}).items()
+        figures |= {f"pass@{k}": value for k, value in passes if k != "1"}
         for figure, value in figures.items():
             if is_interval(value):
                 task = tasks.get(name)
                 task = task.get("name", "") if isinstance(task, dict) else task or ""
                 interval = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
-                cells = (
-                    name,
-                    result.get("model", ""),
-                    task,
-                    figure,
-                    interval,
-                    result.get("problems", ""),
-                )
+                model, problems = result.get("model", ""), result.get("problems", "")
+                cells = (name, model, task, figure, interval, problems)
                 rows.append(f"| {' | '.join(map(_cell, cells))} |")
     if not rows:
         yield "None: no stage of the run evaluated the model on held-out problems."
@@ -149,9 +120,8 @@ def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iter
 def _data(stages: list[dict[str, JSON]], summary: Mapping[str, JSON]) -> Iterator[str]:
     results = summary.get("stages") or {}
     for stage in stages:
-        given = {
-            key: published(stage[key]) for key in DATA if stage.get(key) and stage.get("algorithm")
-        }
+        keys = [key for key in DATA if stage.get(key)] if stage.get("algorithm") else []
+        given = {key: published(stage[key]) for key in keys}
         count = (results.get(stage["name"]) or {}).get("trained_on")
         more = f"; {count} distinct texts" if count else ""
         if given:
@@ -168,9 +138,8 @@ def _limits(summary: Mapping[str, JSON]) -> Iterator[str]:
     yield from (f"- Alarm in training: {_cell(line)}" for line in alarms)
     yield from () if alarms else ["- No alarm in training."]
     yield "- Measured only on the tasks above. Its safety, its bias and other uses were not evaluated."
-    versions = ", ".join(
-        f"{name} {version}" for name, version in (summary.get("versions") or {}).items()
-    )
+    known = (summary.get("versions") or {}).items()
+    versions = ", ".join(f"{name} {version}" for name, version in known)
     yield f"- Made in {float(summary.get('seconds') or 0):.0f} s with {versions}; settings sha256 `{summary.get('config_sha256', '')}`."
 
 

@@ -76,10 +76,9 @@ class Report:
     def _repr_html_(self) -> str:
         """For a notebook: the lines, and the picture where it still is."""
         said = f"<pre style='{html.WRAP}'>{html.text(str(self)[:MAX_TEXT])}</pre>"
-        drawn = bool(self.picture) and Path(self.picture).is_file()
-        return html.PLAIN.format(
-            said + (html.picture(Path(self.picture), "both runs") if drawn else "")
-        )
+        if self.picture and Path(self.picture).is_file():
+            said += html.picture(Path(self.picture), "both runs")
+        return html.PLAIN.format(said)
 
 
 def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: str = "") -> Report:

@@ -40,20 +40,15 @@ def folder_of(chosen: Chosen) -> Path:
     """The folder of the chosen model."""
     run, stage = Run(chosen.run), chosen.stage
     names = run.configured
-    require(
-        not stage or stage in names,
-        f"{chosen.run} has no stage {stage!r}; it has {', '.join(names)}",
-    )
+    other = f"{chosen.run} has no stage {stage!r}; it has {', '.join(names)}"
+    require(not stage or stage in names, other)
     folder = chosen.run / "stages" / stage / "model" if stage else chosen.run / "export"
     advice = "let it end (posttrain resume), or choose another with --stage NAME"
     require((folder / "config.json").is_file(), f"{chosen.run} has no model in {folder}; {advice}")
     if not chosen.adapter:
         return folder
-    advice = "its stage was trained without lora; leave out --adapter"
-    require(
-        (folder / "adapter" / "adapter_config.json").is_file(),
-        f"{folder} has no adapters: {advice}",
-    )
+    none = f"{folder} has no adapters: its stage was trained without lora; leave out --adapter"
+    require((folder / "adapter" / "adapter_config.json").is_file(), none)
     return folder / "adapter"
 
 
@@ -67,18 +62,12 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
         base = base or str(settings.get("base_model_name_or_path", ""))
         advice = "name it with --base ORG/NAME, or publish the merged model without --adapter"
         named = HUB_NAME.fullmatch(base) is not None and not Path(base).exists()
-        require(
-            named,
-            f"the adapters are for {base}, which is not the name of a model on the hub; {advice}",
-        )
+        other = f"the adapters are for {base}, which is not the name of a model on the hub"
+        require(named, f"{other}; {advice}")
         settings["base_model_name_or_path"] = base
         atomic_write(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
-    run = Run(chosen.run)
-    text = (
-        own_card(chosen.card)
-        if chosen.card
-        else model_card(run, chosen.licence, base, chosen.adapter)
-    )
+    made = (Run(chosen.run), chosen.licence, base, chosen.adapter)
+    text = own_card(chosen.card) if chosen.card else model_card(*made)
     atomic_write(folder / "README.md", text)
 
 
@@ -102,16 +91,13 @@ def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]
         try:
             api = HfApi()
             api.create_repo(repository, private=not public, exist_ok=True)
-            done = api.upload_folder(
-                repo_id=repository, folder_path=made, commit_message="Upload with posttrain"
-            )
+            message = "Upload with posttrain"
+            done = api.upload_folder(repo_id=repository, folder_path=made, commit_message=message)
         except (errors.HfHubHTTPError, OSError, ValueError) as error:
             code = getattr(getattr(error, "response", None), "status_code", None)
             if code in (401, 403) or "token" in first_line(error).lower():
-                advice = (
-                    "set HF_TOKEN to a token that may write there, or log in with `hf auth login`"
-                )
-                found = f"the hub refuses to write {repository}: {advice}"
+                found = f"the hub refuses to write {repository}: set HF_TOKEN to a token that may"
+                found += " write there, or log in with `hf auth login`"
             else:
                 found = f"{repository} cannot be written to the hub ({first_line(error)}); check the network, then push again"
             raise UserError(found) from None
@@ -133,13 +119,9 @@ def to_gguf(chosen: Chosen, target: Path, kind: str) -> Path:
             line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
         if done.returncode or not part.is_file():
-            last = next(
-                (row for row in reversed(done.stderr.splitlines()) if row.strip()),
-                "it says nothing",
-            )
-            raise UserError(
-                f"{converter} cannot convert {source} (exit {done.returncode}): {last.strip()[:300]}"
-            )
+            last = [*filter(str.strip, ["it says nothing", *done.stderr.splitlines()])][-1]
+            failed = f"{converter} cannot convert {source} (exit {done.returncode})"
+            raise UserError(f"{failed}: {last.strip()[:300]}")
         part.rename(target)
     finally:
         part.unlink(missing_ok=True)
@@ -151,8 +133,6 @@ def find_converter() -> Path:
     folder = os.environ.get(LLAMA_CPP, "")
     found = Path(folder, CONVERTER) if folder else Path(shutil.which(CONVERTER) or "")
     advice = f"clone llama.cpp and set {LLAMA_CPP} to its folder, or put {CONVERTER} on the PATH"
-    require(
-        found.is_file(),
-        f"{f'{found} is not there' if folder else f'{CONVERTER} of llama.cpp is not installed'}; {advice}",
-    )
+    none = f"{found} is not there" if folder else f"{CONVERTER} of llama.cpp is not installed"
+    require(found.is_file(), f"{none}; {advice}")
     return found

@@ -45,9 +45,8 @@ class HarnessOptions(MachineOptions):
     limit: Whole = 0  # documents of each task; 0: all
     fewshot: int = -1  # solved examples before each document; -1: as the task says
     chat: bool = False  # render prompts with the chat template
-    max_length: Count = (
-        POSITIONS  # tokens that the model is given at most, where its own positions are not fewer
-    )
+    # tokens that the model is given at most, where its own positions are not fewer
+    max_length: Count = POSITIONS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,9 +55,8 @@ class HarnessOptions(MachineOptions):
 
 def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[str, JSON]:
     """The figures of each task by its name: the harness's value and, where it is a mean over documents, an interval over prompts."""
-    options: HarnessOptions = config.from_tree(
-        dict(config.pair(argument) for argument in settings), HarnessOptions, "eval"
-    )
+    pairs = dict(config.pair(argument) for argument in settings)
+    options: HarnessOptions = config.from_tree(pairs, HarnessOptions, "eval")
     needs = "eval: --harness needs lm-evaluation-harness: pip install 'posttrain[harness]'"
     require(TemplateLM is not object, needs)
     from lm_eval.evaluator import simple_evaluate
@@ -87,9 +85,8 @@ def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[
         torch_random_seed=options.seed,
         fewshot_random_seed=options.seed,
     )
-    return {
-        name: _figures(found["results"][name], found["samples"].get(name, ())) for name in names
-    }
+    results, rows = found["results"], found["samples"]
+    return {name: _figures(results[name], rows.get(name, ())) for name in names}
 
 
 def _task_name(file: Path) -> str:

@@ -149,9 +149,8 @@ def evaluate_tasks(
     for task in tasks:
         others = tuple(f"{other}." for other in tasks if other != task)
         own = [word for word in settings if not word.startswith(others)]
-        found[task] = evaluate(
-            model, task, [re.sub(rf"^{re.escape(task)}\.", "task.", word) for word in own]
-        )
+        words = [re.sub(rf"^{re.escape(task)}\.", "task.", word) for word in own]
+        found[task] = evaluate(model, task, words)
     return found
 
 
@@ -166,10 +165,8 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     pairs = dict(config.pair(argument) for argument in settings)
     options = _options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
-        needs = (
-            f"eval: {judges[0]} decides who wins between two models; name the other: against=MODEL"
-        )
-        require(bool(options.against), needs)
+        needs = f"eval: {judges[0]} decides who wins between two models"
+        require(bool(options.against), f"{needs}; name the other: against=MODEL")
         return _versus(model, task, pairs, options)
     stage = _eval_stage("evaluate", model, task, pairs)
     if not isinstance(stage, EvaluateStage):
@@ -214,9 +211,8 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
     tree |= {"sampling": {"temperature": 0.0}, "task": {"name": task}}
     if isinstance(pairs.get("judge"), str):
         tree["judge"] = {"model": pairs.pop("judge")}
-    for key in [
-        key for key in pairs if key.count(".") == 1 and key.startswith(("task.", "judge."))
-    ]:
+    own = [key for key in pairs if key.startswith(("task.", "judge."))]
+    for key in (key for key in own if key.count(".") == 1):
         group, _, name = key.partition(".")
         tree.setdefault(group, {})[name] = pairs.pop(key)
     keys = {f"eval.{key}": value for key, value in pairs.items()}

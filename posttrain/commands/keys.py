@@ -50,13 +50,9 @@ class Key:
             yield from key.lines(f"{prefix}{self.name}.")
 
 
+GATE = "a gate pays its second part where the first is passed"
 COMPOSE = (  # its options are plain settings, read in rewards/base.py
-    Key(
-        "how",
-        "weighted | product | gate",
-        "'weighted'",
-        "a gate pays its second part where the first is passed",
-    ),
+    Key("how", "weighted | product | gate", "'weighted'", GATE),
     Key("parts", "list of {reward, name, weight, options}", "", "the rewards that are composed"),
     Key("threshold", "float", "1.0", "what passes a gate"),
     Key("otherwise", "float", "0.0", "what is paid where the gate is not passed"),
@@ -180,9 +176,8 @@ class Source:
             meaning = meaning or f"a name or settings; see posttrain list {CHOSEN[group]}"
         elif group:
             given = {w.arg: ast.unparse(w.value) for w in getattr(value, "keywords", ())}
-            keys = {
-                n: replace(k, default=given.get(n, k.default)) for n, k in self.keys(group).items()
-            }
+            own = self.keys(group).items()
+            keys = {n: replace(k, default=given.get(n, k.default)) for n, k in own}
             default = default if default in ("", "None", "()") else "as below"
         default = "[]" if default == "()" else default
         return Key(name, self.type_text(kind), default, meaning, tuple(keys.values()))

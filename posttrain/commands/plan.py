@@ -99,16 +99,12 @@ def shared_lines(stage: Stage, policy: Policy | None, settings: Settings) -> lis
     adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
     learning = learning_bytes(policy, adapters or policy.parameters, stage.optimizer.moment_bytes)
     whole = weight_bytes(policy) + sum(size for _, size in learning)
-    copied = (
-        f" and {size_text(weight_bytes(policy))} of the copy for generation"
-        if stage.shares == "prompts"
-        else ""
-    )
+    copied = f" and {size_text(weight_bytes(policy))} of the copy for generation"
+    copied = copied if stage.shares == "prompts" else ""
     kept = f"{size_text(whole)} of weights, gradients and moments"
     divided = f"parallel=fsdp has {size_text(whole / count)} of it{copied}"
-    return [
-        f"{count} processes share a step (parallel={settings.parallel}): with ddp each has {kept}; {divided}"
-    ]
+    said = f"{count} processes share a step (parallel={settings.parallel})"
+    return [f"{said}: with ddp each has {kept}; {divided}"]
 
 
 def time_text(seconds: float) -> str:

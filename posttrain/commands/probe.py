@@ -39,12 +39,10 @@ PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs
 TOLERATED = 0.05  # the share of answers of a kind that may pay by coincidence
 BAD = ("pays", "pays more", "not paid", "fails")
 MARGIN = 1e-9
-NO_SPREAD = (
-    "the reward never differs between the answers to a problem, so nothing can be learned from it"
-)
-ERRORS_MASK = (
-    "return a number for whatever a policy writes: an error is masked, and hides this answer"
-)
+SAME = "the reward never differs between the answers to a problem"
+NO_SPREAD = f"{SAME}, so nothing can be learned from it"
+NUMBERS = "return a number for whatever a policy writes"
+ERRORS_MASK = f"{NUMBERS}: an error is masked, and hides this answer"
 Function = Callable[[str, str, str], Score | float]
 
 
@@ -240,13 +238,10 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     cases = []
     for place, problem in enumerate(chosen):
         after = [n % len(chosen) for n in range(place + 1, place + len(chosen))]
-        others = [
-            golds[n] for n in after if chosen[n].answer != problem.answer or not problem.answer
-        ]
-        others = [other for other in others if other != golds[place]]
-        cases.append(
-            Case(problem, golds[place], others[:2], tests[place], isinstance(task, Environment))
-        )
+        differ = [n for n in after if chosen[n].answer != problem.answer or not problem.answer]
+        others = [golds[n] for n in differ if golds[n] != golds[place]]
+        own, turns = (golds[place], others[:2], tests[place]), isinstance(task, Environment)
+        cases.append(Case(problem, *own, turns))
     return cases
 
 
@@ -360,13 +355,10 @@ def lines(report: Report) -> list[str]:
         share = "-" if row.at_gold is None else f"{row.at_gold:.0%}"
         should = {"pays": "pay", "not": "not", "either": "either"}[row.expected]
         verdict = row.verdict.upper() if row.verdict in BAD else row.verdict
-        text.append(
-            f"{row.kind:<{width}}  {row.count:>5}  {mean:>7}  {share:>7}  {should:<6}  {verdict}"
-        )
-    milliseconds = ", ".join(
-        f"{name} {1000 * value:.3g} ms" for name, value in report.seconds.items()
-    )
-    text += ["", f"time by call: {milliseconds}"]
+        said = f"{row.kind:<{width}}  {row.count:>5}  {mean:>7}  {share:>7}"
+        text.append(f"{said}  {should:<6}  {verdict}")
+    times = (f"{name} {1000 * value:.3g} ms" for name, value in report.seconds.items())
+    text += ["", f"time by call: {', '.join(times)}"]
     if report.judge_tokens:
         text.append(f"the judge used {report.judge_tokens:,} tokens")
     spread = f"spread between the answers to a problem: {report.spread:.3f}"
@@ -375,9 +367,8 @@ def lines(report: Report) -> list[str]:
     if report.examples:
         text += ["", "answers that pay and should not:"]
     for one in report.examples:
-        text.append(
-            f"  {one.kind} ({one.value:.2f}, gold {one.gold:.2f}): {one.question[:60]!r} -> {one.response[:80]!r}"
-        )
+        paid = f"  {one.kind} ({one.value:.2f}, gold {one.gold:.2f})"
+        text.append(f"{paid}: {one.question[:60]!r} -> {one.response[:80]!r}")
     text += ["", *report.findings] if report.findings else ["", "nothing pays that should not"]
     return text
 
@@ -387,19 +378,14 @@ def probe_named(reward: str | None, task: str, settings: Sequence[str]) -> Repor
     those of the probe."""
     typed = dict(config.pair(argument) for argument in settings)
     pairs = {key: config.meant(value) for key, value in typed.items()}
-    inner = {
-        key.removeprefix("task."): pairs.pop(key) for key in [*pairs] if key.startswith("task.")
-    }
-    options = {
-        key.removeprefix("reward."): pairs.pop(key) for key in [*pairs] if key.startswith("reward.")
-    }
-    config.refuse_unknown(
-        "setting of probe", pairs, ["problems", "split", "examples", "task.KEY", "reward.KEY"], []
+    inner, options = (
+        {key.removeprefix(p): pairs.pop(key) for key in [*pairs] if key.startswith(p)}
+        for p in ("task.", "reward.")
     )
+    known = ["problems", "split", "examples", "task.KEY", "reward.KEY"]
+    config.refuse_unknown("setting of probe", pairs, known)
     for key in ("problems", "examples"):
-        fine = key not in pairs or (
-            isinstance(pairs[key], int) and not isinstance(pairs[key], bool)
-        )
+        fine = type(pairs.get(key, 0)) is int
         require(fine, f"probe: {key} is a whole number, not {pairs.get(key)!r}")
     made: Task = config.from_tree({"name": task, **inner}, Task, "task")
     return probe(reward, made, options=options, **pairs)

@@ -24,19 +24,12 @@ FULLWIDTH = str.maketrans("0123456789", "０１２３４５６７８９")
 CYRILLIC = str.maketrans("aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ")
 FILLER = "Let me think about this for a moment. "
 _TABLES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text("utf-8"))
-KINDS: Mapping[str, tuple[Expected, str]] = {
-    kind: tuple(row) for kind, row in _TABLES["kinds"].items()
-}
-FORMS, KEYWORDS, INJECTIONS, FOREIGN = (
-    _TABLES[key] for key in ("forms", "keywords", "injections", "foreign")
+KINDS: Mapping[str, Sequence[str]] = _TABLES["kinds"]  # by kind: what it should earn, and advice
+FORMS, KEYWORDS, INJECTIONS, FOREIGN = map(
+    _TABLES.get, ("forms", "keywords", "injections", "foreign")
 )
-
-OF_ONE_TURN = (
-    "another problem's gold",
-    "every candidate at once",
-    "right, then wrong",
-    "gold repeated",
-)
+REPEATED = "gold repeated"
+OF_ONE_TURN = ("another problem's gold", "every candidate at once", "right, then wrong", REPEATED)
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Case:
             return "either"
         if kind in ("another problem's gold", "truncated") and not self.closed:
             return "either"
-        if kind == "gold repeated" and not self.closed:
+        if kind == REPEATED and not self.closed:
             return "not"
         if kind == "unfinished reasoning" and not self.reasons:
             return "either"
@@ -162,7 +155,7 @@ def _formless(case: Case) -> Iterator[tuple[str, str]]:
 
 def _dressed(case: Case) -> Iterator[tuple[str, str]]:
     """The gold answer, spoiled or padded."""
-    yield "gold repeated", "\n".join([case.gold] * 20)
+    yield REPEATED, "\n".join([case.gold] * 20)
     for factor in (2, 4):
         more = max(len(FILLER), (factor - 1) * len(case.gold))
         yield f"gold padded to {factor} times", f"{_filler(more)}\n{case.gold}"

@@ -164,18 +164,15 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
     trained = run.stages()
     require(bool(trained), f"{run.directory} has no steps yet")
     others = {path.parent.name for path in run.directory.glob("stages/*/result.json")}
-    require(
-        name in trained or name not in others,
-        f"{name} has no steps; those that have: {', '.join(trained)}",
-    )
+    none = f"{name} has no steps; those that have: {', '.join(trained)}"
+    require(name in trained or name not in others, none)
     if name not in trained:
         raise unknown("stage with steps", name, trained)
     rows = [row for row in run.metrics(name) if row.step > 0]
     last = rows[-1].step if rows else 0
     there = f"{run.directory} has steps 1 to {last} of {name}"
-    require(
-        said.isdigit() and len(said) < 16, f"{place!r} is not STAGE/STEP, such as {name}/{last}"
-    )
+    numbered = said.isdigit() and len(said) < 16
+    require(numbered, f"{place!r} is not STAGE/STEP, such as {name}/{last}")
     require(int(said) in {row.step for row in rows}, f"{there}, not {said}")
     return name, int(said), rows
 

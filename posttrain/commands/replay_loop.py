@@ -400,9 +400,8 @@ class ReplayLoop(Loop):
             place = span.sequence - part.first
             spans.append(Tokens(place, span.first, span.last, text, span.share))
         members = tuple(self.member(seen, n) for n in range(part.first, part.last))
-        return Item(
-            self.number(seen.prepared, part.first), part.share, part.norm, members, tuple(spans)
-        )
+        number = self.number(seen.prepared, part.first)
+        return Item(number, part.share, part.norm, members, tuple(spans))
 
     def member(self, seen: Seen, n: int) -> Member:
         batch = seen.prepared

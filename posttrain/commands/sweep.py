@@ -139,10 +139,8 @@ def run(
     settings = config.parse(recipe, common, allow_code, source)
     whole = not settings.only and not settings.again
     require(whole, "a sweep runs whole pipelines: leave out only and again")
-    single = (
-        "the runs of a sweep have one process each: leave out processes, or start them one by one"
-    )
-    require(settings.processes == 1, single)
+    single = "the runs of a sweep have one process each: leave out processes"
+    require(settings.processes == 1, f"{single}, or start them one by one")
     out = dict(config.pair(argument) for argument in plain).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     check_tree(directory)
@@ -203,12 +201,9 @@ class Record:
 def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
-        words, before_words = (
-            [r.recipe, sorted(r.arguments), sorted(r.sweep)] for r in (record, before)
-        )
-        same = words == before_words
+        ours, theirs = ([r.recipe, sorted(r.arguments), sorted(r.sweep)] for r in (record, before))
         other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
-        require(same, f"{other} {directory}', or choose another out=")
+        require(ours == theirs, f"{other} {directory}', or choose another out=")
     used = (directory / CONFIG).exists()
     require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 

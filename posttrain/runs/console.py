@@ -288,10 +288,8 @@ def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=bool(heading))
     for row in rows:
-        before, after = (
-            _interval(figure, percent=row.percent) for figure in (row.before, row.after)
-        )
-        table.add_row(Text(printable(row.name)), before, after, _change(row))
+        both = (_interval(bounds, percent=row.percent) for bounds in (row.before, row.after))
+        table.add_row(Text(printable(row.name)), *both, _change(row))
     return table
 
 
@@ -306,9 +304,8 @@ def figures_table(figures: Mapping[str, JSON]) -> Table:
         for k, value in figures.get(f"{kind}_at", {}).items()
     ]
     rows += [(name, value, True) for name, value in figures.get("parts", {}).items()]
-    rows += [
-        (name, figures[name], False) for name in ("reward", "kl") if figures.get(name) is not None
-    ]
+    known = [name for name in ("reward", "kl") if figures.get(name) is not None]
+    rows += [(name, figures[name], False) for name in known]
     for name, bounds, percent in rows:
         table.add_row(Text(printable(name)), *(_number(bound, percent) for bound in bounds))
     if "perplexity" in figures:

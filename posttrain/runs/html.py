@@ -126,9 +126,8 @@ def rollout_html(row: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> st
 
 def _map(tokens: Mapping[str, Any], name: str, opened: bool) -> str:
     figures, sampled = tokens["figures"], tokens["figures"]["sampled"]
-    values = [
-        v if on and v is not None else 0.0 for v, on in zip(figures[name], sampled, strict=True)
-    ]
+    known = zip(figures[name], sampled, strict=True)
+    values = [v if on and v is not None else 0.0 for v, on in known]
     largest = max([abs(v) for v in values], default=0.0) or 1.0
     spans = []
     for n, (word, value) in enumerate(zip(tokens["text"][:MAP_TOKENS], values, strict=False)):

@@ -105,9 +105,8 @@ class Filter:
             column, more = name, []
             if name == "part":
                 column, more = "json_extract(parts, ?)", [f'$."{self.part}"']
-                require(
-                    '"' not in self.part, "a part of a reward has no quotation mark in its name"
-                )
+                text = "a part of a reward has no quotation mark in its name"
+                require('"' not in self.part, text)
             for end, sign in (("from", ">="), ("to", "<=")):
                 value = getattr(self, f"{name}_{end}")
                 if value is not None and (name != "part" or self.part):
@@ -227,9 +226,8 @@ class Index:
 
     def behind(self, *files: Path) -> bool:
         """Whether a file has grown past what was read of it."""
-        files = files or tuple(
-            self.run.directory / name for name in (layout.EVENTS, layout.METRICS)
-        )
+        names = (layout.EVENTS, layout.METRICS)
+        files = files or tuple(self.run.directory / name for name in names)
         return any(_size(path) > self._state(path.name) for path in files)
 
     def _forget_rows(self) -> None:
@@ -251,9 +249,8 @@ class Index:
         reached: dict[str, tuple[float, int]] = {}
         for row in filter(None, map(parse_row, records)):
             if row.stage not in known:
-                connection.execute(
-                    "INSERT INTO stages(name, first) VALUES(?, ?)", [row.stage, row.time]
-                )
+                made = "INSERT INTO stages(name, first) VALUES(?, ?)"
+                connection.execute(made, [row.stage, row.time])
                 known.add(row.stage)
                 history = self._history()
             if history.superseded(row.stage, row.step, row.attempt):
@@ -284,18 +281,15 @@ class Index:
 
     def stage_spans(self) -> list[tuple[str, float, float, int]]:
         """Name, time of the first and of the last figures, and last step of each stage."""
-        spans = (
-            "SELECT name, first, coalesce(last, first), coalesce(step, 0) FROM stages ORDER BY id"
-        )
+        columns = "name, first, coalesce(last, first), coalesce(step, 0)"
+        spans = f"SELECT {columns} FROM stages ORDER BY id"
         return [(str(a), float(b), float(c), int(d)) for a, b, c, d in self._get(spans)]
 
     def figures(self, stage: str = "") -> dict[str, list[str]]:
         """The stages that recorded each figure."""
-        rows = self._get(
-            "SELECT figure, stage FROM series WHERE ? IN ('', stage) ORDER BY id", [stage]
-        )
+        asked = "SELECT figure, stage FROM series WHERE ? IN ('', stage) ORDER BY id"
         found: dict[str, list[str]] = {}
-        for figure, name in rows:
+        for figure, name in self._get(asked, [stage]):
             found.setdefault(figure, []).append(name)
         return found
 
@@ -310,19 +304,15 @@ class Index:
         if low is None:
             return Series(stage, figure, [], [], [], [], [])
         asked |= {"low": low, "width": max(1, -(-(high - low + 1) // max(1, buckets)))}
-        rows = self._get(
-            f"SELECT avg(step), avg(time), avg(value), min(value), max(value) {inside} GROUP BY (step - :low) / :width",
-            asked,
-        )
+        figures = "avg(step), avg(time), avg(value), min(value), max(value)"
+        rows = self._get(f"SELECT {figures} {inside} GROUP BY (step - :low) / :width", asked)
         return Series(stage, figure, *(list(column) for column in zip(*rows, strict=True)))
 
     def points(self, stage: str, figure: str, last: int = 0) -> list[tuple[int, float | None]]:
         """Steps and values; with `last`, of that many last ones."""
         place = "series = (SELECT id FROM series WHERE stage = ? AND figure = ?)"
-        rows = self._get(
-            f"SELECT step, value FROM points WHERE {place} ORDER BY step DESC LIMIT ?",
-            [stage, figure, last or -1],
-        )
+        newest = f"SELECT step, value FROM points WHERE {place} ORDER BY step DESC LIMIT ?"
+        rows = self._get(newest, [stage, figure, last or -1])
         return [(int(step), value) for step, value in reversed(rows)]
 
     # ---- rollouts
@@ -333,9 +323,8 @@ class Index:
         self.read_metrics()
         known = {(s, n): (t, b) for s, n, t, b in self._get("SELECT * FROM files")}
         found = _rollout_files(self.run.directory)
-        due = [
-            (place, path, mark) for place, (path, mark) in found.items() if known.get(place) != mark
-        ]
+        new = (place for place, (_, mark) in found.items() if known.get(place) != mark)
+        due = [(place, *found[place]) for place in new]
         if not due:
             return 0
         due.sort(key=lambda one: one[0] != first)
@@ -385,15 +374,12 @@ class Index:
 
     def choices(self) -> dict[str, list[Any]]:
         """The values that a filter may ask for."""
-        found = {
-            name: [
-                value for (value,) in self._get(f"SELECT DISTINCT {name} FROM rollouts LIMIT 50")
-            ]
-            for name in ("stage", "outcome", "finish", "role")
-        }
-        parts = self._get(
-            "SELECT DISTINCT key FROM (SELECT parts FROM rollouts LIMIT 2000), json_each(parts) LIMIT 50"
-        )
+        found = {}
+        for name in ("stage", "outcome", "finish", "role"):
+            values = self._get(f"SELECT DISTINCT {name} FROM rollouts LIMIT 50")
+            found[name] = [value for (value,) in values]
+        some = "(SELECT parts FROM rollouts LIMIT 2000), json_each(parts)"
+        parts = self._get(f"SELECT DISTINCT key FROM {some} LIMIT 50")
         return {**found, "part": [name for (name,) in parts]}
 
     def questions(self, text: str = "", limit: int = 200) -> list[str]:
@@ -415,9 +401,8 @@ def _size(path: Path) -> int:
 
 def _dumped(records: Iterable[Mapping[str, JSON]]) -> Iterator[tuple[str]]:
     """Events without the configuration that some carry: config.yaml has it."""
-    return (
-        (json.dumps({k: v for k, v in r.items() if k != "config"}),) for r in records if "kind" in r
-    )
+    for record in (record for record in records if "kind" in record):
+        yield (json.dumps({key: v for key, v in record.items() if key != "config"}),)
 
 
 def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
@@ -444,15 +429,10 @@ def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[i
         if folder.is_dir() and not folder.is_symlink() and layout.plain_name(folder.name):
             for entry in os.scandir(folder):
                 path = Path(entry.path)
-                step = layout.step_of(path)
-                if (
-                    path.suffix == ".jsonl"
-                    and step is not None
-                    and entry.is_file(follow_symlinks=False)
-                ):
+                step = layout.step_of(path) if path.suffix == ".jsonl" else None
+                if step is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat()
-                    mark = stat.st_mtime_ns, stat.st_size
-                    found[folder.name, step] = path, mark
+                    found[folder.name, step] = path, (stat.st_mtime_ns, stat.st_size)
     return dict(sorted(found.items()))
 
 
@@ -484,11 +464,8 @@ def _add_rollout(
     turns_of = rollout.conversation if isinstance(rollout, EpisodeRow) else ()
     turns = sum(kind == "sampled" for kind, _ in turns_of) if turns_of else 1
     said |= {"stage": place[0], "step": place[1], "number": number, "start": start, "bytes": size}
-    said |= {
-        "parts": json.dumps(rollout.parts),
-        "role": getattr(rollout, "role", ""),
-        "turns": turns,
-    }
+    said |= {"parts": json.dumps(rollout.parts), "role": getattr(rollout, "role", "")}
+    said |= {"turns": turns}
     said |= {"attempt": rollout.attempt, "question": rollout.question[:QUESTION]}
     marks = ", ".join("?" * len(said))
     sql = f"INSERT INTO rollouts({', '.join(said)}) VALUES({marks})"

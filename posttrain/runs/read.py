@@ -260,9 +260,5 @@ def _well_typed(row: RolloutRow) -> bool:
     figures = row.parts.values() if isinstance(row.parts, dict) else [None]
     numbers = all(type(count) is int and abs(count) < 2**53 for count in counts)
     measured = all(isinstance(value, int | float | str | None) for value in figures)
-    return (
-        numbers
-        and measured
-        and isinstance(row.parts, dict)
-        and all(isinstance(t, str) for t in texts)
-    )
+    spelled = isinstance(row.parts, dict) and all(isinstance(text, str) for text in texts)
+    return numbers and measured and spelled

@@ -92,11 +92,10 @@ def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]
         return "a stage that has begun can be made longer, not shorter"
     if settings.get(f"{stage}.as_long_as"):
         return "as_long_as decides its length"
-    inside = {
-        k.removeprefix(f"{stage}."): v for k, v in settings.items() if k.startswith(f"{stage}.")
-    }
-    schedules = {key: v for key, v in inside.items() if key.endswith("optimizer.schedule")}
-    falling = [f"{key}={value}" for key, value in schedules.items() if value != "constant"]
+    own = {key: value for key, value in settings.items() if key.startswith(f"{stage}.")}
+    schedules = {key: value for key, value in own.items() if key.endswith("optimizer.schedule")}
+    given = [f"{key}={value}" for key, value in schedules.items() if value != "constant"]
+    falling = [text.removeprefix(f"{stage}.") for text in given]
     if falling:
         other = f"{falling[0]} ends at the last step, so that a longer run has another learning rate from the start"
         return f"{other}; a stage that is to be extended begins with schedule=constant"

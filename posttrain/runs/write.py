@@ -89,9 +89,8 @@ class RunWriter:
         """Refuse, without writing, a directory that `create` would refuse, as far as that can be seen."""
         with explained(directory):
             _refuse_used(directory)
-            there = next(
-                path for path in (directory, *directory.absolute().parents) if path.exists()
-            )
+            above = (directory, *directory.absolute().parents)
+            there = next(path for path in above if path.exists())
             code = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
             if not there.is_dir():
                 code = errno.EEXIST if there == directory else errno.ENOTDIR

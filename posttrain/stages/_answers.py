@@ -62,12 +62,9 @@ class AnswerStage(Stage):
     ) -> Iterator[Group]:
         """`samples` answers to each problem, scored by the task. `seed` gives that of the batch that begins at a problem."""
         sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
-        settings = (samples, self.sampling)
         for first in range(0, len(problems), batch):
-            part, drawn = problems[first : first + batch], seed(first)
-            yield from rollout_groups(
-                self.task, sampler, decoder, part, *settings, drawn, context.workers
-            )
+            asked = (problems[first : first + batch], samples, self.sampling, seed(first))
+            yield from rollout_groups(self.task, sampler, decoder, *asked, context.workers)
 
 
 @dataclass(frozen=True, kw_only=True)

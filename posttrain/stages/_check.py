@@ -177,9 +177,8 @@ def check_problems(stage: Stage, reader: Reader) -> None:
         for split, level in stage.splits():
             problems = task.problems(split, level)
             held = "held-out" if split == "test" else "training"
-            lacking = (
-                f"the task has no {held} problem{'' if level is None else f' of level {level}'}"
-            )
+            of_level = "" if level is None else f" of level {level}"
+            lacking = f"the task has no {held} problem{of_level}"
             advice = "give a test file, or hold some out" if split == "test" else "give others"
             require(len(problems) > 0, f"{lacking}; {advice}")
             if reader.tokenizer is None or sampling is None:

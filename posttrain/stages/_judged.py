@@ -26,9 +26,8 @@ class JudgeSettings(EndpointSettings, Naming):
     rubric: str = ""  # a file; "": the default
     rules: Task | None = None  # in place of a model: a task whose score judges
     noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
-    position_bias: NotNegative = (
-        0.0  # of the rules: what they add to the score of the answer that is shown first
-    )
+    # of the rules: what they add to the score of the answer that is shown first
+    position_bias: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

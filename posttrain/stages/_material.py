@@ -60,9 +60,8 @@ class Data(Naming):
             return self
         for level, count in self.counts.items():
             check_count(self.task, level, count)
-        return replace(
-            self, counts={level: min(count, FEW) for level, count in self.counts.items()}
-        )
+        counts = {level: min(count, FEW) for level, count in self.counts.items()}
+        return replace(self, counts=counts)
 
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:

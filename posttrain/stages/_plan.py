@@ -79,9 +79,7 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
     small = replace(stage, steps=min(STEPS, stage.steps or STEPS), **changes)
     loops = tuple(f"{stage.name}-{n}" if n else stage.name for n in range(members))
     counted = None if stage.steps else lambda size: stage.counted(size).steps
-    return DryRun(
-        small, steps=stage.steps or 0, evaluate_every=evaluate_every, loops=loops, counted=counted
-    )
+    return DryRun(small, 1.0, stage.steps or 0, counted, evaluate_every, loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +263,8 @@ def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list
 
     held_out = len(stage.task.problems("test")[: stage.evaluate_problems])
     what = "accuracy" if stage.task.verifiable else "reward"
-    scored = (
-        f"held-out {what} on {many(held_out, 'problem')} every {many(stage.evaluate_every, 'step')}"
-    )
+    every = many(stage.evaluate_every, "step")
+    scored = f"held-out {what} on {many(held_out, 'problem')} every {every}"
     if not (held_out and stage.evaluate_every):
         scored = "there is no held-out score"
 
@@ -336,9 +333,8 @@ def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) ->
         found: str = chosen
     elif have is not None:
         does = "per layer" if way.layered else "never"
-        found = (
-            f"{does}, for {size_text(need)} are needed without and {size_text(have)} are at hand"
-        )
+        sizes = f"{size_text(need)} are needed without and {size_text(have)} are at hand"
+        found = f"{does}, for {sizes}"
     elif policy.device.type == "cuda":
         found = f"chosen by the memory of the GPU, which is not here: per layer where it has less than {size_text(need)}"
         found += " besides the weights"

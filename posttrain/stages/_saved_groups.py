@@ -51,9 +51,8 @@ def read_saved(path: str, tokenizer: Any, max_length: int) -> Saved:
         made, untrained = _of_run(Path(path), where, Decoder(tokenizer))
     else:
         made, untrained = [_group(row, tokenizer, where) for where, row in rows], 0
-    known = {
-        s.logprobs is not None for g in made for r in g.rollouts for s in r.segments if s.sampled
-    }
+    segments = (s for g in made for r in g.rollouts for s in r.segments if s.sampled)
+    known = {segment.logprobs is not None for segment in segments}
     require(len(known) < 2, f"{path}: some responses have logprobs; give them for all, or for none")
     short = [
         Group(g.problem, tuple(r for r in g.rollouts if len(r.ids) <= max_length), g.role)
@@ -91,10 +90,9 @@ def _group(row: Mapping[str, Any], tokenizer: Any, where: str) -> Group:
         require(bool(inside), f"{what}: response_ids has a token that the tokenizer has not")
         logprobs = _numbers(lists, "logprobs", n, what, np.float32)
         found = 0 if logprobs is None else len(logprobs)
-        other = (
-            f"{found} logprobs for {len(ids)} tokens; give the tokens they are of as response_ids"
-        )
-        require(logprobs is None or found == len(ids), f"{what}: {other}")
+        other = f"{what}: {found} logprobs for {len(ids)} tokens"
+        text = f"{other}; give the tokens they are of as response_ids"
+        require(logprobs is None or found == len(ids), text)
         parts = (
             Segment(example.ids[:begin], "", False),
             Segment(ids, text, True, logprobs, finish="stop"),
@@ -134,38 +132,28 @@ def _of_run(path: Path, where: str, decoder: Decoder) -> tuple[list[Group], int]
     """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and how many rollouts have none."""
     parts, step = path.absolute().parts, path.stem.removeprefix("step-")
     placed = len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit()
-    require(
-        placed,
-        f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl",
-    )
+    text = f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl"
+    require(placed, text)
     run, stage = Run(path.absolute().parents[2]), parts[-2]
     rows, arrays = run.rollouts(stage, int(step)), run.arrays(stage, int(step))
     if arrays is None:
-        raise UserError(
-            f"{path}: the run has not kept the tokens of this step ({path.stem}.safetensors); give another"
-        )
-    require(
-        arrays.sequences == len(rows),
-        f"{path}: {len(rows)} rows for {arrays.sequences} sequences of tokens",
-    )
+        lost = f"{path}: the run has not kept the tokens of this step ({path.stem}.safetensors)"
+        raise UserError(f"{lost}; give another")
+    several = f"{path}: {len(rows)} rows for {arrays.sequences} sequences of tokens"
+    require(arrays.sequences == len(rows), several)
     found = [(row, arrays.sequence(n)) for n, row in enumerate(rows)]
     kept = [(row, own) for row, own in found if len(own.get("ids", ()))]
-    problem = {
-        row.problem: Problem(row.problem, row.question, row.answer, row.level) for row in rows
-    }
+    asked = (Problem(row.problem, row.question, row.answer, row.level) for row in rows)
+    problem = {one.id: one for one in asked}
     made: dict[tuple[str, str], list[Rollout]] = {}
     for row, own in kept:
         segments = tuple(_segments(row, own))
         said = "".join(decoder.decode(s.ids)[0] for s in segments if s.sampled)
-        require(
-            said == row.response, f"{path}: its tokens are of another tokenizer than the model's"
-        )
+        other = f"{path}: its tokens are of another tokenizer than the model's"
+        require(said == row.response, other)
         role = row.role if isinstance(row, EpisodeRow) else ""
-        score = (
-            Score.failed(row.failure)
-            if row.failure
-            else Score(row.reward, row.parts, outcome=row.outcome)
-        )
+        score = Score.failed(row.failure) if row.failure else None
+        score = score or Score(row.reward, row.parts, outcome=row.outcome)
         rollout = Rollout(problem[row.problem], row.sample, segments, score, role)
         made.setdefault((row.problem, role), []).append(rollout)
     groups = [Group(problem[name], tuple(members), role) for (name, role), members in made.items()]
@@ -175,11 +163,8 @@ def _of_run(path: Path, where: str, decoder: Decoder) -> tuple[list[Group], int]
 def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segment]:
     """What was given and what was sampled, in turn."""
     ids, logprob = own["ids"].astype(np.int64), own["logprob"].astype(np.float32)
-    sampled = (
-        own["sampled"].astype(bool)
-        if "sampled" in own
-        else np.arange(len(ids)) >= len(ids) - row.length
-    )
+    sampled = np.arange(len(ids)) >= len(ids) - row.length
+    sampled = own.get("sampled", sampled).astype(bool)
     for start, end in pairwise(_edges(sampled.tolist())):
         if sampled[start]:
             yield Segment(ids[start:end], "", True, logprob[start:end], finish=row.finish)

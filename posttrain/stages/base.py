@@ -137,11 +137,10 @@ class Context:
             dtype, adapter = str(network.dtype).removeprefix("torch."), peft_files(network, lora)
             kept = merge_adapters(network.model)
             if kept < 1:
-                line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it, {kept:.0%} of the changed weights"
-                line += (
-                    f" differ from the base; {name}/adapter has the adapters themselves, for peft"
-                )
-                self.announce(stage, [line])
+                line = f"the adapters are merged in float32; rounded to {dtype}, as a GPU loads it"
+                line += f", {kept:.0%} of the changed weights differ from the base"
+                peft = f"{name}/adapter has the adapters themselves, for peft"
+                self.announce(stage, [f"{line}; {peft}"])
         folder = self.folder(stage) / name
         save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
 

@@ -52,10 +52,8 @@ class BestStage(Stage):
         for key in self.figure.split("."):
             parts = found if isinstance(found, dict) else {}
             has = ", ".join(sorted(parts)) or "no parts"
-            none = (
-                f"{self.name}: the result of {stage!r} has no figure {self.figure!r}; it has {has}"
-            )
-            require(key in parts, none)
+            none = f"{self.name}: the result of {stage!r} has no figure {self.figure!r}"
+            require(key in parts, f"{none}; it has {has}")
             found = parts[key]
         number = found[0] if isinstance(found, list) and found else found
         numeric = isinstance(number, int | float) and math.isfinite(number)

@@ -118,21 +118,17 @@ class ComparisonsStage(JudgedStage, AskingStage):
         if not file.is_file():
             asked = [kept for g, _ in self.groups(context) if (kept := self.different(g, counts))]
             rows = [self.asked(kept) for kept in asked]
-            require(
-                bool(rows), f"{self.name}: no two answers to a prompt differ; raise the temperature"
-            )
+            same = f"{self.name}: no two answers to a prompt differ; raise the temperature"
+            require(bool(rows), same)
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
         labels = Labels.read(file)
-        done, needed = (
-            labels.report().labelled,
-            min(self.needed or len(labels.items), len(labels.items)),
-        )
+        done, every = labels.report().labelled, len(labels.items)
+        needed = min(self.needed or every, every)
         if done < needed:
             text = f"waiting for labels: {done} of {needed}; compare the answers in 'posttrain studio' or with 'posttrain label {file}'"
-            context.events.emit(
-                "waiting", text, stage=self.name, data={"needed": needed, "file": file.name}
-            )
+            data = {"needed": needed, "file": file.name}
+            context.events.emit("waiting", text, stage=self.name, data=data)
             raise Waiting(text)
         found = list(labels.rows())
         counts["written"] = len(found)

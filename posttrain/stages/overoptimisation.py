@@ -52,9 +52,7 @@ class OveroptimisationStage(AnswerStage):
     def run(self, context: Context) -> dict[str, JSON]:
         curves = {stage: self.training(context, stage) for stage in self.trained}
         curves |= self.best_of_n(context) if self.reward_models else {}
-        found: dict[str, JSON] = {
-            name: {**verdict(curve), "points": curve} for name, curve in curves.items()
-        }
+        found = {name: {**verdict(curve), "points": curve} for name, curve in curves.items()}
         context.announce(self.name, [said(name, one) for name, one in found.items()])
         try:
             draw(curves, context.folder(self.name) / "curve.png")

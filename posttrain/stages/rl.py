@@ -296,22 +296,17 @@ class RLStage(ReferenceStage):
             with rollouts.quiet():
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
+        made = (rows, self.sampler, self.sampler_processes, self.precision)
+        every = self.evaluate_every if self.task.problems("test") else 0
         with (
-            closing(
-                context.sampler(policy, rows, self.sampler, self.sampler_processes, self.precision)
-            ) as sampler,
+            closing(context.sampler(policy, *made)) as sampler,
             closing(self.rollouts(self.task, sampler, *given)) as rollouts,
         ):
             loop = self.train(
                 context,
                 trainer,
                 rollouts,
-                replace(
-                    self.schedule(
-                        self.evaluate_every if self.task.problems("test") else 0, self.seconds
-                    ),
-                    rollouts_every=self.rollouts_every,
-                ),
+                replace(self.schedule(every, self.seconds), rollouts_every=self.rollouts_every),
                 evaluate=evaluate,
                 sampler=rollouts,
                 release=sampler.release if self.release_cache else None,
@@ -353,11 +348,8 @@ class RLStage(ReferenceStage):
         """Keys and values of all that is written at once, at full length; while training, what a GPU keeps of them."""
         if training and (self.release_cache or policy.device.type != "cuda"):
             return 0.0
-        group = self.algorithm.group_size
-        rows, longest = (
-            min(self.rows(policy.device.type), self.prompts * group),
-            self.longest(policy.tokenizer),
-        )
+        group, longest = self.algorithm.group_size, self.longest(policy.tokenizer)
+        rows = min(self.rows(policy.device.type), self.prompts * group)
         share = self.precision.cache_share(policy.dtype)
         if copied_bytes(policy):  # pages, where a group shares its prompt
             new = self.sampling.max_new_tokens
@@ -370,11 +362,10 @@ class RLStage(ReferenceStage):
         narrow = self.lora is not None and self.lora.load_in_4bit
         if self.sampler == "engine":
             return 0.0 if narrow or self.release_cache else copied_bytes(policy)
-        adapters = self.lora
-        more = (
-            0.0 if adapters is None else adapters.weight_bytes(policy.body, policy.dtype.itemsize)
-        )
-        return self.sampler_processes * (weight_bytes(policy) + more)
+        size = weight_bytes(policy)
+        if self.lora is not None:
+            size += self.lora.weight_bytes(policy.body, policy.dtype.itemsize)
+        return self.sampler_processes * size
 
     def make_roles(self, context: Context, policy: Policy) -> list[Role]:
         roles = super().make_roles(context, policy)
@@ -396,17 +387,13 @@ class RLStage(ReferenceStage):
     def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
         wanted = self.algorithm.roles | ({"reference"} if self.watch_kl else frozenset())
         adapters = None if self.lora is None else self.lora.parameters(policy.body)
-        settings, by_layer = (
-            self.critic_optimizer or self.optimizer,
-            self.optimizer.checkpointing == "layer",
-        )
-        own_body = bool(self.critic)
+        by_layer = self.optimizer.checkpointing == "layer"
+        learns = (self.critic_optimizer or self.optimizer, by_layer, adapters, bool(self.critic))
+        own = self.lora is not None and not self.teacher
         prices = {
             "reference": self.reference_bytes(policy),
-            "critic": Critic.price(policy, tokens, settings, by_layer, adapters, own_body),
-            "teacher": model_bytes(self.teacher, policy)
-            if self.teacher or self.lora is None
-            else 0.0,
+            "critic": Critic.price(policy, tokens, *learns),
+            "teacher": 0.0 if own else model_bytes(self.teacher, policy),
         }
         return {name: size for name, size in prices.items() if name in wanted}
 
@@ -441,19 +428,15 @@ class RLStage(ReferenceStage):
             none = f"teacher_prompt names {{answer}}, and problem {problem.id} has none"
             require(bool(problem.answer) or "{answer}" not in self.teacher_prompt, none)
             text = self.teacher_prompt.replace("{answer}", problem.answer)
-            asked.append(
-                (f"the teacher's prompt of {problem.id}", preceded(self.task.prompt(problem), text))
-            )
+            turns = preceded(self.task.prompt(problem), text)
+            asked.append((f"the teacher's prompt of {problem.id}", turns))
         return render_prompts(tokenizer, asked)
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the mix, with loss on all of it."""
-        text, seed, length = (
-            placed(self.pretraining, context),
-            context.seed,
-            self.pretraining_length,
-        )
-        material = gather(text, policy.tokenizer, seed, length, all_tokens=True)
+        text, seed = placed(self.pretraining, context), context.seed
+        limit = self.pretraining_length
+        material = gather(text, policy.tokenizer, seed, limit, all_tokens=True)
         for report in material.reports:
             context.announce(self.name, [f"pretraining: {line}" for line in report.lines()])
         check_lengths(policy, material.sets, "pretraining_length")
@@ -481,11 +464,8 @@ class RLStage(ReferenceStage):
             made = answer_problems(self.task, sampler, tokenizer, *asked, *settings, by)
             found |= made.headlines(right)
         if self.measure_problems and rating is not None and reference is not None:
-            problems, decoder = (
-                self.task.problems("test")[: self.measure_problems],
-                Decoder(tokenizer),
-            )
-            drawn = (decoder, problems, 1, self.sampling)
+            problems = self.task.problems("test")[: self.measure_problems]
+            drawn = (Decoder(tokenizer), problems, 1, self.sampling)
             groups = rollout_groups(self.task, sampler, *drawn, *settings)
             found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}

@@ -80,14 +80,11 @@ class SearchStage(AnswerStage):
         ends, tokens = self.beam_search(context, policy, rating, problems)
         right = [float(self.task.score(r.problem, r.judged).solved) for r in ends]
         found["beam"] = {str(self.samples): share_interval(right, prompts(groups)).row()}
-        context.write_lines(
-            self.name, (json.dumps(row(r, v)) for r, v in zip(ends, right, strict=True))
-        )
+        context.write_lines(self.name, map(json.dumps, map(row, ends, right)))
         top = str(self.samples)
-        said = ", ".join(
-            f"{name} {rows[top][0]:.3f}" for name, rows in found.items() if top in rows
-        )
-        context.announce(self.name, [f"{self.model}, accuracy with {top} samples: {said}"])
+        said = [f"{name} {rows[top][0]:.3f}" for name, rows in found.items() if top in rows]
+        line = f"{self.model}, accuracy with {top} samples: {', '.join(said)}"
+        context.announce(self.name, [line])
         sampled = sum(r.length for g in groups for r in g.rollouts)
         spent = {"answers": sampled / len(groups), "beam": tokens / len(groups)}
         return {"model": self.model, "problems": len(groups), "accuracy": found, "tokens": spent}
@@ -151,17 +148,13 @@ def worth(score: Score, rule: str) -> float:
 
 def ruled(groups: Sequence[Group], rule: str) -> list[Group]:
     """Rated groups, with answers worth what `rule` makes of their steps."""
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                replace(r, score=replace(r.score, value=worth(r.score, rule)))
-                for r in group.rollouts
-                if r.score.valid
-            ),
-        )
-        for group in groups
-    ]
+
+    def valued(rollout: Rollout) -> Rollout:
+        return replace(rollout, score=replace(rollout.score, value=worth(rollout.score, rule)))
+
+    valid = ([r for r in group.rollouts if r.score.valid] for group in groups)
+    made = (tuple(map(valued, rollouts)) for rollouts in valid)
+    return [replace(group, rollouts=own) for group, own in zip(groups, made, strict=True)]
 
 
 def row(rollout: Rollout, right: float) -> dict[str, JSON]:

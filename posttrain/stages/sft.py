@@ -106,10 +106,8 @@ class SFTStage(DataStage):
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
         """The held-out loss after training, with its interval, and before it where it was measured."""
-        first = next(iter(Run(context.directory).metrics(self.name)), None)
-        before = (
-            first.figures.get("loss/held_out") if first is not None and not first.step else None
-        )
+        rows = [row for row in Run(context.directory).metrics(self.name) if not row.step]
+        before = rows[0].figures.get("loss/held_out") if rows else None
         after = judge.loss()
         was = "" if before is None else f", {before:.4f} before training"
         context.announce(self.name, [f"held-out loss {after}{was}"])

@@ -34,9 +34,8 @@ class StepLabelsStage(AskingStage):
     """
 
     completions: Whole = 8  # sampled from the end of each step
-    label: Literal["share", "any"] = (
-        "share"  # of completions that solve the problem, or whether any does
-    )
+    # of completions that solve the problem, or whether any does
+    label: Literal["share", "any"] = "share"
     steps: str = "\n"  # what ends a step, as in reward=process
 
     def mistakes(self) -> Iterator[str]:

@@ -338,10 +338,9 @@ class UnitStage(DataStage):
         units: list[Unit] = []
         for path in paths:
             found, report = read_units(context, self.name, path, tokenizer, limit, learns)
-            none = (
-                f"{self.name}: soft labels are made of scores, and {path} has none; use labels=hard"
-            )
-            require(bool(report.margins) or not self.algorithm.needs_scores, none)
+            none = f"{self.name}: soft labels are made of scores, and {path} has none"
+            scored = bool(report.margins) or not self.algorithm.needs_scores
+            require(scored, f"{none}; use labels=hard")
             units += found
         return units
 

@@ -157,9 +157,8 @@ class WorkerPool:
         line = _encode([-1 - self._number(task), *self._fields(problem)])
         try:
             while True:
-                job = _Job(
-                    line, task.seconds, asyncio.get_running_loop().create_future(), RETRIES, True
-                )
+                reply = asyncio.get_running_loop().create_future()
+                job = _Job(line, task.seconds, reply, RETRIES, True)
                 self._give(worker, job)
                 found = await job.reply
                 if "done" in found:
@@ -191,11 +190,9 @@ class WorkerPool:
             changed = _changed_by_json(tree)
             if type(problem) is not Problem:
                 changed = f"it is a {type(problem).__qualname__}"
-            require(
-                not changed,
-                f"problem {problem.id}: {changed}, which JSON cannot carry to a worker process as it is; "
-                "use text, numbers, lists and dictionaries with text as keys, or a task that is not isolated",
-            )
+            text = f"problem {problem.id}: {changed}, which JSON cannot carry to a worker process as it is"
+            advice = "use text, numbers, lists and dictionaries with text as keys, or a task that is not isolated"
+            require(not changed, f"{text}; {advice}")
             self._encoded = problem, list(tree.values())
         return self._encoded[1]
 

@@ -37,11 +37,9 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     # a layer is divided first, and FSDP has rows of what is left
     for dimension, placement in reversed([*enumerate(placed.placements)]):
         if not placement.is_replicate():
-            count, own = (
-                placed.device_mesh.size(dimension),
-                placed.device_mesh.get_local_rank(dimension),
-            )
-            tensor = _slice(tensor, placement.dim, count, own)
+            mesh: Any = placed.device_mesh
+            which = (mesh.size(dimension), mesh.get_local_rank(dimension))
+            tensor = _slice(tensor, placement.dim, *which)
     assert tensor.shape == own_part(like).shape
     return tensor
 

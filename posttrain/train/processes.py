@@ -82,11 +82,7 @@ class Processes(World):
 
 
 def _bytes(data: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def encode(value: JSON) -> bytes:
@@ -145,10 +141,8 @@ def local_device(device: str) -> str:
     if size() == 1 or not device.startswith("cuda"):
         return device
     local = _number("LOCAL_RANK", rank())
-    require(
-        device == "cuda",
-        f"device={device} names one device for {size()} processes; use device=cuda, which gives each its own",
-    )
+    text = f"device={device} names one device for {size()} processes; use device=cuda, which gives each its own"
+    require(device == "cuda", text)
     check_devices(_number("LOCAL_WORLD_SIZE", size()))
     torch.cuda.set_device(local)
     return f"cuda:{local}"
@@ -175,10 +169,8 @@ def joined(
         return
     rank()  # or refuse what is no number
     missing = [name for name in VARIABLES if name not in os.environ]
-    require(
-        not missing,
-        f"{', '.join(missing)} is not in the environment; start the processes by torchrun or processes=N",
-    )
+    text = f"{', '.join(missing)} is not in the environment; start the processes by torchrun or processes=N"
+    require(not missing, text)
     world = _connect(device, sharding, tensor)
     try:
         with _explained(), using(world):
@@ -190,11 +182,8 @@ def joined(
 
 
 def _connect(device: str, sharding: str, tensor: int) -> Processes:
-    address, port, wait = (
-        os.environ["MASTER_ADDR"],
-        os.environ["MASTER_PORT"],
-        timedelta(seconds=LONGEST_WAIT),
-    )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    wait = timedelta(seconds=LONGEST_WAIT)
     require(port.isdecimal(), f"MASTER_PORT={port} in the environment is not a number")
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     socket_number = os.environ.get(SERVER_SOCKET)

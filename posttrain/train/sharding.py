@@ -151,14 +151,12 @@ def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
     found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
     where = f"tensor_parallel={count}: {type(model).__name__}"
     known = bool(found) and set(found.values()) <= STYLES.keys()
-    require(
-        known, f"{where} has no layers that can be divided by rows and columns; use parallel=fsdp"
-    )
+    none = f"{where} has no layers that can be divided by rows and columns"
+    require(known, f"{none}; use parallel=fsdp")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name)
-        require(
-            size % count == 0, f"{where} has {name}={size}, which {count} processes do not divide"
-        )
+        text = f"{where} has {name}={size}, which {count} processes do not divide"
+        require(size % count == 0, text)
     return {name: STYLES[kind]() for name, kind in found.items()}
 
 

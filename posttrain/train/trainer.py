@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import GuardStop, OutOfMemory, require
@@ -24,12 +25,7 @@ from posttrain.system.processes import HALVED
 from posttrain.system.world import current
 from posttrain.train import parallel
 from posttrain.train.forward import PASSES, ROUTER_WEIGHT
-from posttrain.train.memory import (
-    at_hand,
-    choose_way,
-    set_checkpointing,
-    step_bytes,
-)
+from posttrain.train.memory import at_hand, choose_way, set_checkpointing, step_bytes
 from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
@@ -79,11 +75,9 @@ class Trainer:
     ):
         self.policy, self.algorithm, self.settings, self.roles = policy, algorithm, settings, roles
         routed = isinstance(policy, Policy) and bool(routers(policy.body))
-        require(
-            routed or not settings.router_aux_loss_coef,
-            f"optimizer.router_aux_loss_coef: {type(policy.model).__name__} is no language model with the routers of Qwen3-MoE; "
-            "set it to 0",
-        )
+        kind = f"{type(policy.model).__name__} is no language model with the routers of Qwen3-MoE"
+        text = f"optimizer.router_aux_loss_coef: {kind}; set it to 0"
+        require(routed or not settings.router_aux_loss_coef, text)
         own = Learner("policy", policy, settings)
         self.optimizer = own.optimizer
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
@@ -169,12 +163,8 @@ class Trainer:
                 columns = {n: torch.cat([one[n] for one in parts]) for n in role.columns if parts}
                 columns = parallel.join_columns(columns, part)
                 rest = (0, batch.tokens - part.tokens)
-                batch = batch.replace(
-                    **{
-                        n: torch.nn.functional.pad(c, rest, value=math.nan)
-                        for n, c in columns.items()
-                    }
-                )
+                padded = {n: pad(column, rest, value=math.nan) for n, column in columns.items()}
+                batch = batch.replace(**padded)
         return batch
 
     def _fill(self, role: Role, batch: Batch) -> list[Mapping[str, Tensor]]:
@@ -210,11 +200,10 @@ class Trainer:
         # beyond the work that may be done again: here processes wait for each other
         for name, own in found:
             summed = of_one_update(parallel.sum_metrics(own))
-            metrics += (
-                [replace(m, name=f"{name}/{m.name}") for m in summed if m.name != "loss"]
-                if name
-                else summed
-            )
+            if name:
+                others = (m for m in summed if m.name != "loss")
+                summed = [replace(m, name=f"{name}/{m.name}") for m in others]
+            metrics += summed
         for learner in () if self.sharded else self.learners:
             parallel.sum_gradients(learner.optimizer)
         norms = [float(learner.optimizer.norm()) for learner in self.learners]

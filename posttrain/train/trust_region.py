@@ -55,12 +55,10 @@ def trust_region_step(module: nn.Module, objective: Objective, settings: TrustRe
     require(0 < count <= MAX_WEIGHTS, f"{large}; use ppo, whose clip stands for it")
     loss, logprob_MV = objective()
     old_MV, before = logprob_MV.detach(), float(loss.detach())
-    gradient = _flat(
-        torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True), weights
-    )
-    require(
-        bool(torch.isfinite(gradient).all()), "the gradient of a trust-region step is not finite"
-    )
+    gradients = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+    gradient = _flat(gradients, weights)
+    finite = bool(torch.isfinite(gradient).all())
+    require(finite, "the gradient of a trust-region step is not finite")
     slope = _flat(
         torch.autograd.grad(_kl(old_MV, logprob_MV), weights, create_graph=True, allow_unused=True),
         weights,

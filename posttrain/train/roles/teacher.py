@@ -48,9 +48,8 @@ class Teacher(Role):
     def fill(self, piece: Batch) -> Mapping[str, Tensor]:
         at_T, shown = piece.mask_T, self.shown(piece)
         found_T = forward(self.policy, shown).logprob_T
-        return {
-            "teacher_T": found_T.new_zeros(piece.tokens).masked_scatter(at_T, found_T[shown.mask_T])
-        }
+        empty_T = found_T.new_zeros(piece.tokens)
+        return {"teacher_T": empty_T.masked_scatter(at_T, found_T[shown.mask_T])}
 
     @torch.no_grad()
     def outputs(self, piece: Batch) -> Outputs:
