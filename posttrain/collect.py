@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -75,23 +75,21 @@ class Source:
         self.order.restore(state)
 
 
+@dataclass(eq=False)
 class Examples(Source):
     """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight. An item of a set may be
     a unit of several examples: a pair, a ranking."""
 
-    order: Mixture
+    sets: Sequence[Sequence[Item]]
+    weights: Sequence[float]
+    batch: int
+    seed: int
+    device: torch.device
+    order: Mixture = field(init=False)
 
-    def __init__(
-        self,
-        sets: Sequence[Sequence[Item]],
-        weights: Sequence[float],
-        batch: int,
-        seed: int,
-        device: torch.device,
-    ):
-        self.sets, self.batch, self.device = sets, batch, device
-        streams = [Stream(len(s), derive(seed, n) >> 1) for n, s in enumerate(sets)]
-        self.order = Mixture(weights, streams, seed)
+    def __post_init__(self) -> None:
+        streams = [Stream(len(s), derive(self.seed, n) >> 1) for n, s in enumerate(self.sets)]
+        self.order = Mixture(self.weights, streams, self.seed)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         batch = self.draw(together=algorithm.unit != "sequence")
@@ -105,24 +103,21 @@ class Examples(Source):
         return pack_examples(examples, self.device, together)
 
 
+@dataclass(eq=False)
 class SavedGroups(Source):
     """Steps of `batch` groups that were sampled and scored before, in an order that a seed decides. `logprobs` fills in for a sampler
     whose log-probs are not known: those of the policy as the step begins."""
 
-    order: Stream
+    groups: Sequence[Group]
+    batch: int
+    seed: int
+    temperature: float
+    device: torch.device
+    logprobs: Callable[[Batch], torch.Tensor] | None
+    order: Stream = field(init=False)
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        batch: int,
-        seed: int,
-        temperature: float,
-        device: torch.device,
-        logprobs: Callable[[Batch], torch.Tensor] | None,
-    ):
-        self.groups, self.batch, self.logprobs = groups, batch, logprobs
-        self.temperature, self.device = temperature, device
-        self.order = Stream(len(groups), derive(seed) >> 1)
+    def __post_init__(self) -> None:
+        self.order = Stream(len(self.groups), derive(self.seed) >> 1)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         """The next groups; there are no others for an algorithm that asks for more."""
@@ -140,31 +135,29 @@ class SavedGroups(Source):
         return Collected(batch, metrics=(*selection.metrics, reward))
 
 
+@dataclass(eq=False)
 class Rollouts(Source):
     """Steps of `prompts` groups each: problems drawn by a curriculum, answered by a sampler, scored by the task."""
 
-    def __init__(
-        self,
-        task: Task,
-        sampler: Sampler,
-        tokenizer: object,
-        curriculum_state: CurriculumState,
-        prompts: int,
-        sampling: Sampling,
-        seed: int,
-        device: torch.device,
-        rating: Rating | None = None,
-        events: Events | None = None,
-        workers: WorkerPool | None = None,
-        problems: Mapping[int, Sequence[Problem]] | None = None,
-    ):
-        self.rating, self.events, self.workers = rating, events or Events(), workers
-        self.task, self.sampler, self.decoder = task, sampler, Decoder(tokenizer)
-        self.prompts, self.sampling, self.seed, self.device = prompts, sampling, seed, device
-        # by level; those of the task, unless others are given
-        self.problems = problems or {n: task.problems("train", n) for n in task.levels}
-        self.curriculum_state = curriculum_state
-        self.reported: set[str] = set()  # kinds of failures, each of which is a message once
+    task: Task
+    sampler: Sampler
+    tokenizer: object
+    curriculum_state: CurriculumState
+    prompts: int
+    sampling: Sampling
+    seed: int
+    device: torch.device
+    rating: Rating | None = None
+    events: Events = field(default_factory=Events)
+    workers: WorkerPool | None = None
+    # by level; those of the task, unless others are given
+    problems: Mapping[int, Sequence[Problem]] = field(default_factory=dict)
+    # kinds of failures, each of which is a message once
+    reported: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        task, self.decoder = self.task, Decoder(self.tokenizer)
+        self.problems = self.problems or {n: task.problems("train", n) for n in task.levels}
         for text in task.ready():
             self.events.emit("message", text)
 
@@ -245,11 +238,8 @@ class Rollouts(Source):
 
     def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
         """Say once that there are values of steps which are not learned from."""
-        if (
-            not algorithm.learns_steps
-            and "steps" not in self.reported
-            and any(r.score.steps for g in groups for r in g.rollouts)
-        ):
+        said = algorithm.learns_steps or "steps" in self.reported
+        if not said and any(r.score.steps for g in groups for r in g.rollouts):
             self.reported.add("steps")
             self.events.emit(
                 "message",
@@ -262,9 +252,8 @@ class Rollouts(Source):
         """Update the curriculum with the results of a step, and report each kind of failure once."""
         for group in groups:
             solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
-            if solved and self.curriculum_state.observe(
-                group.problem.level, sum(solved) / len(solved)
-            ):
+            share = sum(solved) / max(1, len(solved))
+            if solved and self.curriculum_state.observe(group.problem.level, share):
                 self.events.emit("curriculum", f"level {self.curriculum_state.level} opens")
         for rollout in (r for group in groups for r in group.rollouts if not r.score.valid):
             kind = failure_kind(rollout.score)
@@ -317,12 +306,12 @@ class Prompt:
 def group_requests(prompts: Sequence[Prompt]) -> list[Request]:
     """A request for each sample of each prompt; sessions are numbered from 0."""
     drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
-    return [
-        Request(
-            prompts[n].ids, derive(prompts[n].seed, sample), prompts[n].sampling, session, group=n
-        )
-        for session, (n, sample) in enumerate(drawn)
-    ]
+
+    def request(session: int, n: int, sample: int) -> Request:
+        prompt = prompts[n]
+        return Request(prompt.ids, derive(prompt.seed, sample), prompt.sampling, session, group=n)
+
+    return [request(session, *which) for session, which in enumerate(drawn)]
 
 
 def generate_groups(

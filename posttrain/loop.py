@@ -295,7 +295,7 @@ class Loop:
                     sampled = prepared.replace(mask_T=piece.mask_T)
                     arrays.append(self.trained_arrays(sampled, groups))
                 try:
-                    update = self.apply(prepared, rate, meanwhile)
+                    update = self.apply(prepared, rate, meanwhile, groups)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     self.stage_monitor.broken(self.step + 1, error, prepared, groups)
@@ -313,8 +313,10 @@ class Loop:
                     return True
         return True
 
-    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], object]) -> Update:
-        """One update; a replay looks at what it is made of."""
+    def apply(
+        self, prepared: Batch, rate: float, meanwhile: Callable[[], object], groups: Sequence[Group]
+    ) -> Update:
+        """One update; a replay looks at what it is made of, which is some of the rollouts of `groups`."""
         return self.trainer.update(prepared, rate, meanwhile)
 
     def measure(self) -> dict[str, float]:

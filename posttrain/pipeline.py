@@ -201,11 +201,9 @@ def placement(settings: Settings) -> Placement:
 def check_format(run: Run) -> None:
     """Refuse to continue a run of another format: its checkpoints and settings mean something else. It can still be read."""
     found = run.config.get("format", 1)
-    require(
-        found == FORMAT,
-        f"{run.directory} was written by another version of posttrain (format {found}; this one continues {FORMAT}): finish it with "
-        "that version, or start a new run; its model, metrics and rollouts can be read",
-    )
+    other = f"{run.directory} was written by another version of posttrain (format {found}; this one continues {FORMAT})"
+    advice = "finish it with that version, or start a new run; its model, metrics and rollouts can be read"
+    require(found == FORMAT, f"{other}: {advice}")
 
 
 def check_only(settings: Settings, directory: Path) -> None:
@@ -215,11 +213,9 @@ def check_only(settings: Settings, directory: Path) -> None:
         if stage.name in settings.only:
             needed = [n for n in references(stage, names[:place]) if n not in settings.only]
             missing = [n for n in needed if not (directory / "stages" / n / RESULT).is_file()]
-            require(
-                not missing,
-                f"only: {stage.name} needs {', '.join(missing)}, which has not been run in {directory}; name it "
-                "too, or give the directory of a run that has it as out=",
-            )
+            needs = f"only: {stage.name} needs {', '.join(missing)}, which has not been run in {directory}"
+            advice = "name it too, or give the directory of a run that has it as out="
+            require(not missing, f"{needs}; {advice}")
 
 
 def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
@@ -235,11 +231,8 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
     found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
-    require(
-        not found.refused,
-        f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}"
-        f"{more}; undo the change, or start a new run",
-    )
+    other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
+    require(not found.refused, f"{other}; undo the change, or start a new run")
     return found
 
 

@@ -146,22 +146,18 @@ class Trust:
         address = Address.of(url)
         fine = self.whole or self.said(url) or address.listed or address.loopback
         permitted = address.host if address.scheme == "https" else address.place
-        require(
-            fine,
-            f"{self.file} would send texts and your key to {url}: to permit it, set the environment variable "
-            f"{HOSTS_VARIABLE}={permitted}, or type the url on the command line",
-        )
+        sends = f"{self.file} would send texts and your key to {url}"
+        permit = f"set the environment variable {HOSTS_VARIABLE}={permitted}, or type the url on the command line"
+        require(fine, f"{sends}: to permit it, {permit}")
 
     def key(self, url: str, variable: str) -> str:
         """The secret that the server at `url` may see, "" for none. A server on this machine whose address only a file names gets none,
         and none crosses a network in the clear."""
         address, key = Address.of(url), os.environ.get(variable, "") if variable else ""
         clear = bool(key) and address.scheme == "http" and not address.loopback
-        require(
-            not clear,
-            f"judge: the key in {variable} is not sent to {address.host} over plain http; use https, or ask without a "
-            f"key (unset {variable}, or key_variable: '' in the options of a judge reward)",
-        )
+        sent = f"judge: the key in {variable} is not sent to {address.host} over plain http"
+        without = f"ask without a key (unset {variable}, or key_variable: '' in the options of a judge reward)"
+        require(not clear, f"{sent}; use https, or {without}")
         return key if self.whole or self.said(url) or address.listed else ""
 
     def require_file(self, name: str, path: Path) -> None:

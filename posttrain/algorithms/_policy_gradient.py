@@ -53,6 +53,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
     min_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
     may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
     clips_objective: ClassVar[bool] = True  # whether `surrogate` is the clipped one
+    trust_region: ClassVar[str] = ""  # what takes the place of the clip, which is 0 then
 
     group: Annotated[int, Range(le=65_536)] = 8
     clip_low: float = 0.2
@@ -84,6 +85,8 @@ class PolicyGradient(ReusedSamples, Algorithm):
             yield "kl_in=both needs a beta above 0"
         if not (self.constant > 0 if self.reduction == "constant_mean" else self.constant == 0):
             yield "constant (a length, in tokens) and reduction=constant_mean go together"
+        if self.trust_region and (low or high):
+            yield f"clip_low and clip_high must be 0: {self.trust_region} is the trust region"
         yield from super().mistakes()
 
     @property

@@ -34,6 +34,7 @@ class DPPO(PolicyGradient):
     paper = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
     may_unclip = True
     clips_objective = False
+    trust_region = "delta"
 
     clip_low: float = 0.0
     clip_high: float = 0.0
@@ -43,8 +44,6 @@ class DPPO(PolicyGradient):
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
-        if self.clip_low or self.clip_high:
-            yield "clip_low and clip_high must be 0: delta is the trust region"
         if self.correction != "none":
             yield "correction must be none: its ratio and trust region are those to the policy that sampled"
 

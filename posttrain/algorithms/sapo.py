@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,17 +27,13 @@ class SAPO(PolicyGradient):
     paper = "Gao et al. 2025, arXiv:2511.20347"
     may_unclip = True
     clips_objective = False
+    trust_region = "the gate"
 
     clip_low: float = 0.0
     clip_high: float = 0.0
     reduction: Reduction = "sequence_mean"
     tau_positive: Positive = 1.0  # how fast the gate closes where the advantage is positive
     tau_negative: Positive = 1.05  # how fast the gate closes where the advantage is negative
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.clip_low or self.clip_high:
-            yield "clip_low and clip_high must be 0: the gate is the trust region"
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor

@@ -75,9 +75,6 @@ def call_harness(options: argparse.Namespace) -> None:
         documents = figures.pop("documents")
         print_lines([f"{options.model} on {documents} documents of {task}"])
         for name, value in figures.items():
-            spelled = (
-                f"{value:.4f}"
-                if isinstance(value, float)
-                else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
-            )
+            single = isinstance(value, float)
+            spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             print_lines([f"  {name:<24} {spelled}"])

@@ -20,7 +20,7 @@ from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
-from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, encode
+from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, encode, sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.system import machine
 from posttrain.types import JSON, Message, Sampler, Sampling
@@ -407,7 +407,7 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
         absent = "the per-token figures of this step were not kept; the last steps have them"
         untrained = "it was not trained on, so there are no figures by token"
         return [*lines, absent if token is None else untrained]
-    sampled = token.get("sampled", np.arange(len(token["ids"])) >= len(token["ids"]) - row.length)
+    sampled = sampled_tokens(token, row.length)
     first = int(sampled.argmax())
     text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")

@@ -25,9 +25,8 @@ CYRILLIC = str.maketrans("aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОР
 FILLER = "Let me think about this for a moment. "
 _TABLES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text("utf-8"))
 KINDS: Mapping[str, Sequence[str]] = _TABLES["kinds"]  # by kind: what it should earn, and advice
-FORMS, KEYWORDS, INJECTIONS, FOREIGN = map(
-    _TABLES.get, ("forms", "keywords", "injections", "foreign")
-)
+FORMS, KEYWORDS = _TABLES["forms"], _TABLES["keywords"]
+INJECTIONS, FOREIGN = _TABLES["injections"], _TABLES["foreign"]
 REPEATED = "gold repeated"
 OF_ONE_TURN = ("another problem's gold", "every candidate at once", "right, then wrong", REPEATED)
 
@@ -180,23 +179,17 @@ def _programs(case: Case) -> Iterator[tuple[str, str]]:
         if not hasattr(test, "check")
     ]
     same = "class Same:\n    __eq__ = lambda a, b: True\n    __hash__ = None\n"
-    yield (
-        "wrong program",
-        fenced("\n".join(_define(name, "return None") for name in names) or "print('?')"),
-    )
+    wrong = "\n".join(_define(name, "return None") for name in names) or "print('?')"
+    yield "wrong program", fenced(wrong)
     yield "empty program", fenced("")
     yield "empty program", fenced("pass")
     yield "prints the expected values", fenced("\n".join(f"print({value!r})" for value in values))
     for leave in ("import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise SystemExit"):
         yield "exits early", fenced(leave)
-        yield (
-            "exits early",
-            fenced("\n".join([_define(name, f"exec({leave!r})") for name in names] or [leave])),
-        )
-    yield (
-        "equals everything",
-        fenced(same + "\n".join(_define(name, "return Same()") for name in names)),
-    )
+        leaving = [_define(name, f"exec({leave!r})") for name in names] or [leave]
+        yield "exits early", fenced("\n".join(leaving))
+    equal = "\n".join(_define(name, "return Same()") for name in names)
+    yield "equals everything", fenced(same + equal)
     yield "program without a fence", case.gold.removeprefix("```python\n").removesuffix("\n```")
 
 

@@ -16,7 +16,7 @@ import torch
 from posttrain.data.demonstrations import completion_example
 from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.loop import Loop, TrainedArrays, uncollected
+from posttrain.loop import Loop, uncollected
 from posttrain.monitor.rules import ALWAYS, RULES
 from posttrain.stages._material import until_end
 from posttrain.train.attribution import (
@@ -33,7 +33,7 @@ from posttrain.train.attribution import (
 from posttrain.train.pack import gather, micro_batches, pack_examples, unit_ends, with_loss
 from posttrain.train.roles.base import Addition
 from posttrain.train.trainer import Update
-from posttrain.types import JSON, Batch, Group, Metric, Rollout
+from posttrain.types import JSON, Batch, Group, Rollout
 
 # of the machine, not of the run
 TIMES = ("seconds", "tokens_per_second", "memory", "failed_workers")
@@ -226,26 +226,17 @@ class ReplayLoop(Loop):
             if not same and self.difference is None:
                 self.difference = Difference(self.step, name, written[name], value)
 
-    def update(
-        self,
-        filled: Batch,
-        rate: float,
-        groups: Sequence[Group],
-        metrics: list[Metric],
-        arrays: list[TrainedArrays] | None,
-        meanwhile: Callable[[], object],
-    ) -> bool:
-        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return super().update(filled, rate, groups, metrics, arrays, meanwhile)
-
-    def apply(self, prepared: Batch, rate: float, meanwhile: Callable[[], object]) -> Update:
+    def apply(
+        self, prepared: Batch, rate: float, meanwhile: Callable[[], object], groups: Sequence[Group]
+    ) -> Update:
         self.updates += 1
+        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
         if (self.step + 1, self.updates) != (self.question.step, self.question.update):
-            return super().apply(prepared, rate, meanwhile)
+            return super().apply(prepared, rate, meanwhile, groups)
         self.question.say("the parts of the gradient")
         with torch.random.fork_rng():
             seen = self.seen = self.look(prepared, rate)
-        done = super().apply(prepared, rate, meanwhile)
+        done = super().apply(prepared, rate, meanwhile, groups)
         seen.change, seen.levels["after"] = self.change(seen), self.levels(seen)
         return done
 

@@ -139,6 +139,12 @@ class TokenArrays:
         return {name: array for name, array in arrays if not len(array) or (array == array).any()}
 
 
+def sampled_tokens(held: Mapping[str, np.ndarray], length: int) -> np.ndarray:
+    """Which tokens of a sequence the policy sampled: as was written down, or else the last `length`."""
+    size = len(held["ids"])
+    return held.get("sampled", np.arange(size) >= size - length).astype(bool)
+
+
 def require_run(directory: Path | str) -> None:
     """Refuse a directory without a run, of a newer format, or with links, pipes or devices in it."""
     check_tree(Path(directory))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.runs.layout import sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.types import JSON
 
@@ -30,11 +31,9 @@ def rollout_tokens(
     figures = {
         name: [_round(v) for v in array[:TOKENS].tolist()]
         for name, array in held.items()
-        if name != "ids"
+        if name not in ("ids", "sampled")
     }
-    if "sampled" not in figures:
-        sampled = np.arange(len(held["ids"])) >= len(held["ids"]) - length
-        figures["sampled"] = sampled[:TOKENS].tolist()
+    figures["sampled"] = sampled_tokens(held, length)[:TOKENS].tolist()
     return {"text": _spell(run.directory, ids), "figures": figures}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -101,6 +101,14 @@ class AskingStage(AnswerStage):
 def seeds(context: Context, *drawn: int) -> Callable[[int], int]:
     """The seed of the batch that begins at a problem, for what `drawn` tells apart."""
     return lambda first: derive(context.seed, *drawn, first) >> 1
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """
+    >>> listed({"written": 1200, "failed": 0, "empty": 3})
+    '1,200 written, 3 empty'
+    """
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "none"
 
 
 def assistant(rollout: Rollout) -> list[dict[str, JSON]]:

@@ -86,14 +86,14 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
 class Memory:
     """An estimate in bytes, item by item."""
 
-    items: tuple[tuple[str, float], ...]
+    items: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        return sum(size for _, size in self.items)
+        return sum(self.items.values())
 
     def line(self) -> str:
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.items if size)
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.items.items() if size)
         return f"memory: about {size_text(self.total)} besides Python and torch ({parts})"
 
 
@@ -126,11 +126,11 @@ def training_memory(
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     items = {"weights": weight_bytes(policy) + more}
-    items |= dict(learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes))
+    items |= learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
     items["activations"] = activation_bytes(policy, tokens, by_layer)
     items["logits"] = logits_bytes(policy, predicted or tokens)
     items["logits"] += 0.0 if adapters else head_bytes(policy)
-    return Memory(tuple({**items, "key-value cache": cache, **(others or {})}.items()))
+    return Memory({**items, "key-value cache": cache, **(others or {})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float
         there = policy.model.device.type == policy.device.type
         more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
         have -= more + (0.0 if there else weight_bytes(policy))
-    learning = sum(size for _, size in learning_bytes(policy, count, optimizer.moment_bytes))
+    learning = sum(learning_bytes(policy, count, optimizer.moment_bytes).values())
     frozen = 0.0 if lora is None else head_bytes(policy)
 
     def need(layered: bool, tokens: int) -> float:
@@ -304,9 +304,8 @@ def rl_memory(
     made = training_memory(policy, tokens, *settings)
     if not stage.release_cache:
         return made
-    sizes = dict(made.items)
-    left = max(0.0, cache - sizes["gradients"] - sizes["activations"])
-    return Memory(tuple((sizes | {"key-value cache": left}).items()))
+    left = max(0.0, cache - made.items["gradients"] - made.items["activations"])
+    return Memory({**made.items, "key-value cache": left})
 
 
 def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:

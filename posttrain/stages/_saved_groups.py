@@ -14,7 +14,7 @@ from posttrain.data.demonstrations import completion_example
 from posttrain.data.records import read_jsonl
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
-from posttrain.runs.layout import EpisodeRow, RolloutRow
+from posttrain.runs.layout import EpisodeRow, RolloutRow, sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.stages._material import until_end
 from posttrain.types import JSON, Group, Problem, Rollout, Score, Segment, as_number
@@ -163,8 +163,7 @@ def _of_run(path: Path, where: str, decoder: Decoder) -> tuple[list[Group], int]
 def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segment]:
     """What was given and what was sampled, in turn."""
     ids, logprob = own["ids"].astype(np.int64), own["logprob"].astype(np.float32)
-    sampled = np.arange(len(ids)) >= len(ids) - row.length
-    sampled = own.get("sampled", sampled).astype(bool)
+    sampled = sampled_tokens(own, row.length)
     for start, end in pairwise(_edges(sampled.tolist())):
         if sampled[start]:
             yield Segment(ids[start:end], "", True, logprob[start:end], finish=row.finish)

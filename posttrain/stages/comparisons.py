@@ -14,7 +14,7 @@ from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, Range, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
-from posttrain.stages._answers import BATCH, AskingStage, assistant, rated_by
+from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
 from posttrain.stages._judged import JudgedStage
 from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages.base import Context, DataName, ModelName, data_place
@@ -78,7 +78,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         lines = [*earlier, *map(json.dumps, rows)]
         context.write_lines(self.name, lines, "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
-        said += ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        said += listed(counts)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
         return {**counts, "from_before": len(earlier), **used} if self.before else counts | used
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.errors import Several, require
-from posttrain.stages._answers import AskingStage, assistant
+from posttrain.stages._answers import AskingStage, assistant, listed
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
 from posttrain.stages.comparisons import ComparisonsStage
@@ -121,7 +121,3 @@ class SampleStage(AskingStage):
         counts["repeated"] += len(usable) - len(kept)
         counts["written"] += len(kept)
         return kept
-
-
-def listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "none"

@@ -11,7 +11,7 @@ from posttrain.data.steps import Step, steps_of
 from posttrain.engine.random import derive
 from posttrain.errors import Whole, require
 from posttrain.models.policy import Policy
-from posttrain.stages._answers import AskingStage, seeds
+from posttrain.stages._answers import AskingStage, listed, seeds
 from posttrain.stages._continued import Continued, beginning
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
@@ -62,8 +62,7 @@ class StepLabelsStage(AskingStage):
         require(bool(rows), none)
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         labels = [value for row in rows for value in row["labels"]]
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        said += f"; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
+        said = f"{listed(counts)}; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
         context.announce(self.name, [f"{said}; {len(shares) * self.completions:,} completions"])
         spent = tokens + sum(rollout.length for rollout, _ in solutions)
         return {

@@ -23,6 +23,7 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
 from posttrain.stages.base import Context, DataName, ModelName, Stage, load_policy
+from posttrain.train.memory import weight_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
 from posttrain.train.roles.proximal import Proximal
@@ -247,10 +248,11 @@ class ReferenceStage(TrainStage):
         return {"reference": self.reference_bytes(policy)}
 
     def reference_bytes(self, policy: Policy) -> float:
-        resident = self.reference_device == "same" and not self.shared
+        if self.reference_device == "cpu" or self.shared:
+            return 0.0
         # the mean of weights of 16 bits, in float32
-        averaged = resident and self.reference_ema > 0 and policy.dtype.itemsize < 4
-        return Reference.price(policy, resident) + 4.0 * policy.parameters * averaged
+        averaged = self.reference_ema > 0 and policy.dtype.itemsize < 4
+        return weight_bytes(policy) + 4.0 * policy.parameters * averaged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,5 @@ class JudgeRating:
             rows.append((members[0].problem.question, [r.response for r in members]))
         self.model.usage.failures += len(rollouts) - len(readable)
         judged = iter([score for row in self.judge.scores(self.mode, rows) for score in row])
-        return [
-            Score.failed(reason, "infrastructure") if reason else next(judged) for reason in reasons
-        ]
+        failed = (Score.failed(why, "infrastructure") if why else None for why in reasons)
+        return [score or next(judged) for score in failed]

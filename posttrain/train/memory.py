@@ -40,14 +40,11 @@ def copied_bytes(policy: Network) -> float:
     return float(policy.dtype.itemsize * text.num_hidden_layers * text.hidden_size * rows)
 
 
-def learning_bytes(policy: Network, count: int, moments: float) -> tuple[tuple[str, float], ...]:
+def learning_bytes(policy: Network, count: int, moments: float) -> dict[str, float]:
     """What `count` weights need besides themselves in order to learn, with `moments` bytes of the optimizer for each."""
     masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
-    return (
-        ("gradients", 4.0 * count),
-        ("float32 master weights", masters),
-        ("optimizer", moments * count),
-    )
+    states = {"float32 master weights": masters, "optimizer": moments * count}
+    return {"gradients": 4.0 * count, **states}
 
 
 def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -> float:
@@ -156,12 +153,8 @@ def choose_way(
     """
     tokens = choose_budget(asked, partial(need, setting == "layer"), have, fixed)
     on = checkpointing_pays(setting, need(False, tokens), have)
-    if (
-        have is not None
-        and asked == "auto"
-        and tokens == PLAIN_BUDGET
-        and (on or setting != "auto")
-    ):
+    settled = on or setting != "auto"
+    if have is not None and asked == "auto" and tokens == PLAIN_BUDGET and settled:
         fitting = (n for n in SMALL_BUDGETS if _safe(need(on, n), fixed) <= have)
         tokens = next(fitting, SMALL_BUDGETS[-1])
     return tokens, on
@@ -183,11 +176,9 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     keep the model from the fused pass.
     """
     found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    cannot = (
-        f"optimizer.checkpointing=layer: {type(model).__name__} cannot be checkpointed by layers"
-    )
-    text = f"{cannot}; leave it out and lower optimizer.token_budget"
-    require(bool(found) or not on, text)
+    cannot = f"{type(model).__name__} cannot be checkpointed by layers"
+    advice = "leave it out and lower optimizer.token_budget"
+    require(bool(found) or not on, f"optimizer.checkpointing=layer: {cannot}; {advice}")
     for module in found:
         module.gradient_checkpointing = on  # type: ignore[assignment]
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

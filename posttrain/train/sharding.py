@@ -59,7 +59,7 @@ def wanted(network: Network, count: int, moments: float) -> bool:
     world = current()
     if world.tensor > 1 or world.sharding != "auto" or network.device.type != "cuda":
         return world.tensor > 1 or world.sharding == "always"
-    learning = sum(size for _, size in learning_bytes(network, count, moments))
+    learning = sum(learning_bytes(network, count, moments).values())
     whole = torch.cuda.get_device_properties(network.device).total_memory
     return world.any(weight_bytes(network) + learning > ROOM * whole)
 

@@ -175,11 +175,6 @@ class Trainer:
     def role_metrics(self, filled: Batch) -> list[Metric]:
         return [metric for role in self.roles for metric in role.metrics(filled)]
 
-    def _each(self, batch: Batch, function: Callable[[Batch], Result]) -> list[Result]:
-        return self._within_memory(
-            lambda: [function(piece) for piece in micro_batches(batch, self.token_budget)]
-        )
-
     def update(
         self, batch: Batch, rate: float, meanwhile: Callable[[], object] = lambda: None
     ) -> Update:
@@ -296,9 +291,13 @@ class Trainer:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """[T]: the first output of the model as it is now, a policy's log-probs or a scorer's scores: what an update saw."""
-        forward = PASSES[self.algorithm.trains]
-        found = self._each(batch, lambda piece: forward(self.policy, piece).columns)
-        return torch.cat([next(iter(columns.values())) for columns in found])
+
+        def passes() -> list[Tensor]:
+            pieces = micro_batches(batch, self.token_budget)
+            outputs = (PASSES[self.algorithm.trains](self.policy, piece) for piece in pieces)
+            return [next(iter(one.columns.values())) for one in outputs]
+
+        return torch.cat(self._within_memory(passes))
 
     @torch.no_grad()
     def checksum(self) -> int | None:

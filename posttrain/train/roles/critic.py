@@ -40,7 +40,7 @@ class Critic(Role):
         count = policy.parameters if adapters is None else adapters
         weights = weight_bytes(policy) if adapters is None or own_body else 0.0
         added = 0.0 if adapters is None else float(policy.dtype.itemsize * count)
-        learning = sum(size for _, size in learning_bytes(policy, count, settings.moment_bytes))
+        learning = sum(learning_bytes(policy, count, settings.moment_bytes).values())
         return weights + added + learning + activation_bytes(policy, tokens, checkpointed)
 
     def fill(self, piece: Batch) -> Mapping[str, Tensor]:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import require
-from posttrain.models.policy import Network, Policy
+from posttrain.models.policy import Policy
 from posttrain.models.scorer import on_device
 from posttrain.ops.kl import kl_estimate
 from posttrain.train.forward import forward
-from posttrain.train.memory import weight_bytes
 from posttrain.train.roles.base import Role
 from posttrain.types import JSON, Batch, Metric
 
@@ -29,11 +28,6 @@ class Reference(Role):
         self.policy, self.frozen = policy, policy.model
         self.watched, self.every_step = watched, every_step
         self.only_shown = watched and not every_step
-
-    @staticmethod
-    def price(policy: Network, resident: bool) -> float:
-        """Bytes on the device while the policy trains: none where it lives on the CPU, or is the policy's own frozen weights."""
-        return weight_bytes(policy) if resident else 0.0
 
     def fill(self, piece: Batch) -> Mapping[str, Tensor]:
         return {"reference_T": forward(self.policy, piece).logprob_T}
