@@ -206,18 +206,9 @@ class Rollouts(Source):
         """The groups of `wanted` problems, an episode of each for each of `samples`, scored by the task."""
         drawn = self.curriculum_state.draw(wanted)
         problems = [self.problems[level][index] for level, index in drawn]
-        return rollout_groups(
-            self.task,
-            self.sampler,
-            self.decoder,
-            problems,
-            len(samples),
-            samples,
-            derive(self.seed, step, attempt),
-            self.workers,
-            seconds,
-            self.ordered,
-        )
+        asked = (problems, len(samples), samples, derive(self.seed, step, attempt))
+        how = (self.workers, seconds, self.ordered)
+        return rollout_groups(self.task, self.sampler, self.decoder, *asked, *how)
 
     @property
     def ordered(self) -> bool:
@@ -241,12 +232,9 @@ class Rollouts(Source):
         said = algorithm.learns_steps or "steps" in self.reported
         if not said and any(r.score.steps for g in groups for r in g.rollouts):
             self.reported.add("steps")
-            self.events.emit(
-                "message",
-                f"the reward scores steps, and {algorithm.name} learns from the score of the whole response "
-                "alone; supervision=process of grpo, gspo and ppo learns from the steps",
-                "warning",
-            )
+            text = f"the reward scores steps, and {algorithm.name} learns from the score of the whole response alone"
+            advice = "supervision=process of grpo, gspo and ppo learns from the steps"
+            self.events.emit("message", f"{text}; {advice}", "warning")
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Update the curriculum with the results of a step, and report each kind of failure once."""
@@ -259,12 +247,10 @@ class Rollouts(Source):
             kind = failure_kind(rollout.score)
             if kind not in self.reported:
                 self.reported.add(kind)
-                self.events.emit(
-                    "message",
-                    f"could not be scored: {rollout.score.failure} (problem {rollout.problem.id}, response "
-                    f"{rollout.response[:80]!r}); others of this kind are counted as failed/{kind}",
-                    "warning",
-                )
+                which = f"(problem {rollout.problem.id}, response {rollout.response[:80]!r})"
+                text = f"could not be scored: {rollout.score.failure} {which}"
+                others = f"others of this kind are counted as failed/{kind}"
+                self.events.emit("message", f"{text}; {others}", "warning")
 
     def state(self) -> JSON:
         return self.curriculum_state.state()

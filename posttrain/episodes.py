@@ -111,18 +111,9 @@ def rollout_groups(
     isolated = any(task.isolates(problem) for problem in given)
     text = "this task is scored in worker processes; give rollout_groups a WorkerPool that knows it"
     require(workers is not None or not isolated, text)
-    episodes = _Episodes(
-        task,
-        sampler,
-        decoder,
-        given,
-        (sampling,) * samples if isinstance(sampling, Sampling) else sampling,
-        seed,
-        workers,
-        seconds or Seconds(),
-        ordered,
-        own.start,
-    )
+    every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
+    asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
+    episodes = _Episodes(task, sampler, decoder, *asked)
     found = [group for groups in _run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
@@ -214,15 +205,8 @@ class Episode:
         completion = await episodes.ask(self, request)
         self.kept, self.routes = not last, completion.routes
         text, offsets = episodes.decoder.decode(completion.ids)
-        reply = Segment(
-            completion.ids,
-            text,
-            True,
-            completion.logprobs,
-            offsets,
-            completion.versions,
-            completion.finish,
-        )
+        measured = (completion.logprobs, offsets, completion.versions)
+        reply = Segment(completion.ids, text, True, *measured, completion.finish)
         self.segments += [segment, reply]
         self.check_limits(reply)
         return reply

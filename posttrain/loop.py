@@ -232,13 +232,10 @@ class Loop:
         # then the first update has everything that is written
         written = arrays if write and algorithm.reuse.once else None
         work = self.side_work(step, groups, metrics, figures, written)
-        meanwhile = partial(next, work, None)
-
+        meanwhile, kept = partial(next, work, None), arrays if write else None
         if not filled.sequences:  # nothing was selected
             metrics.append(Metric("skipped", 1, None))
-        elif usable and self.update(
-            filled, rate, groups, metrics, arrays if write else None, meanwhile
-        ):
+        elif usable and self.update(filled, rate, groups, metrics, kept, meanwhile):
             monitor.check_coefficients(step, filled, self.state, groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
         for _ in work:  # there was more of it than micro-batches
@@ -303,11 +300,9 @@ class Loop:
                 metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1)]
                 metrics.append(Metric("updates", int(update.moved), None))
                 if not (moved or reuse.once):  # later ones are meant to differ from what sampled
-                    metrics += [
-                        replace(m, name=m.name.replace("mismatch", "mismatch/start"))
-                        for m in update.metrics
-                        if m.name.startswith("mismatch")
-                    ]
+                    own = (m for m in update.metrics if m.name.startswith("mismatch"))
+                    renamed = "mismatch", "mismatch/start"
+                    metrics += [replace(m, name=m.name.replace(*renamed)) for m in own]
                 moved = moved or update.moved
                 if not reuse.once and reuse.stop(update.metrics):
                     return True

@@ -158,10 +158,8 @@ class Algorithm(Checked):
         response could be scored has none either, and is skipped."""
         if "step_T" in step.columns:
             return step.step_T
-        self.check(
-            not bool(step.valid_N.any()),
-            f"supervision={supervision} needs a reward that scores steps (Score.steps); this one scores none",
-        )
+        needs = f"supervision={supervision} needs a reward that scores steps (Score.steps); this one scores none"
+        self.check(not bool(step.valid_N.any()), needs)
         return torch.full_like(step.behaviour_T, torch.nan)
 
 

@@ -109,15 +109,9 @@ class Distillation(PolicyGradient):
             value = self.sampled_kl(batch, batch.mask_T)
         else:
             own, teacher = outputs.predictions["policy"], outputs.predictions["teacher"]
-            value = vocabulary_divergence(
-                own.hidden_MH,
-                own.head,
-                teacher.hidden_MH,
-                teacher.head,
-                self.divergence,
-                self.temperature or batch.temperature,
-                self.jsd_beta,
-            )
+            both = (own.hidden_MH, own.head, teacher.hidden_MH, teacher.head)
+            how = (self.divergence, self.temperature or batch.temperature, self.jsd_beta)
+            value = vocabulary_divergence(*both, *how)
             kept.append(Term("divergence", value, batch.weight_T[own.at_M]))
         measured = Metric("divergence", value.detach().sum(), batch.mask_T.sum())
         return Terms(tuple(kept), (*found.metrics, measured))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -222,8 +221,7 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
 
 def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions) -> EvalReport:
     """Who wins by a reward model or a judge: a versus stage in a run directory that is removed."""
-    from posttrain.runs.write import RunWriter
-    from posttrain.stages.base import Context, worker_pool
+    from posttrain.stages.base import temporary_context, worker_pool
     from posttrain.stages.versus import VersusStage, won_text
 
     stage = _eval_stage("versus", model, task, pairs, against=options.against)
@@ -234,10 +232,8 @@ def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions)
     alarms: list[str] = []
     with (
         worker_pool([stage]) as workers,
-        tempfile.TemporaryDirectory() as folder,
-        RunWriter(Path(folder)) as writer,
+        temporary_context(options.seed, device, workers=workers) as context,
     ):
-        context = Context(writer, options.seed, device, say=False, workers=workers)
         context.events.subscribe(lambda e: alarms.append(e.text) if e.kind == "alarm" else None)
         found = stage.run(context)
         if options.save:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -32,7 +31,7 @@ from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
 from posttrain.stages._plan import DryRun, size_text
-from posttrain.stages.base import Context, Stage, load_policy, worker_pool
+from posttrain.stages.base import Context, Stage, load_policy, temporary_context, worker_pool
 from posttrain.stages.train import TrainStage
 from posttrain.system import machine
 from posttrain.train.memory import learning_bytes, weight_bytes
@@ -64,15 +63,10 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     names = " -> ".join(stage.name for stage in stages)
     lines = [f"recipe {settings.name}, seed {settings.seed}: {names}"]
     lines += [f"priced for {device}, which this machine does not have"] if away else []
-    with (
-        trusting(settings.trust),
-        tempfile.TemporaryDirectory() as folder,
-        RunWriter(Path(folder)) as writer,
-    ):
+    with trusting(settings.trust), temporary_context(settings.seed, device) as context:
         others = [stage.name for stage in stages if not stage.reads_first]
         check_stages(stages, settings.seed, device, [stage.name for stage in stages], others)
         seen = estimate(stages, settings.seed, device, settings.threads) if dry else {}
-        context = Context(writer, settings.seed, device, say=False)
         policies: dict[str, Policy] = {}
         before: dict[str, Stage] = {}
         for stage in stages:
@@ -183,10 +177,8 @@ def estimate(
     lengths: dict[str, float] = {}  # of responses in the examples that a stage learns from
     with (
         worker_pool(stages) as workers,
-        tempfile.TemporaryDirectory() as folder,
-        RunWriter(Path(folder) / "run", config={}) as writer,
+        temporary_context(seed, device, threads, workers) as context,
     ):
-        context = Context(writer, seed, device, threads=threads, say=False, workers=workers)
         for stage in stages:
             with redirect_stdout(io.StringIO()):  # the progress of the dry run
                 made = measure_stage(stage, context, lengths)

@@ -410,15 +410,9 @@ class ReplayLoop(Loop):
             place = int(batch.rollout_N[n])
             rollout = self.rollouts[place]
             prompt, text = rollout.problem.question, rollout.response
-        return Member(
-            place,
-            prompt,
-            text,
-            int(mask_T.sum()),
-            reward if reward == reward else None,
-            advantage,
-            *seen_levels(seen, n),
-        )
+        paid = reward if reward == reward else None
+        said = (prompt, text, int(mask_T.sum()))
+        return Member(place, *said, paid, advantage, *seen_levels(seen, n))
 
 
 def seen_levels(seen: Seen, n: int) -> tuple[float, float, float | None]:

@@ -19,8 +19,9 @@ from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.models.policy import Policy
 from posttrain.stages._material import Data, gather
+from posttrain.stages._naming import ModelName
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, ModelName, Stage, load_reward_model, model_places
+from posttrain.stages.base import Context, Stage, load_reward_model, model_places
 from posttrain.tasks.base import Task
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_examples, pack_groups

@@ -3,7 +3,6 @@ refuse the same things in the same words."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -14,8 +13,7 @@ from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
 from posttrain.models.load import GIVE, Reader, outline, same_vocabulary
 from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
-from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, Stage, check_names
+from posttrain.stages.base import Stage, check_names, temporary_context
 from posttrain.tasks.base import Task
 
 PROMPTS = 256  # whose lengths are compared with the positions of the model
@@ -37,8 +35,7 @@ def check_stages(
             check_named(stage, stages[:place], names[place:])
     before: dict[str, Stage] = {}
     readers: Readers = {}
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
-        context = Context(writer, seed, device, say=False)
+    with temporary_context(seed, device) as context:
         for stage in stages:
             if stage.name in due:
                 with prefixed(stage.name):

@@ -30,13 +30,10 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
     change = paired.difference.row() if paired and right else None
     name = "answer right" if right else "reward"
     rows = [console.BeforeAfter(name, was, now, change, len(pairs), percent=right)]
-    rows += [
-        console.BeforeAfter(
-            f"{name} right" if right else name, value, after["parts"][name], percent=right
-        )
-        for name, value in before["parts"].items()
-        if name != "answer" and name in after["parts"]
-    ]
+    for part, value in before["parts"].items():
+        if part != "answer" and part in after["parts"]:
+            label = f"{part} right" if right else part
+            rows.append(console.BeforeAfter(label, value, after["parts"][part], percent=right))
     console.show(console.final_table(rows, f"Held-out problems, {first} and {second} training"))
     if left:
         said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"

@@ -9,7 +9,8 @@ from typing import ClassVar
 from posttrain.errors import NotNegative, require
 from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
 from posttrain.rewards.judge import Judge, read_rubric
-from posttrain.stages.base import Context, ModelName, Naming, ScorerName, Stage, load_policy
+from posttrain.stages._naming import ModelName, Naming, ScorerName
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.tasks._rules import RuleJudge
 from posttrain.tasks.base import Task
 from posttrain.train.judging import JudgeRating, LocalModel

@@ -15,7 +15,8 @@ from posttrain.data.stream import permutation
 from posttrain.errors import NotNegative, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
-from posttrain.stages.base import Context, DataName, Naming, data_place
+from posttrain.stages._naming import DataName, Naming
+from posttrain.stages.base import Context, data_place
 from posttrain.tasks.base import Task
 from posttrain.types import Example
 

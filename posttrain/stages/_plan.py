@@ -86,14 +86,14 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
 class Memory:
     """An estimate in bytes, item by item."""
 
-    items: Mapping[str, float]
+    sizes: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        return sum(self.items.values())
+        return sum(self.sizes.values())
 
     def line(self) -> str:
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.items.items() if size)
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.sizes.items() if size)
         return f"memory: about {size_text(self.total)} besides Python and torch ({parts})"
 
 
@@ -304,8 +304,8 @@ def rl_memory(
     made = training_memory(policy, tokens, *settings)
     if not stage.release_cache:
         return made
-    left = max(0.0, cache - made.items["gradients"] - made.items["activations"])
-    return Memory({**made.items, "key-value cache": left})
+    left = max(0.0, cache - made.sizes["gradients"] - made.sizes["activations"])
+    return Memory({**made.sizes, "key-value cache": left})
 
 
 def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:

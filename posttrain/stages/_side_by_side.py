@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,8 +14,7 @@ from posttrain.data.preferences import prompt_length
 from posttrain.data.text import Decoder
 from posttrain.models.policy import Policy
 from posttrain.runs.layout import AnswerRow
-from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage, load_policy, temporary_context
 from posttrain.stages.train import DataStage
 from posttrain.system.files import read_text
 from posttrain.tasks.base import Task
@@ -80,12 +78,11 @@ def answers_of(
     sampling = Sampling(min(TOKENS, room), temperature=0.0)
     drawn = [Prompt(prompt, 1, context.seed, sampling) for prompt in ids]
     decoder, sampler = Decoder(policy.tokenizer), context.sampler(policy)
-    return [
-        AnswerRow(
-            one.text, one.answer, one.held_out, stage, decoder.decode(said.ids)[0], said.finish
-        )
-        for one, (said,) in zip(asked, generate_groups(sampler, drawn), strict=True)
-    ]
+    rows = []
+    for one, (said,) in zip(asked, generate_groups(sampler, drawn), strict=True):
+        given, text = (one.text, one.answer, one.held_out), decoder.decode(said.ids)[0]
+        rows.append(AnswerRow(*given, stage, text, said.finish))
+    return rows
 
 
 def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> list[Asked]:
@@ -102,19 +99,15 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
     for stage in reversed(stages):
         files = [*map(Path, chain(*stage.named("data").values()))]
         there = bool(files) and all(path.is_file() for path in files)
-        if (
-            isinstance(stage, DataStage)
-            and there
-            and sum(p.stat().st_size for p in files) < MAX_FILES
-        ):
+        small = there and sum(path.stat().st_size for path in files) < MAX_FILES
+        if isinstance(stage, DataStage) and small:
             return from_files(context, stage, policy)
     return []
 
 
 def from_files(context: Context, stage: DataStage, policy: Policy) -> list[Asked]:
     """Prompts of the files of a stage, read again without a word."""
-    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as writer:
-        quiet = Context(writer, context.seed, context.device, say=False)
+    with temporary_context(context.seed, context.device) as quiet:
         train, held_out = stage.examples(quiet, policy)
     decoder = Decoder(policy.tokenizer)
     prompts = [e.ids[: prompt_length(e)].tolist() for e in held_out or train]

@@ -15,8 +15,9 @@ from posttrain.models.load import Reader
 from posttrain.rewards.judge import Verdict
 from posttrain.stages._answers import BUDGET
 from posttrain.stages._judged import JudgedStage
+from posttrain.stages._naming import DataName
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, DataName, data_place, load_reward_model, model_places
+from posttrain.stages.base import Context, data_place, load_reward_model, model_places
 from posttrain.stages.reward_model import judge_pairs
 from posttrain.types import JSON
 

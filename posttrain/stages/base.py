@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import string
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import chain
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
@@ -20,7 +21,6 @@ from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import AS_TRAINED, Precision
 from posttrain.errors import (
-    Checked,
     UserError,
     check_fields,
     field_types,
@@ -42,6 +42,7 @@ from posttrain.runs.layout import plain_name
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
+from posttrain.stages._naming import Naming
 from posttrain.stages._plan import DryRun
 from posttrain.system.files import atomic_write, read_json
 from posttrain.system.workers import WorkerPool
@@ -186,42 +187,16 @@ class Context:
         atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Marks a setting whose text names something: a model, a reward model, data or a stage. A model is an earlier stage, a directory or
-    a hub name; data an earlier stage that writes it, or a file."""
-
-    kind: str
-
-
-ModelName = Annotated[str, Names("model")]
-ScorerName = Annotated[str, Names("reward model")]
-DataName = Annotated[str, Names("data")]
-StageName = Annotated[str, Names("stage")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Naming(Checked):
-    """Settings that may name models, reward models, data and stages; see `Names`."""
-
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """What they name of a kind, by the key that names it; what a task names is the task's."""
-        own: type = type(self)
-        hints = dict(field_types(own))
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        given = {f.name for f in fields(self) if f.init and values[f.name] != f.default}
-        found = {key: tuple(_words(values[key], hints[key], kind)) for key in given}
-        return {key: words for key in values if (words := found.get(key))}
-
-
-def _words(value: Any, hint: Any, kind: str) -> Iterator[str]:
-    """The texts in a setting that name something of a kind."""
-    if isinstance(value, Naming):
-        yield from chain(*value.named(kind).values())
-    elif get_origin(hint) is tuple:
-        yield from chain(*(_words(one, get_args(hint)[0], kind) for one in value))
-    elif Names(kind) in getattr(hint, "__metadata__", ()):
-        yield value
+@contextmanager
+def temporary_context(
+    seed: int, device: str, threads: int = 0, workers: WorkerPool | None = None
+) -> Iterator[Context]:
+    """A context that says nothing, and whose run directory is removed at the end."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunWriter(Path(folder) / "run", config={}) as writer,
+    ):
+        yield Context(writer, seed, device, threads=threads, say=False, workers=workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,50 +319,63 @@ def run_stages(
     if not context.writes:
         follow_stages(stages, context)
         return
-    names, world = check_names(stages, only), current()
+    names = check_names(stages, only)
     for stage in unfinished(stages, context, only):
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
-        now = _lineage.trace(stage, context.seed, folders)
-        before = _lineage.read(context.folder(stage.name))
-        done = context.result(stage.name) is not None
-        changes = [] if before is None else now.changes(before, config=done or again)
-        if done and not changes:
-            if context.writer.attempt > 1:
-                context.events.emit("kept", stage=stage.name)
-            continue
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-        why = "; ".join(changes[:3]) + more
-        if only and stage.name not in only:
-            if done:
-                context.announce(stage.name, [f"is out of date and used as it is: {why}"])
-            continue
-        named = _lineage.references(stage, folders)
-        missing = ", ".join(name for name in named if context.result(name) is None)
-        absent = f"{stage.name} needs {missing}, which has not been run in {context.directory}"
-        require(not missing, absent)
-        if changes:
-            how = f"'posttrain run ... out={context.directory} again=true'"
-            other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
-            require(done or again, other)
-            context.discard(stage.name)
-            context.announce(stage.name, [f"runs again: {why}"])
-        context.begin(stage.name, now)
-        context.events.emit("stage", stage=stage.name)
-        began = time.perf_counter()
-        world.begin(stage.name, stage.together)
-        with (
-            context.events.at(stage.name),
-            prefixed(stage.name),
-            using(world if stage.together else ALONE),
-        ):
-            result = stage.run(context)
-        made = {**now.hashes(), "made_sha256": _lineage.content(context.folder(stage.name), result)}
-        seconds = time.perf_counter() - began
-        context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
-        world.end()
-    world.begin("", together=True)
+        lineage = _due(stage, folders, context, only, again)
+        if lineage is not None:
+            _run_stage(stage, lineage, context)
+    current().begin("", together=True)
+
+
+def _due(
+    stage: Stage, folders: Mapping[str, Path], context: Context, only: Collection[str], again: bool
+) -> _lineage.Lineage | None:
+    """What a stage that is to run now is made from; None where it stays as it is. What was made from other settings or inputs goes."""
+    now = _lineage.trace(stage, context.seed, folders)
+    before = _lineage.read(context.folder(stage.name))
+    done = context.result(stage.name) is not None
+    changes = [] if before is None else now.changes(before, config=done or again)
+    if done and not changes:
+        if context.writer.attempt > 1:
+            context.events.emit("kept", stage=stage.name)
+        return None
+    more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+    why = "; ".join(changes[:3]) + more
+    if only and stage.name not in only:
+        if done:
+            context.announce(stage.name, [f"is out of date and used as it is: {why}"])
+        return None
+    named = _lineage.references(stage, folders)
+    missing = ", ".join(name for name in named if context.result(name) is None)
+    absent = f"{stage.name} needs {missing}, which has not been run in {context.directory}"
+    require(not missing, absent)
+    if changes:
+        how = f"'posttrain run ... out={context.directory} again=true'"
+        other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
+        require(done or again, other)
+        context.discard(stage.name)
+        context.announce(stage.name, [f"runs again: {why}"])
+    return now
+
+
+def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:
+    """Run a stage, and keep its result with what it is made from."""
+    world = current()
+    context.begin(stage.name, lineage)
+    context.events.emit("stage", stage=stage.name)
+    began = time.perf_counter()
+    world.begin(stage.name, stage.together)
+    together = using(world if stage.together else ALONE)
+    with context.events.at(stage.name), prefixed(stage.name), together:
+        result = stage.run(context)
+    content = _lineage.content(context.folder(stage.name), result)
+    made = {**lineage.hashes(), "made_sha256": content}
+    seconds = time.perf_counter() - began
+    context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
+    world.end()
 
 
 def follow_stages(stages: Sequence[Stage], context: Context) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from posttrain.errors import require
 from posttrain.models.policy import Policy
-from posttrain.stages.base import Context, ModelName, Stage, StageName, model_places
+from posttrain.stages._naming import ModelName, StageName
+from posttrain.stages.base import Context, Stage, model_places
 from posttrain.types import JSON
 
 

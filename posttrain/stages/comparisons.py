@@ -17,7 +17,8 @@ from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
 from posttrain.stages._judged import JudgedStage
 from posttrain.stages._lineage import RECORD, sha256
-from posttrain.stages.base import Context, DataName, ModelName, data_place
+from posttrain.stages._naming import DataName, ModelName
+from posttrain.stages.base import Context, data_place
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Group, Rollout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from typing import ClassVar
 
@@ -19,7 +20,8 @@ from posttrain.models.policy import Policy
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity
 from posttrain.stages._contamination import trained_on
 from posttrain.stages._material import Data, check_sources, placed
-from posttrain.stages.base import Context, ModelName, Stage, make_sampler
+from posttrain.stages._naming import ModelName
+from posttrain.stages.base import Context, Stage, make_sampler
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
@@ -97,13 +99,10 @@ class EvaluateStage(AnswerStage):
         return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:
-        evaluation, result = replace(self, text=placed(self.text, context)).measure(
-            self.load(context),
-            lambda: self.load(context, self.reference),
-            context.seed,
-            context.threads,
-            context.workers,
-        )
+        stage = replace(self, text=placed(self.text, context))
+        how = (context.seed, context.threads, context.workers)
+        reference = partial(self.load, context, self.reference)
+        evaluation, result = stage.measure(self.load(context), reference, *how)
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
         said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])

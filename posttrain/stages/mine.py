@@ -12,7 +12,8 @@ from posttrain.errors import Count, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
-from posttrain.stages.base import Context, DataName, Stage, data_place
+from posttrain.stages._naming import DataName
+from posttrain.stages.base import Context, Stage, data_place
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Problem

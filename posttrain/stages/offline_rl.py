@@ -13,9 +13,10 @@ from posttrain.collect import SavedGroups
 from posttrain.errors import Count, Positive, Several, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
+from posttrain.stages._naming import DataName
 from posttrain.stages._plan import DryRun, few_steps, many, planned_way, training_memory
 from posttrain.stages._saved_groups import Saved, read_saved
-from posttrain.stages.base import Context, DataName, Stage, data_place
+from posttrain.stages.base import Context, Stage, data_place
 from posttrain.stages.train import MaxLength, ReferenceStage, trained
 from posttrain.types import JSON, Sampling
 
@@ -99,14 +100,8 @@ class OfflineRLStage(ReferenceStage):
             context.announce(self.name, [UNKNOWN], "warning")
         trainer = self.make_trainer(context, policy, self.make_roles(context, policy))
         groups = [group for one in saved for group in one.groups]
-        source = SavedGroups(
-            groups,
-            self.batch,
-            context.seed,
-            self.temperature,
-            policy.device,
-            None if known else trainer.logprobs,
-        )
+        how = (self.batch, context.seed, self.temperature, policy.device)
+        source = SavedGroups(groups, *how, None if known else trainer.logprobs)
         loop = self.train(context, trainer, source, self.schedule())
         context.save_model(self.name, policy, self.lora)
         return {**trained(loop), "trained_on": len(groups), "logprobs_known": known}

@@ -14,7 +14,8 @@ from posttrain.evals.best_of_n import frontier
 from posttrain.runs.plot import Panel, draw_band, save_panels
 from posttrain.runs.read import Run
 from posttrain.stages._answers import AnswerStage, rated_by, seeds
-from posttrain.stages.base import Context, ScorerName, StageName
+from posttrain.stages._naming import ScorerName, StageName
+from posttrain.stages.base import Context
 from posttrain.types import JSON
 
 if TYPE_CHECKING:

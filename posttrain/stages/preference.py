@@ -15,7 +15,8 @@ from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
 from posttrain.stages._held_out import Judge, by_count
 from posttrain.stages._material import measured_units
-from posttrain.stages.base import Context, DataName
+from posttrain.stages._naming import DataName
+from posttrain.stages.base import Context
 from posttrain.stages.train import ReferenceStage, UnitStage, trained
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON

@@ -27,15 +27,8 @@ from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
-from posttrain.stages.base import (
-    Context,
-    ModelName,
-    Naming,
-    ScorerName,
-    load_policy,
-    load_reward_model,
-    model_places,
-)
+from posttrain.stages._naming import ModelName, Naming, ScorerName
+from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
 from posttrain.tasks.base import Task, no_running_loop
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel

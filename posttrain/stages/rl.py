@@ -31,17 +31,9 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._answers import proxy_gold_kl
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, check_lengths, check_sources, gather, placed
+from posttrain.stages._naming import DataName, ModelName, ScorerName
 from posttrain.stages._plan import DryRun, few_steps, model_bytes, rl_plan
-from posttrain.stages.base import (
-    Context,
-    DataName,
-    ModelName,
-    ScorerName,
-    Stage,
-    data_place,
-    load_reward_model,
-    model_places,
-)
+from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
@@ -278,18 +270,8 @@ class RLStage(ReferenceStage):
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         context.announce(self.name, self.precision_lines())
-        given = (
-            policy.tokenizer,
-            curriculum_state,
-            self.prompts,
-            self.sampling,
-            context.seed,
-            policy.device,
-            rating,
-            context.events,
-            context.workers,
-            problems,
-        )
+        drawn = (curriculum_state, self.prompts, self.sampling, context.seed, policy.device)
+        given = (policy.tokenizer, *drawn, rating, context.events, context.workers, problems)
         rows = self.rows(policy.device.type)
 
         def evaluate() -> dict[str, float]:

@@ -18,7 +18,8 @@ from posttrain.evals.statistics import share_interval
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AnswerStage, seeds
 from posttrain.stages._continued import Continued, beginning, cut, joined
-from posttrain.stages.base import Context, ScorerName, load_reward_model, model_places
+from posttrain.stages._naming import ScorerName
+from posttrain.stages.base import Context, load_reward_model, model_places
 from posttrain.train.rating import ProcessRating
 from posttrain.types import JSON, Group, Problem, Rollout, Score
 

@@ -24,8 +24,9 @@ from posttrain.stages._material import (
     measured_units,
     placed,
 )
+from posttrain.stages._naming import StageName
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
-from posttrain.stages.base import Context, Stage, StageName
+from posttrain.stages.base import Context, Stage
 from posttrain.stages.train import DataStage, trained
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Example

@@ -21,8 +21,9 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
+from posttrain.stages._naming import DataName, ModelName
 from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
-from posttrain.stages.base import Context, DataName, ModelName, Stage, load_policy
+from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.memory import weight_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role

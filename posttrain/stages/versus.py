@@ -25,7 +25,8 @@ from posttrain.runs.metrics import group_metrics, merge
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity, rated_by
 from posttrain.stages._judged import JudgedStage
 from posttrain.stages._material import Data, check_sources, placed
-from posttrain.stages.base import Context, ModelName
+from posttrain.stages._naming import ModelName
+from posttrain.stages.base import Context
 from posttrain.types import JSON, Group
 
 PARTS = 10  # of the problems, whose figures tell the spread of the whole

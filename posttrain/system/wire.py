@@ -133,19 +133,11 @@ def encode_requests(requests: Sequence[Request]) -> JSON:
     """Ids and settings that requests share are sent once."""
     settings: dict[Sampling, int] = {}
     prompts: dict[tuple[int, ...], int] = {}
-    rows = [
-        (
-            prompts.setdefault(r.ids, len(prompts)),
-            r.seed,
-            settings.setdefault(r.sampling, len(settings)),
-            r.session,
-            r.turn,
-            r.group,
-            r.keep,
-            r.model,
-        )
-        for r in requests
-    ]
+    rows = []
+    for r in requests:
+        prompt = prompts.setdefault(r.ids, len(prompts))
+        which = settings.setdefault(r.sampling, len(settings))
+        rows.append((prompt, r.seed, which, r.session, r.turn, r.group, r.keep, r.model))
     return [[list(ids) for ids in prompts], [asdict(sampling) for sampling in settings], rows]
 
 

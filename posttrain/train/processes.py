@@ -194,15 +194,8 @@ def _connect(device: str, sharding: str, tensor: int) -> Processes:
             served = int(socket_number) if rank() == 0 else None
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            store = TCPStore(
-                address,
-                int(port),
-                size(),
-                rank() == 0,
-                wait,
-                master_listen_fd=served,
-                use_libuv=False,
-            )
+            given = (address, int(port), size(), rank() == 0, wait)
+            store = TCPStore(*given, master_listen_fd=served, use_libuv=False)
             dist.init_process_group(
                 backend, store=store, timeout=wait, rank=rank(), world_size=size()
             )

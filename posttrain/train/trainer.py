@@ -106,12 +106,10 @@ class Trainer:
             set_checkpointing(learner.network.model, on)
         if on and self.settings.checkpointing == "auto" and have is not None:
             need = self._need(False, self.token_budget)
-            self.events.emit(
-                "memory",
-                f"memory: activations are computed again in the backward pass, layer by layer: a micro-batch of {self.token_budget} "
-                f"tokens would need about {need / 2**30:.3g} GiB, and {have / 2**30:.3g} GiB are at hand; it takes about a third "
-                "longer, the gradient is the same (optimizer.checkpointing=never, or a smaller token_budget, turns it off)",
-            )
+            text = f"memory: activations are computed again in the backward pass, layer by layer: a micro-batch of {self.token_budget}"
+            text += f" tokens would need about {need / 2**30:.3g} GiB, and {have / 2**30:.3g} GiB are at hand; it takes about a third"
+            text += " longer, the gradient is the same (optimizer.checkpointing=never, or a smaller token_budget, turns it off)"
+            self.events.emit("memory", text)
         return on
 
     def _within_memory(self, work: Callable[[], Result]) -> Result:
@@ -136,11 +134,9 @@ class Trainer:
         found.clear()
         self._drop()  # beyond the except: while the error is alive, so is the memory of the pass that failed
         self.token_budget //= 2
-        self.events.emit(
-            "memory",
-            f"memory: out of memory in training ({seen or 'in another process'}); token_budget is halved to {self.token_budget} "
-            "for the rest of the run, and the step is done again: the gradient is the same; the next time stops",
-        )
+        text = f"memory: out of memory in training ({seen or 'in another process'}); token_budget is halved to {self.token_budget}"
+        text += " for the rest of the run, and the step is done again: the gradient is the same; the next time stops"
+        self.events.emit("memory", text)
         return work()
 
     def _drop(self) -> None:
@@ -314,15 +310,12 @@ class Trainer:
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if not still:
             return None
-        sums = [
-            own_part(p.detach())
-            .contiguous()
-            .view(whole[p.element_size()])
-            .sum(dtype=torch.int64)
-            .cpu()
-            for p in still.values()
-            if current().first or is_sharded(p) or not self.sharded
+        every = current().first or not self.sharded
+        parts = [
+            own_part(p.detach()).contiguous() for p in still.values() if every or is_sharded(p)
         ]
+        bits = (part.view(whole[part.element_size()]) for part in parts)
+        sums = [one.sum(dtype=torch.int64).cpu() for one in bits]
         found = torch.stack([torch.zeros((), dtype=torch.int64), *sums]).sum()
         if self.sharded:  # what is whole in every process is counted in the first
             dist.all_reduce(found)

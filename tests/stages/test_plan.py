@@ -34,7 +34,7 @@ def stage(**settings: Any) -> RLStage:
 
 
 def items(one: RLStage, rewards: float = 0.0, policy: Any = POLICY) -> dict[str, float]:
-    return {name: size for name, size in plan.rl_memory(one, policy, 100, 7.0, rewards).items if size}
+    return {name: size for name, size in plan.rl_memory(one, policy, 100, 7.0, rewards).sizes.items() if size}
 
 
 def test_a_policy_alone() -> None:
@@ -112,7 +112,7 @@ def test_a_run_that_samples_ahead_is_planned_without_giving_its_cache_back() -> 
 def test_a_cache_that_is_given_back_counts_where_it_is_larger_than_what_follows_it() -> None:
     one = stage(algorithm=GRPO(beta=0.0), release_cache=True)
     kept = activation_bytes(POLICY, 100) + 4.0 * COUNT
-    small, large = (dict(plan.rl_memory(one, POLICY, 100, size, 0.0).items)["key-value cache"] for size in (kept, kept + 9.0))
+    small, large = (plan.rl_memory(one, POLICY, 100, size, 0.0).sizes["key-value cache"] for size in (kept, kept + 9.0))
     assert small == 0.0 and large == 9.0
 
 

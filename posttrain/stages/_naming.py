@@ -1,0 +1,49 @@
+"""Settings that name models, reward models, data and stages: what is checked before a run is found by the types of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Annotated, Any, get_args, get_origin
+
+from posttrain.errors import Checked, field_types
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Marks a setting whose text names something: a model, a reward model, data or a stage. A model is an earlier stage, a directory or
+    a hub name; data an earlier stage that writes it, or a file."""
+
+    kind: str
+
+
+ModelName = Annotated[str, Names("model")]
+ScorerName = Annotated[str, Names("reward model")]
+DataName = Annotated[str, Names("data")]
+StageName = Annotated[str, Names("stage")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming(Checked):
+    """Settings that may name models, reward models, data and stages; see `Names`."""
+
+    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
+        """What they name of a kind, by the key that names it; what a task names is the task's."""
+        own: type = type(self)
+        hints, found = dict(field_types(own)), {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.init and value != f.default:
+                found[f.name] = tuple(_words(value, hints[f.name], kind))
+        return {key: words for key, words in found.items() if words}
+
+
+def _words(value: Any, hint: Any, kind: str) -> Iterator[str]:
+    """The texts in a setting that name something of a kind."""
+    if isinstance(value, Naming):
+        yield from chain(*value.named(kind).values())
+    elif get_origin(hint) is tuple:
+        yield from chain(*(_words(one, get_args(hint)[0], kind) for one in value))
+    elif Names(kind) in getattr(hint, "__metadata__", ()):
+        yield value
