@@ -8,7 +8,6 @@ from pathlib import Path
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
-from posttrain.collect import Examples
 from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels, with_mismatched
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
@@ -17,7 +16,7 @@ from posttrain.stages._held_out import Judge, by_count
 from posttrain.stages._material import measured_units
 from posttrain.stages._naming import DataName
 from posttrain.stages.base import Context
-from posttrain.stages.train import ReferenceStage, UnitStage, trained
+from posttrain.stages.train import ReferenceStage, UnitStage
 from posttrain.train.optimizer import Optimization
 from posttrain.types import JSON
 
@@ -99,23 +98,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         policy = self.load(context)
         limited = self.limited(policy)
         train, held_out = limited.material(context, policy.tokenizer)
-        stage = limited.begin(context, len(train))
-        longest = max(sum(len(example.ids) for example in unit) for unit in train)
-        roles = self.make_roles(context, policy)
-        trainer = self.make_trainer(context, policy, roles, longest=longest)
-        judge = Judge(trainer, held_out)
-        loop = stage.train(
-            context,
-            trainer,
-            Examples([train], [1.0], stage.batch, context.seed, policy.device),
-            stage.schedule(self.evaluate_every if held_out else 0),
-            evaluate=judge.evaluate,
-        )
-        result = {**trained(loop), "trained_on": len(train)}
-        if held_out:  # before adapters are merged into weights that the reference shares
-            result |= self.verdict(context, judge)
-        context.save_model(self.name, policy, self.lora)
-        return result
+        return limited.learn(context, policy, [train], [1.0], held_out)
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
         """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.sft import SFT
-from posttrain.collect import Examples
 from posttrain.errors import Count, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
@@ -27,7 +26,7 @@ from posttrain.stages._material import (
 from posttrain.stages._naming import StageName
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage
-from posttrain.stages.train import DataStage, trained
+from posttrain.stages.train import DataStage
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Example
 
@@ -86,24 +85,9 @@ class SFTStage(DataStage):
         material = self.material(context, policy)
         for report in material.reports:
             context.announce(self.name, report.lines())
-        stage, held_out = self.begin(context, material.size), material.held_out
-        measured = measured_units(context, self.name, held_out, self.evaluate_units)
-        roles = self.make_roles(context, policy)
-        longest = max(len(example.ids) for one in material.sets for example in one)
-        trainer = self.make_trainer(context, policy, roles, longest=longest)
-        judge = Judge(trainer, measured)
-        loop = stage.train(
-            context,
-            trainer,
-            Examples(material.sets, material.weights, stage.batch, context.seed, policy.device),
-            stage.schedule(self.evaluate_every if held_out else 0, self.seconds(context)),
-            evaluate=judge.evaluate if held_out else None,
-        )
-        result = {**trained(loop), "trained_on": material.size}
-        if held_out:
-            result |= self.verdict(context, judge)
-        context.save_model(self.name, policy, self.lora)
-        return result
+        measured = measured_units(context, self.name, material.held_out, self.evaluate_units)
+        learned = (material.sets, material.weights, measured)
+        return self.learn(context, policy, *learned, self.seconds(context))
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
         """The held-out loss after training, with its interval, and before it where it was measured."""

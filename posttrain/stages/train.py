@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.collect import Source
+from posttrain.collect import Examples, Item, Source
 from posttrain.data.preferences import Unit
 from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
 from posttrain.loop import Loop, LoopSchedule, Stop
@@ -20,6 +20,7 @@ from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
+from posttrain.stages._held_out import Judge
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._naming import DataName, ModelName
 from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
@@ -297,6 +298,35 @@ class DataStage(TrainStage):
     ) -> tuple[Sequence[Example], Sequence[Example]]:
         """(to train on, held out), the first example of each unit."""
         return (), ()
+
+    def learn(
+        self,
+        context: Context,
+        policy: Policy,
+        sets: Sequence[Sequence[Item]],
+        weights: Sequence[float],
+        held_out: Sequence[Unit],
+        seconds: float = 0.0,
+    ) -> dict[str, JSON]:
+        """Train on sets that are mixed by weight, judge what is held out, and save the model; the result of the stage."""
+        items = [item if isinstance(item, tuple) else (item,) for one in sets for item in one]
+        stage = self.begin(context, len(items))
+        longest = max(sum(len(example.ids) for example in unit) for unit in items)
+        roles = self.make_roles(context, policy)
+        trainer = self.make_trainer(context, policy, roles, longest=longest)
+        judge = Judge(trainer, held_out)
+        source = Examples(sets, weights, stage.batch, context.seed, policy.device)
+        schedule = stage.schedule(self.evaluate_every if held_out else 0, seconds)
+        loop = stage.train(context, trainer, source, schedule, evaluate=judge.evaluate)
+        result = {**trained(loop), "trained_on": len(items)}
+        if held_out:  # before adapters are merged into weights that the reference shares
+            result |= self.verdict(context, judge)
+        context.save_model(self.name, policy, self.lora)
+        return result
+
+    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+        """What is said of what was held out, after training."""
+        raise NotImplementedError
 
     def begin(self, context: Context, size: int) -> Self:
         """The same, announced."""
