@@ -34,8 +34,8 @@ OWN = ("name", "cache")
 # of a result: true, and no reason to do anything again
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")
 # fields that name models: those are opened as tensors and settings, and their content is sent nowhere
-_JUDGES = ("critic", "reward_model", "reward_models", "judge")
-MODELS = ("model", "models", "against", "reference", "trained", *_JUDGES)
+_JUDGES = ("critic", "reward_model", "reward_models", "judge", "process", "outcome")
+MODELS = ("model", "models", "against", "reference", "teacher", "trained", *_JUDGES)
 # fields that name a file or a directory, or a stage of the run
 _FILES = ("file", "test_file", "dataset", "rubric", "problems", "before", "again")
 PLACES = (*MODELS, *_FILES, "data", "test_data", "held_out_data")

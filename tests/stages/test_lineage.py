@@ -7,16 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
-from posttrain import cli, config, pipeline
+from posttrain import catalogue, cli, config, pipeline
 from posttrain.algorithms.ppo import PPO
-from posttrain.errors import Interrupted, UserError
+from posttrain.errors import Interrupted, UserError, field_types
 from posttrain.recipes.base import Recipe, best_round, repeat
 from posttrain.recipes.iterative_dpo import iterative_dpo
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages._lineage import MODELS, PLACES
+from posttrain.stages._naming import Names
 from posttrain.stages.base import Context, Stage, data_place, run_stages
 from posttrain.stages.best import BestStage
 from posttrain.stages.rl import RLStage
@@ -149,6 +152,14 @@ def test_inputs_are_found_by_any_name(
     assert ran(tmp_path / "run", stages) == ["a"] and ran(tmp_path / "run", stages) == []
     path.write_text("two")
     assert ran(tmp_path / "run", stages) == (["a"] if seen else [])
+
+
+@pytest.mark.parametrize("name", catalogue.names("stage"))
+def test_every_setting_that_names_a_model_or_data_is_a_place_of_an_input(name: str) -> None:
+    for key, hint in field_types(catalogue.load("stage", name, Stage)):
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        kinds = [mark.kind for mark in getattr(inner, "__metadata__", ()) if isinstance(mark, Names)]
+        assert key in {"model": MODELS, "reward model": MODELS, "data": PLACES}.get("".join(kinds), [key])
 
 
 def test_a_cache_is_no_input_and_functions_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
