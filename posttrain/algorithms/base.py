@@ -89,8 +89,9 @@ class Algorithm(Checked):
 
     @property
     def learns_steps(self) -> bool:
-        """Whether the values of steps (Score.steps, in `Batch.step_T`) are learned from, not the score of the whole response alone."""
-        return False
+        """Whether the values of steps (Score.steps, in `Batch.step_T`) are learned from, not the score of the whole response alone: by
+        its `supervision`, where it has such a setting."""
+        return getattr(self, "supervision", "outcome") != "outcome"
 
     @property
     def learns_parts(self) -> tuple[str, ...]:

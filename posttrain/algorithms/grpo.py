@@ -68,10 +68,6 @@ class GRPO(PolicyGradient):
             yield f"part_weights has {len(self.part_weights)} numbers for {len(self.parts)} parts"
 
     @property
-    def learns_steps(self) -> bool:
-        return self.supervision != "outcome"
-
-    @property
     def learns_parts(self) -> tuple[str, ...]:
         return self.parts
 

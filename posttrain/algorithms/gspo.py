@@ -48,10 +48,6 @@ class GSPO(PolicyGradient):
         if self.supervision == "process" and self.form != "token":
             yield "supervision=process gives each token its own advantage, which needs form=token"
 
-    @property
-    def learns_steps(self) -> bool:
-        return self.supervision != "outcome"
-
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         return self.group_relative(step, mask_T, self.supervision)
 

@@ -122,10 +122,6 @@ class PPO(ReusedSamples, Algorithm):
         return replace(super().reuse, metric=metric, limit=self.target_kl)
 
     @property
-    def learns_steps(self) -> bool:
-        return self.supervision != "outcome"
-
-    @property
     def compares_episodes(self) -> bool:
         return False  # the critic is the baseline
 

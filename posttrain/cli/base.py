@@ -22,6 +22,11 @@ def add_settings(parser: argparse.ArgumentParser, text: str = "") -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help=text)
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    text = "a run, RUN/stages/NAME, a directory, a GGUF file or a name of the hub"
+    parser.add_argument("model", help=text)
+
+
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-code", action="store_true", help=TRUST)
 

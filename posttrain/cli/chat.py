@@ -6,14 +6,13 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from posttrain.cli.base import add_settings, print_lines
+from posttrain.cli.base import add_model, add_settings, print_lines
 
 EXAMPLE = "posttrain chat runs/quickstart-1 temperature=0.7"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a run, RUN/stages/NAME, a directory, a GGUF file or a name of the hub"
-    parser.add_argument("model", help=text)
+    add_model(parser)
     add_settings(parser, "temperature, max_new_tokens, seed, ...")
 
 

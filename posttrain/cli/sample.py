@@ -6,14 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from posttrain.cli.base import add_settings
+from posttrain.cli.base import add_model, add_settings
 
 EXAMPLE = "posttrain sample runs/quickstart-1/export '128+394='"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a run, RUN/stages/NAME/model, a directory, a GGUF file or a name of the hub"
-    parser.add_argument("model", help=text)
+    add_model(parser)
     parser.add_argument("prompt")
     text = "of a run: the answers of every stage, one below the other"
     parser.add_argument("--stages", action="store_true", help=text)

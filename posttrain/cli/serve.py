@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 
-from posttrain.cli.base import add_settings, print_lines
+from posttrain.cli.base import add_model, add_settings, print_lines
 
 EXAMPLE = "posttrain serve runs/quickstart-1 port=8000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a run, RUN/stages/NAME, a directory, a GGUF file or a name of the hub"
-    parser.add_argument("model", help=text)
+    add_model(parser)
     add_settings(parser, "port, host, token, loaded, max_new_tokens, device, ...")
 
 
