@@ -196,12 +196,7 @@ class Rollouts(Source):
         return Collected(batch, tuple(groups), metrics)
 
     def fresh(
-        self,
-        step: int,
-        attempt: int,
-        wanted: int,
-        samples: Sequence[Sampling],
-        seconds: Seconds,
+        self, step: int, attempt: int, wanted: int, samples: Sequence[Sampling], seconds: Seconds
     ) -> Sequence[Group]:
         """The groups of `wanted` problems, an episode of each for each of `samples`, scored by the task."""
         drawn = self.curriculum_state.draw(wanted)

@@ -20,14 +20,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import AS_TRAINED, Precision
-from posttrain.errors import (
-    UserError,
-    check_fields,
-    field_types,
-    prefixed,
-    require,
-    unknown,
-)
+from posttrain.errors import UserError, check_fields, field_types, prefixed, require, unknown
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given

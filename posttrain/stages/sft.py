@@ -15,14 +15,7 @@ from posttrain.runs.console import duration
 from posttrain.runs.read import Run
 from posttrain.stages._contamination import guard_training
 from posttrain.stages._held_out import Judge
-from posttrain.stages._material import (
-    Data,
-    Material,
-    check_lengths,
-    gather,
-    measured_units,
-    placed,
-)
+from posttrain.stages._material import Data, Material, check_lengths, gather, measured_units, placed
 from posttrain.stages._naming import StageName
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
 from posttrain.stages.base import Context, Stage

@@ -151,10 +151,9 @@ def local_device(device: str) -> str:
 def check_devices(count: int) -> None:
     """Refuse more processes on this machine than it has CUDA devices."""
     here = torch.cuda.device_count()
-    few = (
-        f"processes={count}: torch sees {here} CUDA device(s) here, and each process needs its own"
-    )
-    require(here >= count, f"{few}; use processes={max(1, here)}, or device=cpu")
+    few = f"processes={count}: torch sees {here} CUDA device(s) here"
+    advice = f"use processes={max(1, here)}, or device=cpu"
+    require(here >= count, f"{few}, and each process needs its own; {advice}")
 
 
 @contextmanager
@@ -200,14 +199,11 @@ def _connect(device: str, sharding: str, tensor: int) -> Processes:
                 backend, store=store, timeout=wait, rank=rank(), world_size=size()
             )
     except (RuntimeError, ValueError) as error:  # dist.DistError is a RuntimeError
-        text = " ".join(str(error).split())
-        if "EADDRINUSE" in text or "address already in use" in text:
-            raise UserError(
-                f"port {port} of {address} (MASTER_PORT) is in use; choose another"
-            ) from None
-        raise UserError(
-            f"process {rank()} of {size()} did not reach the others at {address}:{port}: {text[:200]}"
-        ) from None
+        said = " ".join(str(error).split())
+        text = f"process {rank()} of {size()} did not reach the others at {address}:{port}: {said[:200]}"
+        if "EADDRINUSE" in said or "address already in use" in said:
+            text = f"port {port} of {address} (MASTER_PORT) is in use; choose another"
+        raise UserError(text) from None
     shared = dist.distributed_c10d._get_default_store()
     return Processes(rank(), size(), sharding, shared, tensor)
 
