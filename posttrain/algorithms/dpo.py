@@ -11,13 +11,7 @@ from torch import Tensor
 
 from posttrain.algorithms import _pairs
 from posttrain.errors import NotNegative, Positive, Range
-from posttrain.ops.preference import (
-    apo_down_loss,
-    apo_zero_loss,
-    hinge_loss,
-    robust_loss,
-    sigmoid_loss,
-)
+from posttrain.ops import preference
 from posttrain.types import Batch, Outputs, Term, Terms
 
 
@@ -91,12 +85,12 @@ class DPO(_pairs.PairAlgorithm):
         """What each pair costs, by the implicit rewards of its members."""
         match self.form:
             case "sigmoid":
-                return sigmoid_loss(better_P - worse_P, smoothing_P)
+                return preference.sigmoid_loss(better_P - worse_P, smoothing_P)
             case "robust":
-                return robust_loss(better_P - worse_P, smoothing_P)
+                return preference.robust_loss(better_P - worse_P, smoothing_P)
             case "hinge":
-                return hinge_loss(better_P - worse_P)
+                return preference.hinge_loss(better_P - worse_P)
             case "apo_zero":
-                return apo_zero_loss(better_P, worse_P)
+                return preference.apo_zero_loss(better_P, worse_P)
             case "apo_down":
-                return apo_down_loss(better_P, worse_P)
+                return preference.apo_down_loss(better_P, worse_P)

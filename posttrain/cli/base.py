@@ -72,18 +72,16 @@ def print_json(value: JSON, indent: int | None = 2) -> None:
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
 
 
-def to_be_started(settings: Settings) -> bool:
-    """Whether a run asks for several processes, and this is not one of them."""
-    from posttrain.train import processes
-
-    return settings.processes > 1 and processes.size() == 1
-
-
-def start_processes(words: list[str], allow_code: bool, settings: Settings, directory: Path) -> int:
-    """Run the same command in several processes; its exit code."""
+def start_processes(
+    words: list[str], allow_code: bool, settings: Settings, directory: Path
+) -> int | None:
+    """Run the same command in several processes; its exit code. None where it asks for one, or this is one of them."""
     from posttrain.cluster.launch import launch
     from posttrain.pipeline import check_processes, placement
+    from posttrain.train import processes
 
+    if settings.processes == 1 or processes.size() > 1:
+        return None
     check_processes(settings, settings.processes)
     words = [*words, *(["--allow-code"] if allow_code else [])]
     if not settings.cluster:

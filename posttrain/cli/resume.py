@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.cli.base import (
-    add_allow_code,
-    add_settings,
-    report_sweep,
-    start_processes,
-    to_be_started,
-)
+from posttrain.cli.base import add_allow_code, add_settings, report_sweep, start_processes
 from posttrain.errors import require
 
 EXAMPLE = "posttrain resume runs/quickstart-1"
@@ -33,8 +27,8 @@ def call(options: argparse.Namespace) -> int | None:
         require(not options.settings, "the settings of a sweep cannot change when it is resumed")
         return report_sweep(sweep.resume(options.run, options.allow_code))
     settings, _ = pipeline.settings_of(Run(options.run), options.allow_code, options.settings)
-    if to_be_started(settings):
-        words = ["resume", str(options.run), *options.settings]
-        return start_processes(words, options.allow_code, settings, options.run)
-    pipeline.resume(options.run, options.allow_code, options.settings)
-    return None
+    words = ["resume", str(options.run), *options.settings]
+    code = start_processes(words, options.allow_code, settings, options.run)
+    if code is None:
+        pipeline.resume(options.run, options.allow_code, options.settings)
+    return code

@@ -12,7 +12,6 @@ from posttrain.cli.base import (
     print_lines,
     report_sweep,
     start_processes,
-    to_be_started,
 )
 from posttrain.errors import UserError
 
@@ -67,9 +66,9 @@ def call(options: argparse.Namespace) -> int | None:
         words = options.recipe, options.settings, options.sweep
         return report_sweep(sweep.run(*words, options.allow_code))
     settings = config.parse(options.recipe, options.settings, options.allow_code)
-    if to_be_started(settings):
-        directory = pipeline.place(settings)
-        command = ["run", options.recipe, *options.settings, f"out={directory}"]
-        return start_processes(command, options.allow_code, settings, directory)
-    pipeline.start(settings)
-    return None
+    directory = pipeline.place(settings)
+    command = ["run", options.recipe, *options.settings, f"out={directory}"]
+    code = start_processes(command, options.allow_code, settings, directory)
+    if code is None:
+        pipeline.start(settings)
+    return code
