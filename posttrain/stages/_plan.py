@@ -246,7 +246,9 @@ def preference_plan(
     ]
 
 
-def rl_plan(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> list[str]:
+def rl_plan(
+    stage: RLStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+) -> list[str]:
     """Batch arithmetic and memory of a reinforcement-learning stage."""
     group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
     samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from posttrain.stages._contamination import guard_training
 from posttrain.stages._material import Data, check_lengths, check_sources, gather, placed
 from posttrain.stages._naming import DataName, ModelName, ScorerName
 from posttrain.stages._plan import DryRun, few_steps, model_bytes, rl_plan
-from posttrain.stages.base import Context, Stage, data_place, load_reward_model, model_places
+from posttrain.stages.base import Context, data_place, load_reward_model, model_places
 from posttrain.stages.evaluate import answer_problems
 from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
@@ -229,8 +229,7 @@ class RLStage(ReferenceStage):
         own = tuple(name for name in (self.critic, self.teacher) if name)
         return (*super().reads_ids(), *own, *self.reward.reads_ids())
 
-    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        return rl_plan(self, policy, before)
+    plan = rl_plan
 
     def dry_run(self) -> DryRun:
         made = few_steps(self, self.evaluate_every)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from posttrain.stages._held_out import Judge
 from posttrain.stages._material import Data, Material, check_lengths, gather, measured_units, placed
 from posttrain.stages._naming import StageName
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
-from posttrain.stages.base import Context, Stage
+from posttrain.stages.base import Context
 from posttrain.stages.train import DataStage
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Example
@@ -65,8 +65,7 @@ class SFTStage(DataStage):
     def tasks(self) -> list[Task | None]:
         return [d.task for d in self.data]
 
-    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        return sft_plan(self, policy, context, before)
+    plan = sft_plan
 
     def dry_run(self) -> DryRun:
         made = few_steps(self, self.evaluate_every if self.held_out else 0, as_long_as="")

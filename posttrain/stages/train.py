@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -394,8 +394,7 @@ class UnitStage(DataStage):
         limit = self.max_length or reader.positions or sys.maxsize
         return replace(self, max_length=limit)
 
-    def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        return preference_plan(self, policy, context, before)
+    plan = preference_plan
 
     def dry_run(self) -> DryRun:
         return few_steps(self, self.evaluate_every, self.makes())
