@@ -63,8 +63,6 @@ def rollouts(run: read.Run, stage: str, step: int) -> Rollouts:
     """The rollouts of a step that was kept."""
     rows = run.rollouts(stage, step)
     tokens = partial(rollout_tokens, run, stage, step)
-    found = [
-        Rollout(asdict(row), partial(tokens, n, row.length, len(rows)))
-        for n, row in enumerate(rows)
-    ]
+    kept = [partial(tokens, n, row.length, len(rows)) for n, row in enumerate(rows)]
+    found = [Rollout(asdict(row), own) for row, own in zip(rows, kept, strict=True)]
     return Rollouts(found, f"rollouts of {stage} step {step}")

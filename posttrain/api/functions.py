@@ -84,9 +84,8 @@ def rl(
     scored = with_tools(scored, tools, settings) if tools else scored
     if "batch" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("batch")
-    settings |= {
-        k: as_model(settings[k]) for k in ("reference", "critic", "teacher") if settings.get(k)
-    }
+    others = [k for k in ("reference", "critic", "teacher") if settings.get(k)]
+    settings |= {k: as_model(settings[k]) for k in others}
     given = {"model": as_model(model, tokenizer), "algorithm": chosen, "task": scored}
     return _run(RLStage, {"name": "rl", **given, "reward": source}, settings, files, callback)
 
@@ -238,20 +237,13 @@ def sample(
     policy = _policy(model, tokenizer)
     how = built(Sampling, {}, sampling, "sample")
     require(n >= 1, f"sample: n must be at least 1, not {n}")
-    several = (
-        isinstance(prompt, list | tuple)
-        and bool(prompt)
-        and all(isinstance(p, str | list) for p in prompt)
-    )
-    asked = [
-        one if isinstance(one, str) else parse_messages(one, "prompt")
-        for one in (prompt if several else [prompt])
-    ]
+    several = isinstance(prompt, list | tuple) and bool(prompt)
+    several = several and all(isinstance(p, str | list) for p in prompt)
+    listed = prompt if several else [prompt]
+    asked = [p if isinstance(p, str) else parse_messages(p, "prompt") for p in listed]
     requests = [Prompt(prompt_ids(policy.tokenizer, one), n, seed, how) for one in asked]
-    found = [
-        [a.text for a in group]
-        for group in answers(make_sampler(policy), policy.tokenizer, requests)
-    ]
+    groups = answers(make_sampler(policy), policy.tokenizer, requests)
+    found = [[one.text for one in group] for group in groups]
     return found if several else found[0]
 
 
@@ -281,9 +273,8 @@ def evaluate(
             values = {f.name: getattr(made, f.name) for f in fields(Prompts) if f.init}
             given: Task = _AllPrompts(**values)
         else:
-            require(
-                reward is None, "evaluate: a task has its own reward; give prompts with this one"
-            )
+            alone = "evaluate: a task has its own reward; give prompts with this one"
+            require(reward is None, alone)
             given = as_task(task)
         given = with_tools(given, tools, settings) if tools else given
         given_stage = {"name": "eval", "model": "model", "task": given}

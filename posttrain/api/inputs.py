@@ -98,15 +98,11 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         return data.to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
-        require(
-            "train" in data,
-            f"{what}: a mapping holds {', '.join(map(str, data))}; give one of them",
-        )
+        held = ", ".join(map(str, data))
+        require("train" in data, f"{what}: a mapping holds {held}; give one of them")
         return data["train"]  # type: ignore[no-any-return]
-    require(
-        isinstance(data, Iterable),
-        f"{what}: expected rows, a file or a data set, not {type(data).__name__}",
-    )
+    several, kind = isinstance(data, Iterable), type(data).__name__
+    require(several, f"{what}: expected rows, a file or a data set, not {kind}")
     return data  # type: ignore[no-any-return]
 
 
@@ -114,18 +110,15 @@ def _line(row: Any, number: int, what: str) -> str:
     if isinstance(row, str | list) and what == "prompts":
         row = {"prompt": row}
     fine = isinstance(row, Mapping)
-    require(
-        fine,
-        f"{what} row {number}: expected a dict of columns, not {type(row).__name__} {str(row)[:40]!r}",
-    )
+    found = f"{type(row).__name__} {str(row)[:40]!r}"
+    require(fine, f"{what} row {number}: expected a dict of columns, not {found}")
     for name, value in row.items():
         try:
             json.dumps({name: value}, default=_plain)
         except (TypeError, ValueError):
             kind = type(value).__name__
-            raise UserError(
-                f"{what} row {number}: the column {name} is a {kind}; use text, numbers, lists, dicts"
-            ) from None
+            where = f"{what} row {number}: the column {name} is a {kind}"
+            raise UserError(f"{where}; use text, numbers, lists, dicts") from None
     return json.dumps(dict(row), default=_plain, ensure_ascii=False)
 
 
@@ -156,10 +149,8 @@ def as_task(task: Any) -> Task:
     """A task by name (arithmetic, prompts:FILE), by settings, or as it is."""
     if isinstance(task, Task):
         return task
-    require(
-        isinstance(task, str | Mapping),
-        f"task: a name, settings or a Task, not {type(task).__name__}",
-    )
+    fine = isinstance(task, str | Mapping)
+    require(fine, f"task: a name, settings or a Task, not {type(task).__name__}")
     tree = {"name": task} if isinstance(task, str) else dict(task)
     made: Task = config.from_tree(tree, Task, "task")
     return made
@@ -191,22 +182,18 @@ def as_rewards(
     several = isinstance(models, list | tuple)
     ensemble = _ensemble(models if several else [models], None if reward is not None else weights)
     named = _named(reward, weights if reward is not None else None)
-    functions = {
-        label: one for label, one in named.items() if not isinstance(one[0], Run | RewardSource)
-    }
-    learned = [
-        Weighted(reward=_source(one), weight=w, label=label)
-        for label, (one, w) in named.items()
-        if label not in functions
-    ]
-    parts: list[Weighted] = []
+    functions: dict[str, tuple[Any, float]] = {}
+    learned, parts = list[Weighted](), list[Weighted]()
+    for label, (one, weight) in named.items():
+        if isinstance(one, Run | RewardSource):
+            learned.append(Weighted(reward=_source(one), weight=weight, label=label))
+        else:
+            functions[label] = one, weight
+    own: RewardSource = TaskReward()
     if task is None:
         task = Prompts(file, reward=_function(functions) if functions else "")
-        own: RewardSource = TaskReward()
-    else:
-        own = (
-            FunctionReward(reward=_function(functions, always=True)) if functions else TaskReward()
-        )
+    elif functions:
+        own = FunctionReward(reward=_function(functions, always=True))
     if functions or not (learned or ensemble):
         parts.append(Weighted(reward=own, label="rules"))
     parts += learned
@@ -226,9 +213,8 @@ def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
     if not places:
         return None
     given = [] if weights is None else [float(w) for w in weights]
-    require(
-        len(given) in (0, len(places)), f"weights: {len(given)} for {len(places)} reward models"
-    )
+    fits = len(given) in (0, len(places))
+    require(fits, f"weights: {len(given)} for {len(places)} reward models")
     shared = tuple(w / len(own) for w, own in zip(given, places, strict=False) for _ in own)
     return RewardModels(models=tuple(place for own in places for place in own), weights=shared)
 
@@ -277,10 +263,8 @@ def _function(named: Mapping[str, tuple[Any, float]], always: bool = False) -> s
     ((first, weight), *others) = named.values()
     if isinstance(first, str) and not others and weight == 1 and (not always or ":" in first):
         return first
-    made = [
-        Function.of(resolve(r, {}) if isinstance(r, str) else r, label)
-        for label, (r, _) in named.items()
-    ]
+    resolved = {k: resolve(r, {}) if isinstance(r, str) else r for k, (r, _) in named.items()}
+    made = [Function.of(call, label) for label, call in resolved.items()]
     return give(Mix(tuple(made), tuple(weight for _, weight in named.values())))
 
 
@@ -337,11 +321,6 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
 def _value(value: Any, hint: Any, where: str) -> Any:
     if value is None or is_dataclass(value) or isinstance(value, Task):
         return value
-    plain = (
-        value.item()
-        if hasattr(value, "item")
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-    )
+    value = value.item() if hasattr(value, "item") else value
+    plain = list(value) if isinstance(value, tuple) else value
     return config.from_tree(plain, hint, where)

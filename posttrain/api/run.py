@@ -131,12 +131,9 @@ class Run:
         bare = [key for key in settings if "." not in key]
         which = f"extend: say of which stage {', '.join(bare)} is: {', '.join(stages)}"
         require(not bare or len(stages) == 1, which)
-        given = {
-            key if "." in key else f"{stages[0]}.{key}": value for key, value in settings.items()
-        }
-        pipeline.resume(
-            self.directory, allow_code, [f"{key}={value}" for key, value in given.items()]
-        )
+        given = {k if "." in k else f"{stages[0]}.{k}": value for k, value in settings.items()}
+        changes = [f"{key}={value}" for key, value in given.items()]
+        pipeline.resume(self.directory, allow_code, changes)
         self._loaded = None
         return self
 
@@ -178,10 +175,8 @@ class Run:
         stage = stage or stages[-1]
         kept = reader.rollout_steps(stage)
         wanted = (kept or [0])[-1] if step is None else step
-        require(
-            wanted in kept,
-            f"no rollouts of {stage} step {wanted}; there are those of {', '.join(map(str, kept))}",
-        )
+        there = ", ".join(map(str, kept))
+        require(wanted in kept, f"no rollouts of {stage} step {wanted}; there are those of {there}")
         return rollouts(reader, stage, wanted)
 
     def compare(self, other: Run, picture: Path | str = "", stage: str = "") -> Comparison:
@@ -238,10 +233,8 @@ class Run:
         require(stage is not None, f"{self.directory} has made no model yet")
         assert stage is not None
         places = [stage / "model", *sorted(stage.glob("model-*"))]
-        require(
-            is_scorer(places[0]),
-            f"{self.directory} has trained a language model, not a reward model",
-        )
+        other = f"{self.directory} has trained a language model, not a reward model"
+        require(is_scorer(places[0]), other)
         return [str(place) for place in places]
 
     def policy(self) -> Policy:
@@ -249,10 +242,8 @@ class Run:
         if self._stepper is not None and self._stepper.loop is not None:
             found: Any = self._stepper.loop.trainer.policy
             return found  # type: ignore[no-any-return]
-        require(
-            not is_scorer(self.export),
-            f"{self.directory} has trained a reward model, which writes nothing; use score",
-        )
+        mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
+        require(not is_scorer(self.export), mute)
         if self._loaded is None:
             from posttrain.commands.inspect import open_policy
 

@@ -85,10 +85,8 @@ def _hermes(text: str, names: Collection[str]) -> list[Call]:
     if OPEN not in text:
         alone = text.strip()
         bodies = [alone] if alone.startswith("{") else FENCED.findall(text)
-        named = [
-            body for body in bodies if re.search(r'"name"\s*:', body) and '"arguments"' in body
-        ]
-        read = [_json(body, "arguments") for body in named]
+        called = [b for b in bodies if re.search(r'"name"\s*:', b) and '"arguments"' in b]
+        read = [_json(body, "arguments") for body in called]
         return [call for call in read if call.problem or call.name in names]
     return [
         _json(body, "arguments") if end else Call(problem=f"{OPEN} is not closed with {CLOSE}")

@@ -82,10 +82,8 @@ def render_turn(
     template = _Template(tokenizer, where, None)
     whole = template.render([*_turn(REPLY), *given], generation_prompt=True)
     _, found, after = whole.partition(REPLY)
-    unlike = (
-        "the chat template does not show an assistant's turn as it is, so it cannot be continued"
-    )
-    require(bool(found), f"{where}: {unlike}")
+    shown = f"{where}: the chat template does not show an assistant's turn as it is"
+    require(bool(found), f"{shown}, so it cannot be continued")
     ids = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
     return ids[1:] if ids[:1] == (stop,) else ids
 
@@ -119,9 +117,7 @@ def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str
     if "seen0marker" not in plain or REPLY not in plain:
         return f"the chat template does not show {role} messages after a turn of the assistant; {instead}does"
     if f"{REPLY}1" not in whole:
-        after = (
-            "" if role == "tool" else ", or messages of the role tool where it keeps it for those"
-        )
+        after = ", or messages of the role tool where it keeps it for those" * (role != "tool")
         return (
             f"the chat template drops the reasoning of earlier turns once a {role} message follows, so a later turn would be "
             f"trained on a history that nobody is shown; {instead}keeps it{after}"

@@ -20,15 +20,8 @@ from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
 # of other conventions: the model would learn to answer without what they hold
-_MEDIA = {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
-NEEDED = _MEDIA | {
-    "system",
-    "functions",
-    "function_call",
-    "weight",
-    "chat_template_kwargs",
-    "history",
-}
+NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
+NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
 # who speaks in a ShareGPT conversation, by the role of ours
 SPEAKERS = {
     "system": "system",
@@ -83,9 +76,8 @@ def from_task(
 def check_count(task: Teaching, level: int, count: int, split: str = "train") -> Sequence[Problem]:
     """The problems of a level, which must be as many as are asked for."""
     problems = task.problems(split, level)
-    require(
-        count <= len(problems), f"level {level} has {len(problems)} {split} problems, not {count}"
-    )
+    enough = count <= len(problems)
+    require(enough, f"level {level} has {len(problems)} {split} problems, not {count}")
     return problems
 
 

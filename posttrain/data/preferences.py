@@ -413,9 +413,7 @@ def as_pairs(units: Sequence[Unit]) -> list[Unit]:
 
 def as_singles(units: Sequence[Unit]) -> list[Unit]:
     """Labelled examples as they are; the two of a pair apart, the preferred as good (1) and the other as bad (0)."""
-    ranking = (
-        "a ranking says which response is better, not which are good; make pairs or labels of it"
-    )
+    ranking = "a ranking says which response is better, not which are good; make pairs or labels"
     require(all(len(unit) < 3 for unit in units), ranking)
     singles: list[Unit] = []
     for unit in units:

@@ -67,10 +67,8 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
         for row in reader:
             where = f"{file} line {reader.line_num}"
             whole = None not in row and None not in row.values()
-            require(
-                whole,
-                f"{where}: expected {len(reader.fieldnames or ())} cells, as in the first line",
-            )
+            cells = len(reader.fieldnames or ())
+            require(whole, f"{where}: expected {cells} cells, as in the first line")
             yield where, row
     except csv.Error as error:
         raise UserError(f"{file} line {reader.line_num}: not CSV: {error}") from error
@@ -244,10 +242,9 @@ def load_hub(
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
-    require(
-        named or place.is_dir(),
-        f"{task}: {dataset!r} is no folder here; a data set of the hub is called org/name, such as openai/gsm8k",
-    )
+    called = "a data set of the hub is called org/name, such as openai/gsm8k"
+    found = named or place.is_dir()
+    require(found, f"{task}: {dataset!r} is no folder here; {called}")
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
             whole: Any = datasets.load_from_disk(str(place))

@@ -81,9 +81,7 @@ def compile_separator(separator: str) -> Any:
         found = regex.compile(text)
     except regex.error as error:
         raise UserError(f"steps: {text!r} is no regular expression: {error}") from None
-    empty = (
-        f"steps: the pattern {text!r} matches empty text, so that every character would be a step"
-    )
+    empty = f"steps: the pattern {text!r} matches empty text: every character would be a step"
     require(found.search("") is None, f"{empty}; ask for one character at least, as + for *")
     return found
 

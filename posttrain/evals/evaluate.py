@@ -39,9 +39,8 @@ class Evaluation:
         hint = "see the failures in problems.jsonl"
         require(bool(kept), f"every problem has a sample that could not be scored; {hint}")
         values = [statistics.pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
-        return statistics.share_interval(
-            values, prompts(kept), means=any(len(g.rollouts) > k for g in kept)
-        )
+        several = any(len(g.rollouts) > k for g in kept)
+        return statistics.share_interval(values, prompts(kept), several)
 
     @property
     def has_finals(self) -> bool:
@@ -58,9 +57,8 @@ class Evaluation:
         for group, finals in kept:
             right, starts = solved(group), range(0, len(finals) - k + 1, k)
             votes.append([_vote(finals[at : at + k], right[at : at + k]) for at in starts])
-        return _mean_interval(
-            votes, prompts([group for group, _ in kept]), statistics.share_interval
-        )
+        asked = prompts([group for group, _ in kept])
+        return _mean_interval(votes, asked, statistics.share_interval)
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
         """The evaluation on the other problems, or None where none is left."""
@@ -154,9 +152,8 @@ def scored(group: Group) -> bool:
 def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
     """Samples that say the same and were judged differently (a score may look at more than the answer) vote apart."""
     judged = list(zip(finals, right, strict=True))
-    both = {
-        final for final, verdict in judged if final is not None and (final, not verdict) in judged
-    }
+    said = {final for final, _ in judged if final is not None}
+    both = {final for final in said if {(final, True), (final, False)} <= {*judged}}
     named = [(final, verdict) if final in both else final for final, verdict in judged]
     return statistics.majority_at_k(named, right, len(named))
 

@@ -72,9 +72,8 @@ def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:
 def perturb(outputs: Outputs, batch: Batch) -> Outputs:
     """Outputs of a policy and a critic that have moved since the batch was sampled: up and down by turns, little and much."""
     at_T = torch.arange(batch.tokens, device=batch.ids_T.device)
-    shift_T = MOVED * (
-        ((at_T % 7).double() - 3.0) / 3.0 + ((batch.sequence_T % 5).double() - 2.0) / 4.0
-    )
+    by_token, by_sequence = (at_T % 7).double() - 3.0, (batch.sequence_T % 5).double() - 2.0
+    shift_T = MOVED * (by_token / 3.0 + by_sequence / 4.0)
 
     def moved(name: str, tensor: Tensor) -> Tensor:
         wide = tensor.detach().double()

@@ -267,16 +267,9 @@ def application(
         return await respond(request, find, TextBody, limits)
 
     async def models(request: Request) -> Response:
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "posttrain",
-                "max_model_len": length,
-            }
-            for name, length in find(request).names.items()
-        ]
+        card = {"object": "model", "created": 0, "owned_by": "posttrain"}
+        known = find(request).names.items()
+        cards = [{"id": name, **card, "max_model_len": length} for name, length in known]
         return JSONResponse({"object": "list", "data": cards})
 
     async def health(request: Request) -> Response:
@@ -301,6 +294,5 @@ def application(
     ]
     if scores is not None:
         routes.append(Route("/v1/score", partial(score, scores, limits), methods=["GET", "POST"]))
-    return Starlette(
-        routes=routes, exception_handlers={404: missing, 405: missing, Refused: refused}
-    )
+    handlers = {404: missing, 405: missing, Refused: refused}
+    return Starlette(routes=routes, exception_handlers=handlers)

@@ -47,9 +47,8 @@ class CallReader:
         if self.form == "llama3" and text.lstrip()[:1] == "{":
             return ""
         ends = [len(text), *(end for o in self.openings if (end := text.find(o)) >= 0)]
-        ends += [
-            len(text) - n for o in self.openings for n in range(1, len(o)) if text.endswith(o[:n])
-        ]
+        cuts = [(o, n) for o in self.openings for n in range(1, len(o))]
+        ends += [len(text) - n for o, n in cuts if text.endswith(o[:n])]
         return text[: min(ends)]
 
     def _arguments(self, name: str, given: Mapping[str, JSON] | str) -> str:

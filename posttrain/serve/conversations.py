@@ -160,12 +160,8 @@ class Choice:
         if (place := self._stop(whole)) is not None:
             count = int(np.searchsorted(offsets, place[1])) + 1
             finish = "cut" if count < len(self.ids) or finish != "stop" else finish
-            text, named, self.ids, offsets = (
-                whole[: place[0]],
-                "stop",
-                self.ids[:count],
-                offsets[:count],
-            )
+            text, named = whole[: place[0]], "stop"
+            self.ids, offsets = self.ids[:count], offsets[:count]
         if self.tools and named:
             text, calls = self.tools.read(text)
         elif not named:

@@ -7,6 +7,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, Protocol
 
@@ -97,16 +98,14 @@ class Scoring:
     async def _measured(self, body: ScoreBody) -> list[dict[str, JSON]]:
         """Log-probs at temperature 1; summed over an answer and less those of `against`, one sample's estimate of the KL from it."""
         model = await self.models.model(body.model)
-        rollouts = [
-            _rollout(item, model.decoder, f"items.{n}") for n, item in enumerate(body.items)
-        ]
+        decoder = model.decoder
+        rollouts = [_rollout(item, decoder, f"items.{n}") for n, item in enumerate(body.items)]
         own = await self._logprobs(body.model, rollouts)
         others: list[np.ndarray] | None = None
         if body.against:
             base = await self.models.model(body.against)
-            same_vocabulary(
-                "against", Reader(model.tokenizer, model.name), Reader(base.tokenizer, base.name)
-            )
+            ours, theirs = (Reader(one.tokenizer, one.name) for one in (model, base))
+            same_vocabulary("against", ours, theirs)
             others = await self._logprobs(body.against, rollouts)
         found = []
         for place, logprobs in enumerate(own):
@@ -130,9 +129,8 @@ class Scoring:
                 model.engine.policy.check_length(len(rollout.ids))
                 known = bool((rollout.ids >= 0).all() and (rollout.ids < model.vocabulary).all())
                 require(known, f"ids: {model.name} has those from 0 to {model.vocabulary - 1}")
-            return await self.models.thread.call(
-                lambda: token_logprobs(model.engine.policy, rollouts)
-            )
+            work = partial(token_logprobs, model.engine.policy, rollouts)
+            return await self.models.thread.call(work)
         finally:
             model.requests -= 1
 
@@ -142,9 +140,8 @@ def _rollout(item: ScoreItem, decoder: Decoder, where: str) -> Rollout:
     tokenizer, rows = decoder.tokenizer, [message_row(message) for message in item.messages]
     messages = parse_messages(rows, where) if rows else ()
     if messages and isinstance(item.answer, str):
-        whole = render_example(
-            tokenizer, [*messages, Message("assistant", item.answer)], where, len(messages)
-        )
+        turns = [*messages, Message("assistant", item.answer)]
+        whole = render_example(tokenizer, turns, where, len(messages))
         at = np.flatnonzero(whole.mask)
         prompt, answer = whole.ids[: at[0]].tolist(), whole.ids[at[0] : at[-1] + 1].tolist()
     else:

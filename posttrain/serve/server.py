@@ -79,9 +79,8 @@ class Address:
             found.listen(BACKLOG)
         except (OSError, OverflowError) as error:
             found.close()
-            raise UserError(
-                f"cannot listen on {self.host}:{self.port}: {error}; give another port= or host="
-            ) from None
+            where = f"cannot listen on {self.host}:{self.port}: {error}"
+            raise UserError(f"{where}; give another port= or host=") from None
         return found
 
 
@@ -117,8 +116,15 @@ class Server:
 
 def make_server(app: Any, address: Address, limits: Limits) -> Server:
     guard = Guard(app, address.token, (address.host, *address.hosts), limits)
+    return open_server(guard, address)
+
+
+def open_server(
+    app: Any, address: Address, stop: float = STOP_SECONDS, connections: int | None = None
+) -> Server:
+    """A server of an application that guards itself. It ends `stop` seconds after it is told to, at the latest."""
     config = uvicorn.Config(
-        guard,
+        app,
         http=Protocol,
         ws="none",
         lifespan="off",
@@ -126,7 +132,8 @@ def make_server(app: Any, address: Address, limits: Limits) -> Server:
         access_log=False,
         server_header=False,
         timeout_keep_alive=int(IDLE_SECONDS),
-        timeout_graceful_shutdown=int(STOP_SECONDS),
+        timeout_graceful_shutdown=int(stop),
+        limit_concurrency=connections,
         h11_max_incomplete_event_size=1 << 16,
     )
     return Server(uvicorn.Server(config), address.listen(), address.host)

@@ -42,9 +42,8 @@ class Refused(Exception):
     def body(self) -> JSON:
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
         kinds[429] = "rate_limit_error"
-        kind = kinds.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = kinds.get(self.status, other)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code or None}
         return {"error": error}
 
@@ -228,19 +227,13 @@ class Form:
         self.chat = isinstance(body, ChatBody)
         asked = getattr(body, "logprobs", None)
         self.logprobs = asked is not None and asked is not False
-        self.head = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": answer.model,
-        }
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = {"id": name, "created": int(time.time()), "model": answer.model}
 
     def usage(self, tokens: int) -> JSON:
         prompt = sum(map(len, self.prompts))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
-        }
+        counts = {"prompt_tokens": prompt, "completion_tokens": tokens}
+        return {**counts, "total_tokens": prompt + tokens}
 
     def whole(self, answers: Sequence[Delta]) -> JSON:
         """The answer in one piece."""

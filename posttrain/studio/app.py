@@ -113,9 +113,8 @@ async def _events(studio: Studio, request: Request) -> Response:
     if name:
         studio.library.index(name)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(
-        _changes(studio, name), media_type="text/event-stream", headers=headers
-    )
+    changes = _changes(studio, name)
+    return StreamingResponse(changes, media_type="text/event-stream", headers=headers)
 
 
 async def _changes(studio: Studio, name: str) -> AsyncIterator[str]:
@@ -142,10 +141,7 @@ def _signature(studio: Studio, name: str) -> Any:
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
-    sizes = [
-        (path / file).stat().st_size if (path / file).exists() else 0
-        for path in wanted
-        for file in files[:3]
-    ]
+    paths = [path / file for path in wanted for file in files[:3]]
+    sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
     live = [(path / files[3]).exists() for path in wanted]
     return [*runs][:50], sizes, live

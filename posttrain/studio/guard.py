@@ -61,10 +61,8 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # a web socket: there are none here
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
+        pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
+        headers = {name.lower(): value for name, value in pairs}
         refused = self._refusal(scope, headers)
         if refused:
             await _answer(send, *refused)
@@ -84,9 +82,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers["host"]:
             return 403, "the request comes from another site"
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") and not (
-            safe and headers.get("sec-fetch-mode") == "navigate"
-        ):
+        elsewhere = headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
+        if elsewhere and not (safe and headers.get("sec-fetch-mode") == "navigate"):
             return 403, "the request comes from another site"
         if int(headers.get("content-length") or 0) > BODY_BYTES:
             return 413, f"at most {BODY_BYTES:,} bytes can be sent"
@@ -108,11 +105,9 @@ class Guard:
         now = time.monotonic()
         many = len(self._wrong) == TRIES and now - self._wrong[0] < TRY_SECONDS
         self._wrong.append(now)
-        return (
-            (429, "too many wrong tokens; wait a minute")
-            if many
-            else (401, "a token is needed: open the address that was printed")
-        )
+        if many:
+            return 429, "too many wrong tokens; wait a minute"
+        return 401, "a token is needed: open the address that was printed"
 
 
 def _name(host: str) -> str:
@@ -161,12 +156,8 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _answer(send: Send, status: int, text: str, more: dict[str, str] | None = None) -> None:
-    headers = {
-        **HEADERS,
-        "content-type": "text/plain; charset=utf-8",
-        "cache-control": "no-store",
-        **(more or {}),
-    }
+    headers = {**HEADERS, "content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+    headers |= more or {}
     listed = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": listed})
     await send({"type": "http.response.body", "body": text.encode()})

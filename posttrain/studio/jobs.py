@@ -51,10 +51,8 @@ class Jobs:
             require(SETTING.fullmatch(text) is not None, f"{text[:80]!r} is not key=value")
             key, _, value = text.partition("=")
             named = key in REFUSED or ".py" in value or "://" in value
-            require(
-                not named,
-                f"{key}: the page cannot name files, programs or addresses; use the command line",
-            )
+            where = f"{key}: the page cannot name files, programs or addresses"
+            require(not named, f"{where}; use the command line")
         numbers = (n for n in range(1, 10_000) if not (self.root / f"{recipe}-{n}").exists())
         directory = self.root / f"{recipe}-{next(numbers)}"
         return self._open(directory, "run", recipe, f"out={directory}", *settings)
@@ -147,10 +145,8 @@ def end(process: subprocess.Popen[str]) -> None:
 def recipe_settings(name: str) -> dict[str, JSON]:
     """A shipped recipe with nothing changed, resolved in a process of its own: building stages imports torch."""
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
-    words = [sys.executable, "-c", program, name]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False
-    )
+    line = [sys.executable, "-c", program, name]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
     if done.returncode:
         raise UserError(f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
     return dict(json.loads(done.stdout))
@@ -161,9 +157,8 @@ def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         command = [sys.executable, "-m", "posttrain", *words]
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+        none = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=none, stdout=out, stderr=out, start_new_session=True)
 
 
 def _log(result: Path) -> Path:

@@ -86,11 +86,9 @@ class Library:
 
     def _search(self) -> None:
         began = time.monotonic()
-        found = [
-            place
-            for root in self.roots
-            for place in _walk(str(root), str(root.resolve()), "", DEPTH)
-        ]
+        found = []
+        for root in self.roots:
+            found += _walk(str(root), str(root.resolve()), "", DEPTH)
         found.sort(key=lambda place: place.changed, reverse=True)
         with self._mutex:
             self._found = {place.id: place.path for place in found}
@@ -101,9 +99,8 @@ class Library:
     def with_labels(self) -> list[Path]:
         """The runs that have a folder of comparisons."""
         runs = self.runs()
-        return [
-            path for path in runs.values() if path in self._places and self._places[path].labels
-        ]
+        labelled = {place.path for place in self._places.values() if place.labels}
+        return [path for path in runs.values() if path in labelled]
 
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
@@ -143,10 +140,9 @@ class Library:
             state = status(index.run, events)
             stage = (index.stage_names() or [""])[-1]
             times = [event.time for event in events]
-            began, ended = (
-                min(times, default=0.0),
-                max([*times, *(s[2] for s in index.stage_spans())], default=0.0),
-            )
+            began = min(times, default=0.0)
+            ended = max([*times, *(s[2] for s in index.stage_spans())], default=0.0)
+            ended = time.time() if state.kind == "live" else ended
             return shown | {
                 "recipe": str(config.get("name", "")),
                 "status": asdict(state),
@@ -156,21 +152,13 @@ class Library:
                 "score": _score(index, stage),
                 "spark": _spark(index, stage),
                 "began": began,
-                "seconds": round((time.time() if state.kind == "live" else ended) - began, 1)
-                if began
-                else 0.0,
+                "seconds": round(ended - began, 1) if began else 0.0,
                 "alarms": len(alarms(events)),
             }
         except (UserError, OSError, ValueError) as error:
             broken = Status("crashed", f"cannot be read: {error}")
-            return shown | {
-                "recipe": "",
-                "status": asdict(broken),
-                "stage": "",
-                "seconds": 0.0,
-                "began": 0.0,
-                "alarms": 0,
-            }
+            none = {"recipe": "", "stage": "", "seconds": 0.0, "began": 0.0, "alarms": 0}
+            return shown | none | {"status": asdict(broken)}
 
     def models(self, answering: bool = True) -> list[tuple[str, str]]:
         """Run and stage of the models of the runs that changed last: those that answer, or the reward models."""
@@ -193,9 +181,8 @@ class Rows:
     that a server which is started again need not look into every run."""
 
     file: Path | None
-    _held: dict[str, tuple[str, JSON]] = field(
-        default_factory=dict
-    )  # as text until it is asked for
+    # a row is text until it is asked for
+    _held: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _new: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _checked: dict[str, float] = field(default_factory=dict)
     _saved: float = -math.inf
@@ -330,11 +317,8 @@ def _spark(index: Index, stage: str) -> list[float | None]:
 def timeline(events: Sequence[EventRow]) -> list[JSON]:
     """What is marked on the time line: stages, alarms, resumes, levels that open."""
     kinds = ("stage", "alarm", "resume", "curriculum", "ended", "waiting", "damaged", "warning")
-    return [
-        {"kind": e.kind, "time": e.time, "attempt": e.attempt, **e.details}
-        for e in events
-        if e.kind in kinds
-    ][-500:]
+    marked = [e for e in events if e.kind in kinds][-500:]
+    return [{"kind": e.kind, "time": e.time, "attempt": e.attempt, **e.details} for e in marked]
 
 
 def require_stage(index: Index, stage: str) -> str:

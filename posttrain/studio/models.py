@@ -162,10 +162,8 @@ class Models:
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def named(self) -> Server:
-        require(
-            bool(self.address),
-            "no model server: give its address with --serve, or choose a stage of a run",
-        )
+        none = "no model server: give its address with --serve, or choose a stage of a run"
+        require(bool(self.address), none)
         return Server(self.address.rstrip("/"))
 
     def of_run(self, directory: Path) -> Server:
@@ -199,9 +197,8 @@ def _start(directory: Path) -> Server:
             if not line:
                 break
     Server("", process).end()
-    raise UserError(
-        f"the models of {directory.name} cannot be served: {said[:500] or 'no word within the time'}"
-    )
+    why = said[:500] or "no word within the time"
+    raise UserError(f"the models of {directory.name} cannot be served: {why}")
 
 
 def _drain(process: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,10 @@ from starlette.responses import Response
 from posttrain.data.labels import Labels, Order, annotator_name
 from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
-from posttrain.runs.index import Filter, Index
+from posttrain.runs.index import Index
 from posttrain.runs.status import WAITING, status
 from posttrain.studio.library import LABELS, require_stage, run_id
-from posttrain.studio.pages_rollouts import prompts_of
+from posttrain.studio.pages_rollouts import at_step, prompts_of
 from posttrain.studio.pairs import Background, Sampled
 from posttrain.studio.replies import Missing, body, reply, routes_of, text_of, word
 from posttrain.system.files import atomic_write
@@ -117,9 +118,8 @@ def _next(desk: Desk, request: Request) -> Response:
     if order == "disagreement" and run:
         directory = desk.studio.library.index(run).run.directory
         items = [*labels.items.values()]
-        scored, known = desk.background.score(
-            (source.id, run), lambda: desk.studio.models.of_run(directory), items, WAIT_SECONDS
-        )
+        server = partial(desk.studio.models.of_run, directory)
+        scored, known = desk.background.score((source.id, run), server, items, WAIT_SECONDS)
         require(not scored.error, f"the pairs cannot be scored: {scored.error}")
     item = labels.next(who, order, known and {**known})
     mine = sum(vote.annotator == who for vote in labels.votes())
@@ -190,9 +190,8 @@ async def _undo(desk: Desk, request: Request) -> Response:
 def _report(desk: Desk, request: Request) -> Response:
     source, labels = desk.labels(request.path_params["file"])
     written = labels.write()
-    return reply(
-        {"report": labels.report(), "rows": written, "run": source.run, "file": labels.out.name}
-    )
+    made = {"rows": written, "run": source.run, "file": labels.out.name}
+    return reply({"report": labels.report(), **made})
 
 
 def _download(desk: Desk, request: Request) -> Response:
@@ -207,10 +206,8 @@ async def _create(desk: Desk, request: Request) -> Response:
     """Make a file of comparisons: of a run's rollouts, or, where a model is named, of answers that it samples now."""
     sent = await body(request)
     name, count = text_of(sent, "name", 60), sent.get("count", 200)
-    require(
-        re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name) is not None,
-        "a name has letters, digits, - and _",
-    )
+    fine = re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name) is not None
+    require(fine, "a name has letters, digits, - and _")
     require(isinstance(count, int) and 0 < count <= PAIRS, f"count must be a number up to {PAIRS}")
     file = desk.studio.home / LABELS / f"{name}.jsonl"
     require(not file.exists(), f"there is a file {name} already")
@@ -229,9 +226,7 @@ def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
         pass
     rows: list[JSON] = []
     for step, *_ in reversed(index.rollout_steps(stage)):
-        found = index.find(
-            Filter(stage=stage, step_from=step, step_to=step), "number", limit=100_000
-        )
+        found = index.find(at_step(stage, step), "number", limit=100_000)
         groups: dict[str, dict[str, str]] = {}
         for row in index.text(found):
             groups.setdefault(row.question, {}).setdefault(row.response, row.response)

@@ -20,17 +20,8 @@ from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
-from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, shown
-from posttrain.studio.replies import (
-    Missing,
-    body,
-    number,
-    reply,
-    routes_of,
-    text_of,
-    whole_of,
-    word,
-)
+from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
+from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -89,9 +80,8 @@ def _next(studio: Studio, request: Request) -> Response:
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
     done = {tuple(row[1:4]) for row in _reviews(index)}
-    found = index.find(
-        Filter(stage=stage, failed=False), sort, order in ("highest", "newest"), QUEUE + len(done)
-    )
+    every, down = Filter(stage=stage, failed=False), order in ("highest", "newest")
+    found = index.find(every, sort, down, QUEUE + len(done))
     if order == "random" and found:
         found = [found[n] for n in permutation(len(found), "review", len(done))]
     left = [one for one in found if (one.stage, one.step, one.number) not in done]
@@ -117,11 +107,7 @@ async def _judge(studio: Studio, request: Request) -> Response:
 
 
 def _find(index: Index, stage: str, step: int, place: int) -> Found:
-    here = Filter(stage=stage, step_from=step, step_to=step)
-    found = [one for one in index.find(here, "number", limit=100_000) if one.number == place]
-    if not found:
-        raise Missing("no such rollout")
-    return found[0]
+    return numbered(index.find(at_step(stage, step), "number", limit=100_000), place)
 
 
 def _report(studio: Studio, request: Request) -> Response:
@@ -138,9 +124,8 @@ def _report(studio: Studio, request: Request) -> Response:
     for name, marks in said.items():
         agreed, problems = zip(*marks, strict=True)
         found[name] = {**asdict(share_interval(agreed, problems)), "count": len(marks)}
-    return reply(
-        {"precision": found, "reviewed": len(rows), "flagged": sum(bool(row[5]) for row in rows)}
-    )
+    flagged = sum(bool(row[5]) for row in rows)
+    return reply({"precision": found, "reviewed": len(rows), "flagged": flagged})
 
 
 def _flagged(studio: Studio, request: Request) -> Response:
@@ -163,9 +148,8 @@ def _hacking(studio: Studio, request: Request) -> Response:
     """What shows a reward that is gamed: the reward against the gold, both against KL, drifts, and the rollouts behind each alarm."""
     index = studio.library.index(request.path_params["run"])
     index.read_metrics()
-    stage = word(request, "stage") or next(
-        (s for s in reversed(index.stage_names()) if "reward" in index.figures(s)), ""
-    )
+    rewarded = [s for s in index.stage_names() if "reward" in index.figures(s)]
+    stage = word(request, "stage") or (rewarded or [""])[-1]
     figures = index.figures(stage) if stage else {}
     golds = ("reward/task", "reward/gold", "reward/answer")
     gold = next((name for name in golds if name in figures), "")
@@ -187,10 +171,8 @@ def _export(studio: Studio, request: Request) -> Response:
     while index.read_rollouts(2.0):
         pass
     name = f"{request.path_params['run']}.html"
-    headers = {
-        "content-disposition": f'attachment; filename="{name}"',
-        "content-security-policy": report.POLICY,
-    }
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    headers["content-security-policy"] = report.POLICY
     return Response(report.render(index), media_type="text/html", headers=headers)
 
 
@@ -210,10 +192,8 @@ async def _chat(studio: Studio, request: Request) -> Response:
     listed = isinstance(messages, list) and 0 < len(messages) <= 200
     fine = listed and all(isinstance(m, dict) for m in messages)
     require(fine, "messages must be a list of at most 200")
-    turns = [
-        {"role": text_of(m, "role", 20), "content": text_of(m, "content", 100_000)}
-        for m in messages
-    ]
+    limits = {"role": 20, "content": 100_000}
+    turns = [{key: text_of(m, key, limit) for key, limit in limits.items()} for m in messages]
     options: dict[str, JSON] = {}
     bounds = {"temperature": (0.0, 10.0), "max_tokens": (1, 32_768), "seed": (0, 2**53)}
     for key, (low, high) in bounds.items():

@@ -17,16 +17,7 @@ from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.layout import RolloutRow
 from posttrain.runs.tokens import rollout_tokens
 from posttrain.studio.library import require_stage, stages
-from posttrain.studio.replies import (
-    Missing,
-    body,
-    number,
-    reply,
-    routes_of,
-    text_of,
-    whole,
-    word,
-)
+from posttrain.studio.replies import Missing, body, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -71,13 +62,22 @@ def _rollouts(studio: Studio, request: Request) -> Response:
     left = index.read_rollouts(INDEX_SECONDS)
     wanted = filter_of(request)
     sort, down = word(request, "sort", "step"), word(request, "down") == "true"
-    found = index.find(
-        wanted, sort, down, whole(request, "limit", 50, 200), whole(request, "skip", 0, 10**8)
-    )
+    limit, skip = whole(request, "limit", 50, 200), whole(request, "skip", 0, 10**8)
+    found = index.find(wanted, sort, down, limit, skip)
     rows = [shown(one, row, SHORT) for one, row in zip(found, index.text(found), strict=True)]
-    return reply(
-        {"rollouts": rows, "total": index.count(wanted), "choices": index.choices(), "left": left}
-    )
+    every = {"total": index.count(wanted), "choices": index.choices(), "left": left}
+    return reply({"rollouts": rows, **every})
+
+
+def at_step(stage: str, step: int) -> Filter:
+    return Filter(stage=stage, step_from=step, step_to=step)
+
+
+def numbered(found: Sequence[Found], number: int) -> Found:
+    mine = next((one for one in found if one.number == number), None)
+    if mine is None:
+        raise Missing("no such rollout")
+    return mine
 
 
 def shown(found: Found, row: RolloutRow, limit: int) -> JSON:
@@ -111,11 +111,8 @@ def _rollout(studio: Studio, request: Request) -> Response:
     place = request.path_params
     stage = require_stage(index, place["stage"])
     index.read_rollouts(INDEX_SECONDS, (stage, place["step"]))
-    here = Filter(stage=stage, step_from=place["step"], step_to=place["step"])
-    found = index.find(here, "number", limit=100_000)
-    mine = next((one for one in found if one.number == place["number"]), None)
-    if mine is None:
-        raise Missing("no such rollout")
+    found = index.find(at_step(stage, place["step"]), "number", limit=100_000)
+    mine = numbered(found, place["number"])
     group = [one for one in found if (one.problem, one.role) == (mine.problem, mine.role)][:64]
     rows = index.text(group)
     where = (mine.stage, mine.step, mine.number, mine.length)

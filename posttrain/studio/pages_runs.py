@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -46,11 +47,8 @@ def _runs(studio: Studio, request: Request) -> Response:
     text, kind = word(request, "text").lower(), word(request, "status")
     skip, limit = whole(request, "skip", 0, 10**6), whole(request, "limit", PAGE, PAGE)
     ids, tags = studio.library.runs(), studio.tags()
-    named = [
-        n
-        for n, path in ids.items()
-        if text in f"{studio.library.place(path)} {' '.join(tags.get(n, []))}".lower()
-    ]
+    said = {n: " ".join((studio.library.place(p), *tags.get(n, []))) for n, p in ids.items()}
+    named = [n for n, words in said.items() if text in words.lower()]
     rows: list[JSON] = []
     looked, left = studio.library.looked, len(named)
     for name in named:
@@ -60,9 +58,8 @@ def _runs(studio: Studio, request: Request) -> Response:
         if len(rows) == skip + limit or studio.library.looked - looked > ROW_SECONDS:
             break
     left = left if len(rows) < skip + limit else 0
-    return reply(
-        {"runs": rows[skip:], "total": len(rows) + left if kind else len(named), "left": left}
-    )
+    total = len(rows) + left if kind else len(named)
+    return reply({"runs": rows[skip:], "total": total, "left": left})
 
 
 def _recipes(studio: Studio, request: Request) -> Response:
@@ -167,22 +164,17 @@ def _settings(studio: Studio, request: Request) -> Response:
 
 
 async def _start(studio: Studio, request: Request) -> Response:
-    from starlette.concurrency import run_in_threadpool
-
     sent = await body(request)
     listed = sent.get("settings", [])
     fine = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
     require(fine, "settings must be a list of key=value")
-    directory = await run_in_threadpool(
-        studio.jobs.start, text_of(sent, "recipe", 100), [str(text) for text in listed]
-    )
+    recipe, settings = text_of(sent, "recipe", 100), [str(text) for text in listed]
+    directory = await run_in_threadpool(studio.jobs.start, recipe, settings)
     return reply({"run": run_id(directory)}, 201)
 
 
 async def _act(studio: Studio, request: Request) -> Response:
     """Stop a run, resume it, or tag it."""
-    from starlette.concurrency import run_in_threadpool
-
     name, verb = request.path_params["run"], request.url.path.rpartition("/")[2]
     directory = studio.library.index(name).run.directory
     if verb == "stop":
@@ -191,9 +183,8 @@ async def _act(studio: Studio, request: Request) -> Response:
         await run_in_threadpool(studio.jobs.resume, directory)
     else:
         sent = (await body(request)).get("tags", [])
-        fine = isinstance(sent, list) and all(
-            isinstance(tag, str) and 0 < len(tag) <= 40 for tag in sent
-        )
+        fine = isinstance(sent, list) and all(isinstance(tag, str) for tag in sent)
+        fine = fine and all(0 < len(tag) <= 40 for tag in sent)
         require(fine and len(sent) <= 20, "tags are at most 20 texts of at most 40 characters")
         studio.set_tags(name, [str(tag) for tag in sent])
     return reply({"done": verb})

@@ -94,10 +94,8 @@ def text_of(
 ) -> str:
     """A text of the object that was sent."""
     value = sent.get(name, default)
-    require(
-        isinstance(value, str) and len(value) <= maximum,
-        f"{name} must be a text of at most {maximum} characters",
-    )
+    fine = isinstance(value, str) and len(value) <= maximum
+    require(fine, f"{name} must be a text of at most {maximum} characters")
     return str(value)
 
 

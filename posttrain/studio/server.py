@@ -5,31 +5,16 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import uvicorn
-
-from posttrain.serve.server import Address, Protocol
+from posttrain.serve.server import Address, open_server
 from posttrain.studio.app import make_app
 from posttrain.studio.guard import LOOPBACK
 from posttrain.studio.jobs import start_demo
 
-SERVING: dict[str, Any] = {
-    "log_level": "warning",
-    "access_log": False,
-    "server_header": False,
-    "lifespan": "off",
-    "ws": "none",
-}
-LIMITS: dict[str, Any] = {
-    "limit_concurrency": 200,
-    "timeout_keep_alive": 30,
-    "timeout_graceful_shutdown": 1,
-}
-NOT_LOCAL = (
-    "anyone with the address can see and change what is here; the connection is not encrypted\n"
-)
+STOP_SECONDS, CONNECTIONS = 1.0, 200
+NOT_LOCAL = "anyone with the address can see and change what is here; nothing is encrypted\n"
 
 
 def serve(
@@ -43,22 +28,18 @@ def serve(
     names = frozenset(address.hosts)
     local = address.loopback and not names
     app = make_app(roots, hosts=LOOPBACK | names | {address.host}, local=local, serve=models)
-    with address.listen() as listening:
-        name = min(names, default=address.host)
-        shown = f"[{name}]" if ":" in name else name
-        opened = f"http://{shown}:{listening.getsockname()[1]}/" + (
-            "" if local else f"?token={app.token}"
-        )
+    server = open_server(app, address, STOP_SECONDS, CONNECTIONS)
+    with server.socket:
+        shown = replace(server, host=min(names, default=address.host)).url
+        opened = f"{shown}/" if local else f"{shown}/?token={app.token}"
         sys.stdout.write(f"studio: {opened}\n" + ("" if local else NOT_LOCAL))
         if demo:
             start_demo(roots[0])
+            place = roots[0] / "demo"
             sys.stdout.write(
-                f"a demo run is being trained in {roots[0] / 'demo'}; it appears in the table of runs\n"
+                f"a demo run is being trained in {place}; the table of runs shows it\n"
             )
         sys.stdout.flush()
         if browser:
             webbrowser.open(opened)
-        config = uvicorn.Config(
-            app, http=Protocol, h11_max_incomplete_event_size=1 << 16, **SERVING, **LIMITS
-        )
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run()
