@@ -27,15 +27,8 @@ MAX_REPLY = 1 << 20  # characters
 MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
 OBJECT = re.compile(r"\{[^{}]*\}")
 # What a server needs in order to read a request. The client adds others, some from variables of the environment.
-HEADERS = {
-    "host",
-    "accept",
-    "accept-encoding",
-    "connection",
-    "content-type",
-    "content-length",
-    "user-agent",
-}
+HEADERS = {"host", "connection", "user-agent", "content-type", "content-length"}
+HEADERS |= {"accept", "accept-encoding"}
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 
@@ -320,9 +313,8 @@ class Endpoint(EndpointSettings):
         text = choice.message.content or ""
         if len(text) > MAX_REPLY:
             raise ValueError("the reply is too long")
-        prompt, completion = (
-            int(getattr(used, f"{of}_tokens", 0)) for of in ("prompt", "completion")
-        )
+        prompt = int(getattr(used, "prompt_tokens", 0))
+        completion = int(getattr(used, "completion_tokens", 0))
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6
@@ -349,9 +341,8 @@ class Endpoint(EndpointSettings):
         body, status = error.body, error.status_code
         words = str(body.get("message", body)) if isinstance(body, dict) else str(body or "")
         words = words.replace(key, "***") if key else words
-        no_key = (
-            f"no key was sent: set the variable {self.key_variable or 'that key_variable names'}"
-        )
+        variable = self.key_variable or "that key_variable names"
+        no_key = f"no key was sent: set the variable {variable}"
         no_key += f", and {HOSTS_VARIABLE} where a file names the url"
         advice = {
             401: f"put a valid key into the variable {self.key_variable}" if key else no_key,
@@ -365,11 +356,8 @@ class Endpoint(EndpointSettings):
             advice[429] += f" (it asks to wait {wait} s)"
         if 300 <= status < 400:
             advice[status] = "no redirect is followed: give the url that it leads to"
-        otherwise = (
-            "the server fails: try again later"
-            if status >= 500
-            else "the server refuses the request"
-        )
+        fails, refuses = "the server fails: try again later", "the server refuses the request"
+        otherwise = fails if status >= 500 else refuses
         return f"status {status} {words[:MAX_QUOTED]!r}; {advice.get(status, otherwise)}"
 
 

@@ -92,18 +92,13 @@ class Comparison:
 
     def same_option(self, gold: Node, given: Node) -> bool:
         """(B) 5 is B, and it is 5; where both sides name a letter and say something, both must agree."""
-        letters = [
-            side.text.upper()
-            for side in (gold, given)
-            if side.kind in ("option", "choice", "symbol")
-        ]
+        named = ("option", "choice", "symbol")
+        letters = [side.text.upper() for side in (gold, given) if side.kind in named]
         if len(letters) == 2 and letters[0] != letters[1]:
             return False
         if len(letters) == 2 and {gold.kind, given.kind} != {"option"}:
             return True
-        return self.same_or_not(
-            *(side.nodes[0] if side.kind == "option" else side for side in (gold, given))
-        )
+        return self.same_or_not(*(s.nodes[0] if s.kind == "option" else s for s in (gold, given)))
 
     def same_words(self, gold: Node, given: Node) -> bool:
         if gold.kind == "choice":
@@ -166,11 +161,8 @@ class Comparison:
         pairs = zip(gold.nodes, given.nodes, strict=True)
         if gold.text == given.text and all(self.same_or_not(a, b) for a, b in pairs):
             return True
-        if (
-            is_equation(gold)
-            and is_equation(given)
-            and {graph(gold), graph(given)} == {"y", "f(x)"}
-        ):
+        equations = is_equation(gold) and is_equation(given)
+        if equations and {graph(gold), graph(given)} == {"y", "f(x)"}:
             return self.same(gold.nodes[1], given.nodes[1])
         sides = (*gold.nodes, *given.nodes)
         if len(gold.nodes) != 2 or any(side.kind not in SCALARS for side in sides):
@@ -208,11 +200,8 @@ class Comparison:
         if not wanted or not time or gold.kind == "number":
             return False
         if given.kind == "number":  # 3 pm may leave out pm
-            return (
-                wanted == time
-                and gold.nodes[0].kind == "number"
-                and (wanted[0], half) != (12, "am")
-            )
+            plain = gold.nodes[0].kind == "number" and (wanted[0], half) != (12, "am")
+            return plain and wanted == time
         if half == other or (half and other):
             return half == other and wanted == time
         whole, twelve, said = (wanted, time, other) if other else (time, wanted, half)
@@ -368,11 +357,8 @@ def lettered(value: Node) -> Node:
     raised = f" ^{power[0].value}" if power and is_integer(power[0]) else ""
     if base.kind != "symbol" or unit_of(base.text) is None or bool(power) != bool(raised):
         return written
-    return node(
-        "quantity",
-        base.text + raised + below,
-        rest[0] if len(rest) == 1 else node("multiply", *rest),
-    )
+    number = rest[0] if len(rest) == 1 else node("multiply", *rest)
+    return node("quantity", base.text + raised + below, number)
 
 
 def is_name(value: Node) -> bool:
@@ -467,11 +453,8 @@ def is_named_tuple(value: Node) -> bool:
     if value.kind != "relation" or value.text != "=" or len(value.nodes) != 2:
         return False
     names, values = value.nodes
-    alike = (
-        names.kind == values.kind
-        and names.labels == values.labels
-        and len(names.nodes) == len(values.nodes)
-    )
+    alike = (names.kind, names.labels) == (values.kind, values.labels)
+    alike = alike and len(names.nodes) == len(values.nodes)
     return alike and names.kind in ORDERED and all(part.kind == "symbol" for part in names.nodes)
 
 

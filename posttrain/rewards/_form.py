@@ -37,39 +37,27 @@ def settled(value: Node) -> Node:
         return settled(node("without", value.nodes[0], *value.nodes[1].nodes))  # \mathbb{R} - \{0\}
     if value.kind == "negative" and value.nodes[0].kind == "degrees":
         return node("degrees", negative(*value.nodes[0].nodes))
-    if (
-        value.kind == "multiply"
-        and value.nodes[1].kind in ("interval", "tuple")
-        and is_point(value)
-    ):
+    if value.kind == "multiply" and is_point(value):
         return value.nodes[1]
     return _both_signs(value)
 
 
 def is_point(value: Node) -> bool:
     """P(3, 4)."""
-    first = value.nodes[0]
-    return len(value.nodes) == 2 and first.kind == "symbol" and first.text in set("ABCDMOPQRS")
+    first, second, *rest = value.nodes
+    named = first.kind == "symbol" and first.text in set("ABCDMOPQRS")
+    return named and second.kind in ("interval", "tuple") and not rest
 
 
 def _settled_set(value: Node) -> Node:
     r"""\mathbb{R}, a difference of sets, \{x : x > 2\}; of a function in cases and an option, the parts."""
     if value.kind == "domain":
         above, below = (ZERO, INFINITY), (negative(INFINITY), ZERO)
-        half = {
-            "R+": ("()", *above),
-            "R>0": ("()", *above),
-            "R>=0": ("[)", *above),
-            "R-": ("()", *below),
-            "R<0": ("()", *below),
-        }
-        return (
-            LINE
-            if value.text == "R"
-            else node("interval", *half[value.text])
-            if value.text in half
-            else value
-        )
+        half = {"R+": ("()", *above), "R>0": ("()", *above), "R>=0": ("[)", *above)}
+        half |= {"R-": ("()", *below), "R<0": ("()", *below)}
+        if value.text == "R":
+            return LINE
+        return node("interval", *half[value.text]) if value.text in half else value
     if value.kind != "builder":
         parts = (settled(part) if isinstance(part, Node) else part for part in value.parts)
         made = node(value.kind, *parts)
@@ -133,9 +121,8 @@ def _excluded(value: Node) -> Node | None:
         return None
     numbers = []
     for member in value.nodes:
-        again = (
-            member.kind == "relation" and member.text == "!=" and member.nodes[0] == first.nodes[0]
-        )
+        again = member.kind == first.kind and member.text == "!="
+        again = again and member.nodes[0] == first.nodes[0]
         numbers.append(member.nodes[1] if again else member)
     return _all_but(first.nodes[0], node("set", *numbers))
 
@@ -274,9 +261,8 @@ def constants(value: Node) -> frozenset[str]:
 
 def _terms(value: Node) -> list[Node]:
     """The terms of a sum, out of their brackets."""
-    return [
-        term for part in value.nodes for term in (_terms(part) if part.kind == "add" else [part])
-    ]
+    inner = (_terms(part) if part.kind == "add" else [part] for part in value.nodes)
+    return [term for terms in inner for term in terms]
 
 
 def _is_scientific(value: Node) -> bool:
@@ -286,12 +272,9 @@ def _is_scientific(value: Node) -> bool:
 
 
 def _is_power_of_ten(value: Node) -> bool:
-    return (
-        value.kind == "power"
-        and value.nodes[0].kind == "number"
-        and value.nodes[0].value == 10
-        and _is_whole(value.nodes[1])
-    )
+    if value.kind != "power" or value.nodes[0].kind != "number":
+        return False
+    return value.nodes[0].value == 10 and _is_whole(value.nodes[1])
 
 
 def _is_literal(value: Node) -> bool:

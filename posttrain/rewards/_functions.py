@@ -47,9 +47,8 @@ class Function:
     def of(cls, call: Callable[..., Any], label: str = "") -> Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
-        written = getattr(inner, "__code__", None) or getattr(
-            type(inner).__call__, "__code__", None
-        )
+        called = getattr(type(inner).__call__, "__code__", None)
+        written = getattr(inner, "__code__", called)
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
@@ -93,9 +92,8 @@ class Function:
         """What the function returns for these responses, as scores, None where it gives none; a coroutine of that where it is async."""
         if self.batched:
             return self._finished(self._listed, problems, responses)
-        found = [
-            self._finished(self._single, [p], [r]) for p, r in zip(problems, responses, strict=True)
-        ]
+        pairs = zip(problems, responses, strict=True)
+        found = [self._finished(self._single, [p], [r]) for p, r in pairs]
         return _then(found, lambda lists: [score for [score] in lists])
 
     def _finished(
@@ -149,10 +147,8 @@ class Function:
         found = found.tolist() if hasattr(found, "tolist") else found
         fine = isinstance(found, list | tuple) and len(found) == len(problems)
         what = f"{len(found)} values" if isinstance(found, list | tuple) else type(found).__name__
-        require(
-            fine,
-            f"reward {self} returned {what} for {len(problems)} completions; return one for each",
-        )
+        wanted = f"for {len(problems)} completions; return one for each"
+        require(fine, f"reward {self} returned {what} {wanted}")
         return [self._score(value, problem) for value, problem in zip(found, problems, strict=True)]
 
     def _score(self, value: Any, problem: Problem) -> Score | None:
@@ -173,9 +169,8 @@ class Function:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename != __file__]
         at = f" at {own[-1].filename} line {own[-1].lineno}" if own else ""
-        return [
-            Score.failed(f"{type(error).__name__}: {error}{at} (reward {self.label})"[:500])
-        ] * count
+        text = f"{type(error).__name__}: {error}{at} (reward {self.label})"
+        return [Score.failed(text[:500])] * count
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +254,8 @@ def _same(first: Any, second: Any) -> bool:
     try:
         kept = ("__code__", "__defaults__", "__kwdefaults__")
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (first, second)]
-        return bool(cells[0] == cells[1]) and all(
-            getattr(first, k) == getattr(second, k) for k in kept
-        )
+        same = all(getattr(first, k) == getattr(second, k) for k in kept)
+        return same and bool(cells[0] == cells[1])
     # no function of Python, an empty cell, an array that has no truth value
     except (AttributeError, ValueError):
         return False

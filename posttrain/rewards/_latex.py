@@ -40,13 +40,8 @@ _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
 _BARRED |= words("bmod pmod dots ldots cdots")
 _SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant"}
-_SAME_RELATION |= {
-    ">=": ">= ge geq geqslant",
-    "!=": "!= ne neq",
-    "in": "in",
-    "~": "approx",
-    "notin": "notin",
-}
+_SAME_RELATION |= {">=": ">= ge geq geqslant", "!=": "!= ne neq"}
+_SAME_RELATION |= {"in": "in", "~": "approx", "notin": "notin"}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
@@ -54,18 +49,13 @@ _LABELS = words("angle triangle overline overrightarrow vec hat bar widehat meas
 _WRAPPERS = frozenset(TEXT_MACROS.split("|")) | words("boxed fbox")
 _MINUS = ("setminus", "backslash", "smallsetminus")
 _SUCH_THAT = ("|", ":", "mid", "vert")
-_CURRENCIES = {
-    "\\$": "dollars",
-    "euro": "euros",
-    "pounds": "sterling",
-    "rupee": "rupees",
-    "yen": "yen",
-}
-_NO_FACTORS = words(
-    "cup cap pm mp degree cdot times div ast rfloor rceil rvert circ over choose mid vert not"
-)
+_CURRENCIES = {"\\$": "dollars", "euro": "euros", "pounds": "sterling"}
+_CURRENCIES |= {"rupee": "rupees", "yen": "yen"}
+_NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ")
+_NO_FACTORS |= words("over choose mid vert not")
 _NO_FACTORS |= {*_MINUS, *_CURRENCIES}
 _END = Token("end of text", "")
+_ONE = node("number", Fraction(1), "integer")
 _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
 
 
@@ -396,9 +386,7 @@ class Reader:
             inner = self.atom() if self.sees("(", "[") else self.function_argument()
         self.nesting -= 1
         if power is not None and power.kind == "negative":
-            if f"arc{name}" not in _FUNCTIONS or power.nodes[0] != node(
-                "number", Fraction(1), "integer"
-            ):
+            if f"arc{name}" not in _FUNCTIONS or power.nodes[0] != _ONE:
                 raise Unreadable("an inverse function or a reciprocal")
             name, power = f"arc{name}", None  # sin^{-1} x
         value = node("function", name, inner, *([base] if base else []))

@@ -17,9 +17,8 @@ KINDS = ("mean", "worst", "mean_minus")
 def check(kind: str, k: float) -> None:
     """Refuse settings that no ensemble has."""
     require(kind in KINDS, f"ensemble: combine must be one of {', '.join(KINDS)}, not {kind!r}")
-    require(
-        0 <= k < float("inf"), f"ensemble: k must be 0 or a positive number of deviations, not {k}"
-    )
+    fine = 0 <= k < float("inf")
+    require(fine, f"ensemble: k must be 0 or a positive number of deviations, not {k}")
 
 
 def mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:

@@ -149,12 +149,8 @@ def _counted(said: list[str]) -> tuple[Fraction, int]:
         elif word == "hundred" and group < 100 and (group or not place):
             group, fresh = max(group, Fraction(1)) * 100, False
         elif word in SCALES and SCALES[word] < size and (group or not place):
-            total, group, size, fresh = (
-                total + max(group, Fraction(1)) * SCALES[word],
-                Fraction(0),
-                SCALES[word],
-                True,
-            )
+            total += max(group, Fraction(1)) * SCALES[word]
+            group, size, fresh = Fraction(0), SCALES[word], True
         elif not (
             word in ("and", ",")
             and place

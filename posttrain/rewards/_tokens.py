@@ -34,18 +34,9 @@ _SIGNS = r"""
 """
 _PAIRS = zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
 _UNICODE = str.maketrans({sign: f"{written} " for sign, written in _PAIRS})
-_UNICODE |= str.maketrans(
-    {
-        "\u200b": "",
-        "\ufeff": "",
-        "\u2060": "",
-        "\xa0": " ",
-        "¢": " cents ",
-        "‰": " permille ",
-        "\u2009": r"\,",
-        "\u202f": r"\,",
-    }
-)
+_UNICODE |= str.maketrans({"\xa0": " ", "¢": " cents ", "‰": " permille "})
+_UNICODE |= str.maketrans(dict.fromkeys("\u200b\ufeff\u2060", ""))
+_UNICODE |= str.maketrans(dict.fromkeys("\u2009\u202f", r"\,"))
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _GREEK = words(

@@ -90,19 +90,11 @@ def text_node(text: str) -> Node:
 
 def compound(larger: Node, smaller: Node) -> Node:
     """5 feet 3 inches as inches."""
-    units = [
-        unit_of(part.text)
-        for part in (larger, smaller)
-        if part.kind == "quantity" and part.nodes[0].kind == "number"
-    ]
-    if (
-        len(units) == 2
-        and units[0]
-        and units[1]
-        and units[0].measures == units[1].measures
-        and units[0].size > units[1].size
-    ):
-        total = larger.nodes[0].value * units[0].size / units[1].size + smaller.nodes[0].value
+    parts = [part for part in (larger, smaller) if part.kind == "quantity"]
+    units = [unit_of(part.text) for part in parts if part.nodes[0].kind == "number"]
+    first, second = units if len(units) == 2 else (None, None)
+    if first and second and first.measures == second.measures and first.size > second.size:
+        total = larger.nodes[0].value * first.size / second.size + smaller.nodes[0].value
         return node("quantity", smaller.text, node("number", total, "decimal"))
     raise Unreadable("two quantities side by side")
 

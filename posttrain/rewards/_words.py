@@ -63,7 +63,7 @@ NO_UNITS = words(
     reciprocal inverse log logarithm exponent conjugate complement negation opposite other greater before after ago short missing
     away too zillion mil mill thou grand kilo mega giga both approximately about nearly almost roughly around only sine cosine tangent
     loss lost debt deficit owed below under down"""
-).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS)
+).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS, SCALES, SCALES_BELOW)
 MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
 MONTH += "|sept?(?:ember)?|oct(?:ober)?|(?:nov|dec)(?:ember)?"
 _MONTH = re.compile(MONTH)
@@ -169,9 +169,8 @@ def spelled(text: str) -> str:
     """
     said = re.sub(r"(?:_|[^\w+\-/])+", " ", text.casefold()).split()
     if len(said) < 5 and any(map(_MONTH.fullmatch, said)):  # 4 July, July 4th
-        said = sorted(
-            re.sub(r"(?<=[0-9])(?:st|nd|rd|th)$", "", word) for word in said if word != "of"
-        )
+        ending = re.compile(r"(?<=[0-9])(?:st|nd|rd|th)$")
+        said = sorted(ending.sub("", word) for word in said if word != "of")
     return " ".join(word for word in said if word not in ("the", "a", "an") or len(said) == 1)
 
 
@@ -251,13 +250,7 @@ def _segment(said: list[str]) -> tuple[list[tuple[str, Fraction, int]], bool] | 
             raised = 3 if lowered.startswith("cu") else 2
         elif found := measure(word):
             measures.append((*found, raised if not measures and raised else 1))
-        elif (
-            lowered in NO_UNITS
-            or lowered in SCALES
-            or lowered in SCALES_BELOW
-            or len(word) < 2
-            or not word.isalpha()
-        ):
+        elif lowered in NO_UNITS or len(word) < 2 or not word.isalpha():
             return None
         else:
             nouns.append(word.lower())

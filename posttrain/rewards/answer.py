@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 
 MARKER = "#"
@@ -38,8 +39,8 @@ def integer_answer(response: str, gold: int, marker: str = MARKER) -> Score:
     """
     given = strict_integer(after_marker(response, marker))
     if given is None:
-        return Score(0.0, outcome="unparseable")
-    return Score(1.0, outcome="correct") if given == gold else Score(0.0, outcome="wrong")
+        return UNPARSEABLE
+    return CORRECT if given == gold else WRONG
 
 
 def answer(prompt: str, response: str, answer: str, marker: str = MARKER) -> Score:
@@ -55,5 +56,5 @@ def answer(prompt: str, response: str, answer: str, marker: str = MARKER) -> Sco
         return integer_answer(response, number, marker)
     given = after_marker(response, marker)
     if given is None:
-        return Score(0.0, outcome="unparseable")
-    return Score(1.0, outcome="correct") if given == gold else Score(0.0, outcome="wrong")
+        return UNPARSEABLE
+    return CORRECT if given == gold else WRONG

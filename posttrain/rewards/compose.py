@@ -20,6 +20,8 @@ from posttrain.types import Score, as_number
 # (prompt, response, answer): what a user writes, and what the files of this package hold
 Reward = Callable[[str, str, str], "Score | float"]
 JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
+CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
+UNPARSEABLE = Score(0.0, outcome="unparseable")
 
 
 def as_score(value: Score | float) -> Score:

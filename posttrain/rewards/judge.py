@@ -77,16 +77,13 @@ class Judge:
         """Each response by itself, 1 to 10 points, as a value in [0, 1]."""
         return self.scores("points", [(question, responses)])[0]
 
-    def tournament(self, question: JSON, responses: Sequence[str]) -> list[Score]:
-        """Win rate of each response against all others, ties half; what could not be judged does not count."""
-        return self.scores("tournament", [(question, responses)])[0]
-
-    def group(self, question: JSON, responses: Sequence[str]) -> list[Score]:
-        """All responses in one request, each 1 to 10 points: cheapest, and the least reliable."""
-        return self.scores("group", [(question, responses)])[0]
-
     def scores(self, mode: str, rows: Sequence[Row]) -> list[list[Score]]:
-        """The responses to each question, by the name of a mode: points, group or tournament. All is asked at once."""
+        """The responses to each question, by the name of a mode; all is asked at once.
+
+        points       each response by itself, 1 to 10 points, as a value in [0, 1]
+        group        all responses in one request, each 1 to 10 points: cheapest, and the least reliable
+        tournament   win rate of each response against all others, ties half; what could not be judged does not count
+        """
         check_mode(mode)
         by_mode = {"points": self._points, "group": self._groups, "tournament": self._tournaments}
         return by_mode[mode](rows)
@@ -125,16 +122,10 @@ class Judge:
 
     def _tournaments(self, rows: Sequence[Row]) -> list[list[Score]]:
         places = [list(combinations(range(len(responses)), 2)) for _, responses in rows]
-        pairs = [
-            (question, responses[i], responses[j])
-            for (question, responses), own in zip(rows, places, strict=True)
-            for i, j in own
-        ]
+        pairs = [(q, r[i], r[j]) for (q, r), own in zip(rows, places, strict=True) for i, j in own]
         verdicts = iter(self.compare(pairs))
-        return [
-            _win_rates(len(responses), {pair: next(verdicts) for pair in own})
-            for (_, responses), own in zip(rows, places, strict=True)
-        ]
+        judged = [{pair: next(verdicts) for pair in own} for own in places]
+        return [_win_rates(len(r), own) for (_, r), own in zip(rows, judged, strict=True)]
 
     def check_canaries(self, question: str) -> None:
         """Stop where the judge likes an empty answer, flattery or an injected verdict: it would be what the policy learns. And where
@@ -217,9 +208,8 @@ def _win_rates(count: int, verdicts: Mapping[tuple[int, int], Verdict]) -> list[
         share = SHARES[verdict.winner]
         won[i], won[j] = won[i] + share, won[j] + 1 - share
         games[i], games[j] = games[i] + 1, games[j] + 1
-    why = next(
-        (v.failure for v in verdicts.values() if v.failure), "a single response has no other"
-    )
+    failed = [v.failure for v in verdicts.values() if v.failure]
+    why = failed[0] if failed else "a single response has no other"
     unjudged = Score.failed(f"no comparison was judged: {why}", "infrastructure")
     results = zip(won, games, strict=True)
     return [Score(w / g, {"win_rate": w / g}) if g else unjudged for w, g in results]

@@ -103,10 +103,8 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
         if target in ("zh", "ja"):
             ideographs = [s for _, s in found if s in IDEOGRAPHS]
             kana = sum(s in KANA for s in ideographs) >= KANA_SHARE * len(ideographs)
-            own = [
-                fine and (s != "CJK" or kana == (target == "ja"))
-                for fine, (_, s) in zip(own, found, strict=True)
-            ]
+            fits = [s != "CJK" or kana == (target == "ja") for _, s in found]
+            own = [fine and fit for fine, fit in zip(own, fits, strict=True)]
         return sum(own) / len(own)
     foreign_count = 0
     for sentence in SENTENCE.split(FORMULA.sub(" ", response[:LIMIT])):
@@ -149,9 +147,8 @@ def _commonest() -> dict[str, frozenset[str]]:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, str]:
-    found: dict[str, str] = json.loads(
-        Path(__file__).with_name("_languages.json").read_text("utf-8")
-    )
+    place = Path(__file__).with_name("_languages.json")
+    found: dict[str, str] = json.loads(place.read_text("utf-8"))
     return found
 
 
@@ -200,10 +197,8 @@ class Profile:
         padded = f"  {word[:24]} "
         total = 0.0
         for n in range(len(padded) - 2):
-            seen, before = (
-                self.trigrams.get(padded[n : n + 3], 0),
-                self.pairs.get(padded[n : n + 2], 0),
-            )
+            seen = self.trigrams.get(padded[n : n + 3], 0)
+            before = self.pairs.get(padded[n : n + 2], 0)
             total += math.log((seen + 0.5) / (before + 15))
         return max(LISTED, total) if word in self.words else total
 

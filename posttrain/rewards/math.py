@@ -22,10 +22,9 @@ from posttrain.rewards._latex import NESTING, read
 from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
 from posttrain.rewards._tree import Node, node
+from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 
-CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
-UNPARSEABLE = Score(0.0, outcome="unparseable")
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
 MAX_BOXES = 64  # that are read as one answer
 _BOX = re.compile(

@@ -8,7 +8,7 @@ which may take long: a task that uses it scores in worker processes with a time 
 from __future__ import annotations
 
 from posttrain.errors import UserError
-from posttrain.rewards.math import CORRECT, UNPARSEABLE, WRONG
+from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 
 

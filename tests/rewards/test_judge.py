@@ -172,8 +172,8 @@ def test_points_pairs_and_groups(serve: Any) -> None:
         Verdict("B"),
         Verdict("tie"),
     ]
-    assert [s.value for s in one.group("q", ["a", "b", "c"])] == pytest.approx([0.0, 1.0, 0.5])
-    assert [s.value for s in one.tournament("q", ["a", "bbb", "cc"])] == [0.0, 1.0, 0.5]
+    assert [s.value for s in one.scores("group", [("q", ["a", "b", "c"])])[0]] == pytest.approx([0.0, 1.0, 0.5])
+    assert [s.value for s in one.scores("tournament", [("q", ["a", "bbb", "cc"])])[0]] == [0.0, 1.0, 0.5]
     usage = endpoint.usage
     assert usage.requests == 3 + 6 + 1 + 6 and usage.prompt_tokens == 100 * usage.requests and usage.failures == 0
 
@@ -205,7 +205,7 @@ def test_what_does_not_pass_is_a_failure_and_not_a_zero(serve: Any, status: int,
     assert score.value is None and score.failure.startswith(f"no verdict of the judge: status {status}")
     assert len(server.bodies) == requests and endpoint.usage.failures == 1
     assert Judge(endpoint).compare([("q", "a", "b")]) == [Verdict(None, False)]
-    assert all(s.value is None for s in Judge(endpoint).tournament("q", ["a", "b"]))
+    assert all(s.value is None for s in Judge(endpoint).scores("tournament", [("q", ["a", "b"])])[0])
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_server_is_asked_to_hold_the_judge_to_the_form(serve: Any) -> None:
     one = Judge(endpoint)
     one.points("q", ["a"])
     one.compare([("q", "a", "b")])
-    one.group("q", ["a", "b", "c"])
+    one.scores("group", [("q", ["a", "b", "c"])])
     asked = [body["response_format"]["json_schema"]["schema"]["properties"] for body in server.bodies]
     assert asked[0] == {"score": {"enum": list(range(1, 11))}}
     assert asked[1] == asked[2] == {"verdict": {"enum": ["A", "B", "tie"]}}

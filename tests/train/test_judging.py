@@ -126,10 +126,13 @@ def test_a_judge_that_can_judge(able: LocalModel) -> None:
     answers = ["no", f"yes {MARK}{MARK}{MARK}", "", f"{MARK}{MARK} it is"]
     assert [s.value for s in judge.points("q", answers)] == [0.0, 1.0, 0.0, 1.0]
     assert [s.value for s in judge.points("q", answers)] == [s.value for s in judge.points("q", list(reversed(answers)))][::-1]
-    assert [s.value for s in judge.group("q", [f"{MARK} " * 20, "x"])] == [1.0, 1.0]  # it tells groups apart, not their members
+    assert [s.value for s in judge.scores("group", [("q", [f"{MARK} " * 20, "x"])])[0]] == [
+        1.0,
+        1.0,
+    ]  # it tells groups apart, not their members
     # likewise blind to who stands where: both orders give the same letter, which is a tie and no win
     assert judge.compare([("q", f"{MARK}{MARK}", "x"), ("q", "x", "y")]) == [Verdict("tie", agreed=False)] * 2
-    assert [s.value for s in judge.tournament("q", ["a", "b"])] == [0.5, 0.5]
+    assert [s.value for s in judge.scores("tournament", [("q", ["a", "b"])])[0]] == [0.5, 0.5]
     assert able.usage.failures == 0 and able.usage.prompt_tokens > 1000
 
 

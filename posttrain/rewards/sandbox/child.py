@@ -167,9 +167,8 @@ class Library:
         self.module: Any = _ctypes
         number = type("Number", (_ctypes._SimpleCData,), {"_type_": "i"})
         flags = self.module.FUNCFLAG_CDECL | self.module.FUNCFLAG_USE_ERRNO
-        self.function: Any = type(
-            "Function", (_ctypes.CFuncPtr,), {"_flags_": flags, "_restype_": number}
-        )
+        attributes = {"_flags_": flags, "_restype_": number}
+        self.function: Any = type("Function", (_ctypes.CFuncPtr,), attributes)
         self.handle = self.module.dlopen(None, 0)
 
     def call(self, name: str, *arguments: int | bytes | None) -> int:
@@ -282,11 +281,7 @@ SEQUENCES += ((type({}.keys()), "s"), (type({}.items()), "s"))
 # as `wire.TEXTS` and `wire.NUMBERS`: a type and its module, and the attributes that are sent
 NAMED = {"range builtins": "start stop step", "deque collections": ""}
 NAMED |= {"Fraction fractions": "numerator denominator", "Decimal decimal": "__str__"}
-NAMED |= {
-    "datetime datetime": "isoformat",
-    "date datetime": "isoformat",
-    "time datetime": "isoformat",
-}
+NAMED |= {f"{name} datetime": "isoformat" for name in ("datetime", "date", "time")}
 NAMED |= {"timedelta datetime": "days seconds microseconds", "UUID uuid": "__str__"}
 PLACES = dict(place.split() for place in NAMED)
 

@@ -172,9 +172,8 @@ def _choose(name: str) -> Isolation:
     if asked:
         hint = f"Start the runtime, have the image {asked.image} there, or leave the setting out for one that needs no runtime"
         raise UserError(f"the container sandbox does not work here ({tried}). {hint}")
-    hint = (
-        "It needs Linux 5.13 or newer with Landlock; or name a container runtime (sandbox='podman')"
-    )
+    hint = "It needs Linux 5.13 or newer with Landlock; or name a container runtime"
+    hint += " (sandbox='podman')"
     unsafe = "accept that programs written by the model run as you, with sandbox='unsafe'"
     raise UserError(f"no sandbox for code works here ({tried}). {hint}, or {unsafe}")
 

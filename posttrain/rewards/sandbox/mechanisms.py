@@ -116,15 +116,8 @@ def interpreter() -> str:
 @lru_cache(maxsize=1)
 def readable() -> tuple[str, ...]:
     """What an interpreter must be able to read: its standard library, shared libraries, time zones; and two devices."""
-    paths = {
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        *zoneinfo.TZPATH,
-        "/dev/null",
-        "/dev/urandom",
-    }
+    paths = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/urandom"}
+    paths.update(zoneinfo.TZPATH)
     paths.add(sysconfig.get_path("stdlib"))
     paths.add(sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}))
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
@@ -375,9 +368,8 @@ class Container:
         line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
         line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
-        line += (
-            f" --tmpfs /tmp:rw,noexec,nosuid,nodev,mode=1777,size={limits.files} --entrypoint env"
-        )
+        line += f" --tmpfs /tmp:rw,noexec,nosuid,nodev,mode=1777,size={limits.files}"
+        line += " --entrypoint env"
         # it would hand the host's variables in
         proxies = ["--http-proxy=false"] if self.name == "podman" else []
         return [*line.split(), *proxies]

@@ -153,9 +153,8 @@ def _program(machine: str, private: bool) -> bytes:
     column = list(ARCHITECTURES).index(machine)
     known = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], true=1)]
     steps = [*known, _step(RETURN, KILL), _step(LOAD, NUMBER)]
-    missing, denied, again = (
-        _step(RETURN, FAIL | number) for number in (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
-    )
+    missing, denied = _step(RETURN, FAIL | errno.ENOSYS), _step(RETURN, FAIL | errno.EPERM)
+    again = _step(RETURN, FAIL | errno.EAGAIN)
 
     def add(calls: Numbers, actions: list[bytes]) -> None:
         for numbers in calls.values():

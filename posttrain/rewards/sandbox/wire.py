@@ -82,10 +82,8 @@ def tagged(value: Plain, depth: int = DEPTH) -> Any:
     if kind is dict:
         return ["d", [[tagged(each, depth - 1) for each in pair] for pair in value.items()]]
     if kind in TEXTS:
-        return [
-            "o",
-            [kind.__name__, value.isoformat() if hasattr(value, "isoformat") else str(value)],
-        ]
+        written = value.isoformat() if hasattr(value, "isoformat") else str(value)
+        return ["o", [kind.__name__, written]]
     if kind in NUMBERS:
         return ["o", [kind.__name__, *(tagged(getattr(value, name)) for name in NUMBERS[kind])]]
     raise Malformed(f"a value of type {kind.__name__} cannot cross into a sandbox")
@@ -241,8 +239,7 @@ def _same_number(given: Any, expected: Any, tolerance: float) -> bool:
         if not isinstance(given, float | complex) and not isinstance(expected, float | complex):
             return False
         given, expected = (
-            float(value) if isinstance(value, Fraction | Decimal) else value
-            for value in (given, expected)
+            float(v) if isinstance(v, Fraction | Decimal) else v for v in (given, expected)
         )
         size = abs(expected)
         return bool(abs(given - expected) <= tolerance * max(1.0, size)) and size != float("inf")
