@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from operator import ge, lt
 from typing import Any
 
 from posttrain.errors import UserError, require, unknown
@@ -16,10 +17,7 @@ from posttrain.rewards.language import written_in
 Check = Callable[..., bool]
 
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-RELATIONS: dict[str, Callable[[int, int], bool]] = {
-    "at least": lambda count, number: count >= number,
-    "less than": lambda count, number: count < number,
-}
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {"at least": ge, "less than": lt}
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|etc|Inc|Ltd|Co|No|Fig|e\.g|i\.e|a\.m|p\.m|U\.S)|\b[A-Z])$"
 )
@@ -48,11 +46,8 @@ def read_instruction(name: str, given: Mapping[str, Any], where: str) -> dict[st
     if name not in CHECKS:
         raise UserError(f"{where}: {unknown('instruction', name, CHECKS)}")
     asked = {key: value for key, value in given.items() if value is not None}
-    wanted = {
-        key: parameter.annotation
-        for key, parameter in inspect.signature(CHECKS[name]).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+    given_by = inspect.signature(CHECKS[name]).parameters.items()
+    wanted = {key: p.annotation for key, p in given_by if p.kind is p.KEYWORD_ONLY}
     names = ", ".join(wanted) or "nothing"
     require(asked.keys() == wanted.keys(), f"{where}: {name} takes {names}, not {[*asked]}")
     for key, kind in wanted.items():
@@ -99,9 +94,8 @@ def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> 
 
 
 def forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    return not any(
-        re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words
-    )
+    spelled = (rf"\b{re.escape(word)}\b" for word in forbidden_words)
+    return not any(re.search(word, response, re.IGNORECASE) for word in spelled)
 
 
 def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:

@@ -139,9 +139,8 @@ class Judged(Questions):
             return judged(problem.question, [response], **self.options)[0]
         own = own_function(self.reward, self.options)
         if own is None:
-            return as_score(
-                resolve(self.reward, self.options)(problem.question, response, problem.answer)
-            )
+            shipped = resolve(self.reward, self.options)
+            return as_score(shipped(problem.question, response, problem.answer))
         found = own.scores([problem], [response])
         return _awaited(found) if isawaitable(found) else found[0]  # type: ignore[return-value]
 
@@ -179,9 +178,8 @@ class Judged(Questions):
             self._check_demonstrations()
             if self.wording in ("direct", "thinking") and not self.system:
                 where = f"after {self.form}" if self.form else "in a box"
-                lines.append(
-                    f"the reward {self.reward} pays an answer {where}, which the style {self.wording} does not ask for"
-                )
+                unlike = f"which the style {self.wording} does not ask for"
+                lines.append(f"the reward {self.reward} pays an answer {where}, {unlike}")
         return tuple(lines)
 
     def _check_demonstrations(self) -> None:

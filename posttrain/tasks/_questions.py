@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 from posttrain.data.records import parse_messages, read_set
 from posttrain.errors import UserError, check_fields, require
 from posttrain.rewards._functions import COLUMNS
-from posttrain.rewards.math import UNPARSEABLE, MathReward, final_answer, grade
+from posttrain.rewards.compose import UNPARSEABLE
+from posttrain.rewards.math import MathReward, final_answer, grade
 from posttrain.rewards.math_verify import math_verify
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task

@@ -140,9 +140,8 @@ class Host:
     def rollout(self, number: int, parts: JSON, answer: str | None) -> Rollout:
         score = Score(*parts)
         pending = score == Score.pending(score.outcome)
-        return self.talks[number].rollout(
-            None if pending else score, score.outcome if pending else "", answer
-        )
+        paid, outcome = (None, score.outcome) if pending else (score, "")
+        return self.talks[number].rollout(paid, outcome, answer)
 
 
 def _message_row(one: object) -> JSON:

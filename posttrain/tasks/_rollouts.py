@@ -64,12 +64,10 @@ def rollout_row(rollout: Rollout) -> JSON:
 
 
 def group_of_rows(problem: Problem, role: str, rows: Sequence[JSON]) -> Group:
-    rollouts = [
-        Rollout(
-            problem, segments=tuple(Segment(*s) for s in segments), score=Score(*score), **plain
-        )
-        for segments, score, plain in rows
-    ]
+    rollouts = []
+    for segments, score, plain in rows:
+        parts = tuple(Segment(*segment) for segment in segments)
+        rollouts.append(Rollout(problem, segments=parts, score=Score(*score), **plain))
     return Group(problem, tuple(rollouts), role)
 
 

@@ -115,9 +115,7 @@ class ServedEpisode:
             if not ids or not all(0 <= i < size for i in ids):
                 raise Refused(400, f"prompt: give ids from 0 to {size - 1}", "invalid_prompt")
             whole = [(turn.ids, turn) for turn in self.turns]
-            begins = [
-                pair for pair in whole if len(pair[0]) < len(ids) and pair[0] == ids[: len(pair[0])]
-            ]
+            begins = [(own, turn) for own, turn in whole if own != ids and own == ids[: len(own)]]
             before = max(begins, key=lambda pair: len(pair[0]), default=((), None))
             yield Prompt(before[1], ids[len(before[0]) :], ())
 

@@ -92,11 +92,8 @@ class Environment(Task):
         moves, replies, _ = self.episode(problem, self.teacher(problem))
         said = [Message("user", reply) for reply in replies]
         turns = [Message("assistant", move) for move in moves]
-        return (
-            *self.prompt(problem),
-            *(m for pair in zip(turns, said, strict=False) for m in pair),
-            turns[-1],
-        )
+        asked = (m for pair in zip(turns, said, strict=False) for m in pair)
+        return (*self.prompt(problem), *asked, turns[-1])
 
     def demonstration(self, problem: Problem) -> str:
         return "\n".join(self.episode(problem, best_player)[0])
@@ -125,8 +122,7 @@ def drawn(
         for found in (make(source) for _ in range(ATTEMPTS)):
             if side(task, *found) == split:
                 return problem(f"{split}/{index}", found)
-        raise UserError(
-            f"{task}: no {split} problem was found with these settings; allow more of them"
-        )
+        none = f"{task}: no {split} problem was found with these settings"
+        raise UserError(f"{none}; allow more of them")
 
     return Procedural(at, range(TRAIN_COUNT if split == "train" else TEST_COUNT))

@@ -33,9 +33,8 @@ class Aime(Published):
         gold = str(row.get("answer", "")).strip()
         fine = gold.isdecimal() and int(gold) < 1000
         require(fine, f"{where}: the answer {gold!r} is no whole number from 0 to 999")
-        return Problem(
-            name, asked, str(int(gold)), facts={"solution": str(row.get("solution", ""))}
-        )
+        facts = {"solution": str(row.get("solution", ""))}
+        return Problem(name, asked, str(int(gold)), facts=facts)
 
     def demonstration(self, problem: Problem) -> str:
         return f"\\boxed{{{problem.answer}}}"

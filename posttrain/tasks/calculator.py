@@ -66,10 +66,8 @@ class CalculatorSums(Task):
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
         """With a call or without one, by chance: supervised training shows how to call, and not when."""
         answer = Message("assistant", self.demonstration(problem))
-        call = (
-            Message("assistant", f"{NAME}({problem.question.removesuffix('=')})="),
-            Message("user", problem.answer),
-        )
+        asked = f"{NAME}({problem.question.removesuffix('=')})="
+        call = Message("assistant", asked), Message("user", problem.answer)
         called = self.tools and stable_hash("call", problem.question) % 2 == 0
         return (*self.prompt(problem), *(call if called else ()), answer)
 

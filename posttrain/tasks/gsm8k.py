@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from posttrain.errors import Range, Share
-from posttrain.rewards.compose import weigh
-from posttrain.rewards.math import UNPARSEABLE
+from posttrain.rewards.compose import UNPARSEABLE, weigh
 from posttrain.tasks._programs import as_program
 from posttrain.tasks._questions import (
     Published,

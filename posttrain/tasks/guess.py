@@ -64,9 +64,8 @@ class Guess(Environment):
 
 def _problem(name: str, drawn: tuple[str | int, ...]) -> Problem:
     hidden, probe = int(drawn[0]), int(drawn[1])
-    return Problem(
-        name, _hint(hidden, probe), f"{hidden:02d}", 0, {"probe": probe, "state": hidden}
-    )
+    facts = {"probe": probe, "state": hidden}
+    return Problem(name, _hint(hidden, probe), f"{hidden:02d}", 0, facts)
 
 
 def _hint(hidden: int, guess: int) -> str:
@@ -87,9 +86,8 @@ class _Guessing(Play):
         self.bits = max(1.0, log2(self.high - self.low + 1))
 
     def move(self, text: str) -> Reply:
-        if len(text) != 2 or not (
-            text.isascii() and text.isdigit() and 1 <= int(text) <= self.numbers
-        ):
+        digits = len(text) == 2 and text.isascii() and text.isdigit()
+        if not digits or not 1 <= int(text) <= self.numbers:
             return Reply(value=0.0, outcome="no number")
         guess, before = int(text), self.high - self.low + 1
         self.left -= 1

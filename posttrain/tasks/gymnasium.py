@@ -125,9 +125,8 @@ def shown(world: Any, state: Any) -> str:
     if world.render_mode != "ansi":
         if type(world.unwrapped).__name__ == "BlackjackEnv":
             total, dealer, ace = (int(part) for part in state)
-            return (
-                f"You have {total}{' with a usable ace' if ace else ''}; the dealer shows {dealer}."
-            )
+            hand = f"{total} with a usable ace" if ace else str(total)
+            return f"You have {hand}; the dealer shows {dealer}."
         return str(state)
     text = HIGHLIGHT.sub(r"[\1]", world.render()).strip("\n")
     if type(world.unwrapped).__name__ != "TaxiEnv":

@@ -61,10 +61,8 @@ def make(row: dict[str, Any], where: str) -> Problem:
     paired = isinstance(names, list) and isinstance(given, list) and len(names) == len(given) > 0
     fine = paired and all(isinstance(one, dict) for one in given)
     require(fine, f"{where}: instruction_id_list and kwargs are two lists of the same length")
-    read = [
-        [name, read_instruction(str(name), asked, where)]
-        for name, asked in zip(names, given, strict=True)
-    ]
+    pairs = zip(names, given, strict=True)
+    read = [[name, read_instruction(str(name), asked, where)] for name, asked in pairs]
     counted = dict.fromkeys(("instruction_strict", "instruction_loose"), len(read))
     facts = {"instructions": read, COUNTED: counted}
     name = f"ifeval/{pick(row, 'key', where)}"

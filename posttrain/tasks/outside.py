@@ -96,11 +96,8 @@ class Outside(Nested):
 
     def _problem(self, problem: Problem) -> bytes:
         messages = [message.row() for message in self.task.prompt(problem)]
-        tree: dict[str, JSON] = {
-            "id": problem.id,
-            "question": problem.question,
-            "messages": messages,
-        }
+        tree: dict[str, JSON] = {"id": problem.id, "question": problem.question}
+        tree["messages"] = messages
         if self.reward == "printed":
             tree |= {"answer": problem.answer, "facts": problem.facts}
         return json.dumps(tree).encode() + b"\n"

@@ -26,11 +26,8 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
 EVENTS, PLANS = words("fire flu baby win"), words("job exam rent move")
-POINTS = {
-    **dict.fromkeys(EVENTS, 3),
-    **dict.fromkeys(PLANS, 2),
-    **dict.fromkeys(words("cat hat nap sun"), 1),  # small talk
-}
+POINTS = dict.fromkeys(EVENTS, 3) | dict.fromkeys(PLANS, 2)
+POINTS |= dict.fromkeys(words("cat hat nap sun"), 1)  # small talk
 # facts of a post, of a summary that the writer wants, and of one that people write at most
 LENGTH, WANTED, MAX_STATED = 4, 2, 3
 # points that a fact costs which is not in the post, comes again, or is one too many

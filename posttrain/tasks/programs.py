@@ -45,9 +45,8 @@ class Programs(Task):
         return drawn("programs", split, self._draw, _problem, self.seed)
 
     def _draw(self, source: Random) -> tuple[str | int, ...]:
-        return tuple(
-            f"{source.choice(SIGNS)}{source.randrange(2, 10)}" for _ in range(self.operations)
-        )
+        steps = range(self.operations)
+        return tuple(f"{source.choice(SIGNS)}{source.randrange(2, 10)}" for _ in steps)
 
     def score(self, problem: Problem, response: str) -> Score:
         return code(problem.question, response, problem.answer, **self._options, fenced=False)

@@ -89,13 +89,9 @@ def _sides(pool: Pool, held_out: float, where: str) -> tuple[Pool, Pool]:
     asked = [normalised(f"{p.facts.get('messages', '')}{p.question}") for p in pool.problems]
     texts = sorted(set(asked), key=lambda text: stable_hash("held out", text))
     count = int(held_out) if held_out >= 1 else round(held_out * len(texts))
-    require(
-        count < len(texts),
-        f"{where}: held_out={held_out:g} of {len(texts)} different prompts leaves none to train on",
-    )
+    some = f"{where}: held_out={held_out:g} of {len(texts)} different prompts"
+    require(count < len(texts), f"{some} leaves none to train on")
     aside = set(texts[:count])
     both = list(zip(pool.problems, asked, strict=True))
-    return (
-        Pool(tuple(problem for problem, text in both if text not in aside)),
-        Pool(tuple(problem for problem, text in both if text in aside)),
-    )
+    kept, held = (tuple(p for p, text in both if (text in aside) == out) for out in (False, True))
+    return Pool(kept), Pool(held)

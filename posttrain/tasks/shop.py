@@ -94,13 +94,8 @@ class _Selling(Play):
 
     def legal(self) -> list[str]:
         """Every question, and as many sales, in which what is not known is guessed."""
-        known = {
-            name: (self.said[name],) if name in self.said else values
-            for name, values in WISHES.items()
-        }
-        sales = [
-            _sale(self.item, dict(zip(WISHES, values, strict=True)))
-            for values in product(*known.values())
-        ]
+        known = [(self.said[n],) if n in self.said else values for n, values in WISHES.items()]
+        drawn = (dict(zip(WISHES, values, strict=True)) for values in product(*known))
+        sales = [_sale(self.item, wishes) for wishes in drawn]
         questions = [f"{name}?" for name in WISHES] if self.left > 1 else []
         return [*questions * max(1, len(sales) // 3), *sales]

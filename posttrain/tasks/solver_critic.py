@@ -12,6 +12,7 @@ from random import Random
 from typing import Annotated, ClassVar
 
 from posttrain.errors import Range
+from posttrain.rewards.compose import CORRECT, WRONG
 from posttrain.tasks._procedural import Procedural, stable_hash
 from posttrain.tasks._turns import drawn
 from posttrain.tasks.base import Generate, Task
@@ -43,23 +44,18 @@ class SolverCritic(Task):
         last = first if verdict.text == YES else await solver([Message("user", NO)], last=True)
         judged = verdict.text == (YES if first.text == problem.answer else NO)
         generate.count("agreed", float(verdict.text == YES))
-        return [
-            solver.rollout(self.score(problem, last.text), answer=last.text),
-            critic.rollout(_score(judged)),
-        ]
+        solved = solver.rollout(self.score(problem, last.text), answer=last.text)
+        return [solved, critic.rollout(CORRECT if judged else WRONG)]
 
     def score(self, problem: Problem, response: str) -> Score:
-        return _score(response == problem.answer)
+        return CORRECT if response == problem.answer else WRONG
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
         """By chance an answer, guessed every other time, a right answer after a wrong one, or a verdict."""
         source, right = Random(stable_hash("conversation", problem.question)), problem.answer
         wrong = next(n for n in problem.question.removesuffix("=").split() if n != right)
-        kind, guesses, said = (
-            source.randrange(4),
-            source.random() < 0.5,
-            source.choice((right, wrong)),
-        )
+        kind, guesses = source.randrange(4), source.random() < 0.5
+        said = source.choice((right, wrong))
         if kind == 0:
             return (*self.prompt(problem), Message("assistant", said if guesses else right))
         if kind < 3:
@@ -71,7 +67,3 @@ class SolverCritic(Task):
     def _problem(self, name: str, drawn: tuple[str | int, ...]) -> Problem:
         a, b = (f"{number:0{self.digits}d}" for number in drawn)
         return Problem(name, f"{a} {b}=", max(a, b))
-
-
-def _score(right: bool) -> Score:
-    return Score(float(right), outcome="correct" if right else "wrong")

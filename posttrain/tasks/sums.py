@@ -18,9 +18,8 @@ from posttrain.tasks._procedural import Leveled, Procedural
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Message, Problem, Score
 
-FORM = (
-    "Think between <think> and </think>, then give the number alone between <answer> and </answer>."
-)
+FORM = "Think between <think> and </think>, then give the number alone between <answer> and "
+FORM += "</answer>."
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 
 

@@ -68,11 +68,9 @@ class TextArena(Packaged):
         game, draw = self.begin(seed), random.Random(seed)
         everyone = self.opponent == "self" and self.players > 1
         seat = (seed // 2) % self.players
-        seats = (
-            {n: generate.session(f"player {n}") for n in range(self.players)}
-            if everyone
-            else {seat: generate}
-        )
+        seats = {seat: generate}
+        if everyone:
+            seats = {n: generate.session(f"player {n}") for n in range(self.players)}
         tallies = {n: Tally(session, 0) for n, session in seats.items()}
         read: dict[int, str] = {}
         last: dict[int, str] = {}

@@ -57,9 +57,8 @@ class TicTacToe(Environment):
         outcome = "draw"
         while free(board) and not winner(board):
             side = to_move(board)
-            turn = await players[side](
-                [Message("user", shown(board) if side not in moved else numbered(board))]
-            )
+            seen = numbered(board) if side in moved else shown(board)
+            turn = await players[side]([Message("user", seen)])
             moved.add(side)
             if turn.text not in free(board):
                 paid, outcome = {**paid, side: 0.0}, "illegal move"
@@ -67,11 +66,8 @@ class TicTacToe(Environment):
             board = after(board, turn.text)
             if winner(board):
                 paid, outcome = {other: float(other == side) for other in SIDES}, "won"
-        return [
-            players[side].rollout(Score(paid[side], outcome=outcome))
-            for side in SIDES
-            if side in moved
-        ]
+        scores = {side: Score(paid[side], outcome=outcome) for side in SIDES if side in moved}
+        return [players[side].rollout(score) for side, score in scores.items()]
 
 
 def _problem(name: str, drawn: tuple[str | int, ...]) -> Problem:
@@ -120,10 +116,8 @@ def value(board: str) -> int:
 def best_move(board: str) -> str:
     """The first move that keeps the value of a board, a win at once before all others."""
     sign = 1 if to_move(board) == "x" else -1
-    rank = {
-        move: (sign * value(after(board, move)), bool(winner(after(board, move))))
-        for move in free(board)
-    }
+    boards = {move: after(board, move) for move in free(board)}
+    rank = {move: (sign * value(own), bool(winner(own))) for move, own in boards.items()}
     return max(rank, key=lambda move: rank[move])
 
 
@@ -147,10 +141,9 @@ class _Game(Play):
         if not self._over():
             return Reply(numbered(self.board))
         result = self.sign * value(self.board)
-        return Reply(
-            value=float(result >= self.due),
-            outcome="correct" if result >= self.due else "lost" if result < 0 else "drawn",
-        )
+        outcome = "lost" if result < 0 else "drawn"
+        kept = result >= self.due
+        return Reply(value=float(kept), outcome="correct" if kept else outcome)
 
     def _over(self) -> bool:
         return bool(winner(self.board)) or not free(self.board)

@@ -98,12 +98,8 @@ class Verifiers(Task):
 
         names = agents(self.taskset, self._settings)
         alone = len(names) == 1
-        served = {
-            name: ServedEpisode(
-                generate if alone else generate.session(name), MANY * self.max_turns
-            )
-            for name in names
-        }
+        sessions = {n: generate if alone else generate.session(n) for n in names}
+        served = {n: ServedEpisode(own, MANY * self.max_turns) for n, own in sessions.items()}
         task = _tasks(self.taskset, self._settings, self.tasks)[int(problem.facts["index"])]
         try:
             with ExitStack() as stack:
@@ -245,9 +241,8 @@ def _harness() -> ModuleType:
             system, prompt = self.resolve_prompt(data)
             said: list[JSON] = [{"role": "system", "content": system}] if system else []
             text = isinstance(prompt, str)
-            said += (
-                [{"role": "user", "content": prompt}] if text else [wire(m) for m in prompt or ()]
-            )
+            turns = [{"role": "user", "content": prompt}] if text else map(wire, prompt or ())
+            said += turns
             async with AsyncExitStack() as stack:
                 made = openai.AsyncOpenAI(
                     base_url=endpoint, api_key=secret, max_retries=0, timeout=TURN_SECONDS
@@ -258,9 +253,8 @@ def _harness() -> ModuleType:
                 tools, known, servers = await mcp.connect_mcp({"mcpServers": named}, stack)
                 while True:
                     more = {"tools": tools} if tools else {}
-                    found = await client.chat.completions.create(
-                        model=ctx.model, messages=said, **more
-                    )
+                    ask = client.chat.completions.create
+                    found = await ask(model=ctx.model, messages=said, **more)
                     reply = found.choices[0].message
                     said.append(reply.model_dump(exclude_none=True))
                     if not reply.tool_calls:
@@ -277,9 +271,8 @@ def _harness() -> ModuleType:
 async def _called(mcp: Any, servers: Any, known: Any, function: Any) -> Any:
     """What a tool returns, or what was wrong with the call: that is for the model to read."""
     try:
-        return await mcp.call_mcp(
-            servers, known, function.name, json.loads(function.arguments or "{}")
-        )
+        arguments = json.loads(function.arguments or "{}")
+        return await mcp.call_mcp(servers, known, function.name, arguments)
     except KeyError:
         return f"error: there is no tool {function.name}; there are {', '.join(known)}"
     except Exception as error:

@@ -14,23 +14,10 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 from posttrain.errors import Checked, UserError, require
 from posttrain.types import JSON
 
-KINDS: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    tuple: "array",
-    dict: "object",
-}
-ACCEPTED: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
+KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+KINDS |= {list: "array", tuple: "array", dict: "object"}
+ACCEPTED: dict[str, tuple[type, ...]] = {"string": (str,), "integer": (int,), "boolean": (bool,)}
+ACCEPTED |= {"number": (int, float), "array": (list,), "object": (dict,)}
 ARGUMENT = re.compile(r"\s{2,}(\w+)(?: \([^)]*\))?: (.+)")
 
 
@@ -103,9 +90,8 @@ class Signature:
         parameters: dict[str, JSON] = {}
         for one in parsed:
             plain = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            require(
-                plain, f"{where}: *args, **kwargs and positional-only parameters cannot be called"
-            )
+            odd = "*args, **kwargs and positional-only parameters cannot be called"
+            require(plain, f"{where}: {odd}")
             require(one.name in hints, f"{where}: the parameter {one.name} needs a type hint")
             schema = _schema(hints[one.name], f"{where}: the parameter {one.name}")
             more = {"description": described[one.name]} if one.name in described else {}
@@ -152,11 +138,8 @@ class Signature:
 def _schema(hint: Any, where: str) -> dict[str, JSON]:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return (
-            {"type": "string", "enum": [*inner]}
-            if all(isinstance(i, str) for i in inner)
-            else {"enum": [*inner]}
-        )
+        texts = all(isinstance(i, str) for i in inner)
+        return {**({"type": "string"} if texts else {}), "enum": [*inner]}
     if origin in (Union, UnionType):
         some = [i for i in inner if i is not NoneType]
         require(len(some) == 1, f"{where} has several types; give one")

@@ -60,9 +60,8 @@ class Function(Tool):
 
 def give(function: Any) -> Function:
     """A function, or a tool, of this process as a setting."""
-    require(
-        callable(function) or isinstance(function, Tool), f"a tool is a function, not {function!r}"
-    )
+    fine = callable(function) or isinstance(function, Tool)
+    require(fine, f"a tool is a function, not {function!r}")
     place = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "")
     name = f"{PREFIX}{module}.{place}"

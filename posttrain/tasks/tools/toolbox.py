@@ -100,9 +100,8 @@ class Toolbox:
         except TimeoutError as error:
             kind = "timeout" if limit.expired() else "error"
             self.generate.count(f"tool/{kind}")
-            return (
-                f"error: no result within {tool.seconds:g} s" if limit.expired() else _named(error)
-            )
+            late = f"error: no result within {tool.seconds:g} s"
+            return late if limit.expired() else _named(error)
         except Exception as error:  # a tool is not ours
             self.generate.count("tool/error")
             return _named(error)
