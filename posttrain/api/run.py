@@ -99,11 +99,9 @@ class Run:
         """Train one optimizer step at a time and yield its figures. Between two steps nothing runs: leave the loop, look (`sample` and
         `model` are the policy as it is), and go on with another `steps()` or with `train()`."""
         if self._stepper is None:
-            require(
-                self._settings is not None,
-                f"{self.directory} is trained already; rl(algorithm=...) and preference(algorithm=...) return a run whose steps "
-                "you can take",
-            )
+            others = "rl(algorithm=...) and preference(algorithm=...) return a run whose steps you can take"
+            begun = f"{self.directory} is trained already; {others}"
+            require(self._settings is not None, begun)
             self._stepper = _Stepper(self._work())
         while self._stepper is not None and (row := self._next(self._stepper)) is not None:
             figures = _figures(row)

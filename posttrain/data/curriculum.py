@@ -67,12 +67,8 @@ class CurriculumState:
         return True
 
     def state(self) -> JSON:
-        return {
-            "top": self.top,
-            "recent": self.recent,
-            "drawn": self.drawn,
-            "streams": [s.state() for s in self.streams],
-        }
+        streams = [stream.state() for stream in self.streams]
+        return {"top": self.top, "recent": self.recent, "drawn": self.drawn, "streams": streams}
 
     def restore(self, state: JSON) -> None:
         self.top, self.recent, self.drawn = state["top"], list(state["recent"]), state["drawn"]

@@ -23,18 +23,9 @@ from posttrain.types import Example, Message, Problem
 NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
 # who speaks in a ShareGPT conversation, by the role of ours
-SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
+SPEAKERS = {"system": "system", "human": "user", "user": "user"}
+SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant")
+SPEAKERS |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
 # what Stanford's Alpaca wrote around an instruction, for models without a chat template
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"

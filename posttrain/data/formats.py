@@ -60,9 +60,8 @@ class Format:
 
 _LISTED = ("fields", "optional", "revealing")
 _ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-FORMATS = tuple(
-    Format(**row | {key: tuple(row[key]) for key in _LISTED if key in row}) for row in _ROWS
-)
+_READ = ({**row, **{key: tuple(row[key]) for key in _LISTED if key in row}} for row in _ROWS)
+FORMATS = tuple(Format(**row) for row in _READ)
 DEMONSTRATIONS = {f.name: f for f in FORMATS if f.stages == SFT}
 PREFERENCES = {f.name: f for f in FORMATS if f.stages != SFT}
 

@@ -262,6 +262,7 @@ class Labels:
                 first = vote.shown.index(vote.choice[0]) == 0
                 sided.setdefault(str(self.items[vote.item].prompt), []).append(first)
         even = all(len(item.responses) == 2 for item in self.items.values())
+        pairs = combinations(sorted(said), 2)
         paces = [vote.seconds for vote in counted if vote.seconds > 0]
         return Report(
             items=len(self.items),
@@ -269,10 +270,7 @@ class Labels:
             usable=sum(1 for _ in self.rows()),
             annotators=dict(people),
             pace=statistics.median(paces) if paces else None,
-            cohen={
-                f"{a} and {b}": cohen_kappa(said[a], said[b])
-                for a, b in combinations(sorted(said), 2)
-            },
+            cohen={f"{a} and {b}": cohen_kappa(said[a], said[b]) for a, b in pairs},
             krippendorff=krippendorff_alpha(list(said.values())),
             first_side=share([*sided.values()]) if even and sided else None,
         )

@@ -168,9 +168,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, known) for tag, known in found if not tag.endswith((":bool", ":timestamp"))]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
+_TRUTHS = re.compile("^(?:true|True|TRUE|false|False|FALSE)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _TRUTHS, list("tTfF"))
 
 
 def read_yaml(text: str, where: str) -> Any:

@@ -236,13 +236,9 @@ def proxy(view: View) -> str:
     for window in (5, 10, 20, 40):
         place, fallen = since_best(gold, window) or (0, None)
         rise = change(reward, window, len(reward) - place) if fallen is not None else None
-        if (
-            fallen is not None
-            and rise is not None
-            and rise.now > rise.then
-            and rise.z > 2
-            and fallen.z < -3
-        ):
+        if fallen is None or rise is None or fallen.z >= -3:
+            continue
+        if rise.now > rise.then and rise.z > 2:
             at = history.steps[name][place - 1]
             found = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
     return found
@@ -294,12 +290,9 @@ def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Che
         if not view.has_history:
             return ""
         pairs = zip(view.changes("reward"), view.changes(figure), strict=True)
-        seen = [
-            f"{words} {moved}, and the reward did not rise"
-            for gained, moved in pairs
-            if gained is not None and moved is not None and lost(moved) and gained.z <= 1
-        ]
-        return seen[-1] if seen else ""
+        known = [(gained, moved) for gained, moved in pairs if gained and moved]
+        seen = [moved for gained, moved in known if lost(moved) and gained.z <= 1]
+        return f"{words} {seen[-1]}, and the reward did not rise" if seen else ""
 
     return check
 

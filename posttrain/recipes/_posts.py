@@ -47,9 +47,8 @@ def beginning(
 ) -> tuple[list[Stage], Scale]:
     """The stages before feedback, and the settings: a toy model that imitates people, or a real one for the prompts of a file."""
     if not model:
-        alone = (
-            f"{recipe}: files of prompts and demonstrations are for a real model: give one as model"
-        )
+        files = "files of prompts and demonstrations are for a real model"
+        alone = f"{recipe}: {files}: give one as model"
         require(not (file or demonstrations), alone)
         return [imitating(size, PEOPLE, steps=400)], TOY
     require(bool(file), f"{recipe}: a real model needs a JSONL file of prompts")

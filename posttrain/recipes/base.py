@@ -45,9 +45,8 @@ def as_recipe(made: Any, name: str) -> Recipe:
     if isinstance(made, Recipe):
         return made
     stages = [made] if isinstance(made, Stage) else made
-    listed = (
-        list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else [made]
-    )
+    several = isinstance(stages, Iterable) and not isinstance(stages, str)
+    listed = list(stages) if several else [made]
     for stage in listed:
         what = f"{name}: a recipe returns a Recipe, a stage or a list of stages"
         require(isinstance(stage, Stage), f"{what}, not {type(stage).__name__} {str(stage)[:40]!r}")
@@ -120,9 +119,8 @@ def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, st
         return tuple(_renamed(inner, number, own, first) for inner in value)
     if is_dataclass(value) and not isinstance(value, type):
         hints = get_type_hints(type(value))  # a word of a fixed list is not the name of a stage
-        names = [
-            f.name for f in fields(value) if f.init and get_origin(hints[f.name]) is not Literal
-        ]
+        kinds = {f.name: get_origin(hints[f.name]) for f in fields(value) if f.init}
+        names = [name for name, kind in kinds.items() if kind is not Literal]
         changed = {name: _renamed(getattr(value, name), number, own, first) for name in names}
         changed = {name: new for name, new in changed.items() if new != getattr(value, name)}
         return replace(value, **changed) if changed else value

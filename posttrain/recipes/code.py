@@ -67,9 +67,8 @@ def code(
         samples=samples,
         sampling=Sampling(tokens),
     )
-    greedy = replace(
-        measured, name="before_greedy", samples=1, sampling=Sampling(tokens, temperature=0.0)
-    )
+    alone = Sampling(tokens, temperature=0.0)
+    greedy = replace(measured, name="before_greedy", samples=1, sampling=alone)
     rl = RLStage(
         name="rl",
         model=first,

@@ -42,10 +42,8 @@ def distill(
     gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. Without them a toy on a CPU: a model of 0.9 million
     weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw 1,500 of them.
     """
-    require(
-        bool(model) == bool(teacher),
-        "distill: model and teacher go together; give both, or none for the toy",
-    )
+    paired = bool(model) == bool(teacher)
+    require(paired, "distill: model and teacher go together; give both, or none for the toy")
     if model:
         rate = Optimization(
             lr=given(lr, 1e-5), warmup=5, schedule="linear", final=0.1, token_budget=32768

@@ -26,9 +26,8 @@ def dpo(
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
-        stage = real(
-            "dpo", model, data, DPO(beta=given(beta, 0.1)), given(steps, 75), given(lr, 2e-5)
-        )
+        algorithm = DPO(beta=given(beta, 0.1))
+        stage = real("dpo", model, data, algorithm, given(steps, 75), given(lr, 2e-5))
         again = f"posttrain run dpo model={model} data={data} beta=0.3"
         return Recipe((stage,), next_command=again)
     stages = [

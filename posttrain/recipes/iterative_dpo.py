@@ -45,21 +45,16 @@ def iterative_dpo(
     `reward_model`. `style` is how questions are asked, such as boxed; without one, as the reward reads answers. At most `problems`
     prompts, a tenth of the file, are held out, on which each round plays against the first model.
     """
-    settings = (
-        given(beta, 0.1 if model else 1.0),
-        given(steps, 80),
-        given(lr, 1e-6 if model else 1e-4),
-    )
+    rate = given(lr, 1e-6 if model else 1e-4)
+    settings = given(beta, 0.1 if model else 1.0), given(steps, 80), rate
     if not model:
-        require(
-            not (data or reward or reward_model),
-            "iterative_dpo: data and rewards are for a real model: give one as model",
-        )
-        one = [
+        alone = not (data or reward or reward_model)
+        require(alone, "iterative_dpo: data and rewards are for a real model: give one as model")
+        asked, compared = (
             comparisons("comparisons", "previous dpo", PROMPTS),
-            learning(*settings),
             versus("versus_sft", "dpo"),
-        ]
+        )
+        one = [asked, learning(*settings), compared]
         stages = [*beginning(size), *in_rounds(one, rounds, "sft", PROMPTS)]
         return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")
     require(bool(data), "iterative_dpo: give prompts as data, a JSONL file")

@@ -44,8 +44,6 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
         replace(before, name="after", model="rl"),
     ]
     if control:
-        stages += [
-            replace(sft, name="control", model="sft", steps=20_000, as_long_as="rl"),
-            replace(before, name="after_control", model="control"),
-        ]
+        longer = replace(sft, name="control", model="sft", steps=20_000, as_long_as="rl")
+        stages += [longer, replace(before, name="after_control", model="control")]
     return Recipe(tuple(stages), "before", "after", "posttrain run quickstart rl.lr=1e-4 seed=1")

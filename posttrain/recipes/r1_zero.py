@@ -35,9 +35,8 @@ def r1_zero(
     `examples` solved sums before the question (2 if not said), from which it takes the form and the way to add; examples=0 is R1-Zero's
     own start: no solved sum, and the form is asked for in words.
     """
-    require(
-        bool(model) or examples is None, "r1_zero: examples are for a real model: give one as model"
-    )
+    fine = bool(model) or examples is None
+    require(fine, "r1_zero: examples are for a real model: give one as model")
     if model:
         sums = Sums(level=DIGITS, min_level=DIGITS, examples=given(examples, 2))
         asked = given(samples, 256), given(problems, 200)

@@ -9,7 +9,5 @@ from posttrain.recipes.base import Recipe
 
 def rejection_sampling(size: str = "nano", group: int = 8, steps: int = 100) -> Recipe:
     """Dong et al. 2023, on tiny reviews, judged by the simulated annotator itself. Nothing but SFT, and hard to break."""
-    return Recipe(
-        tuple(imitating(size, RAFT(group=group), steps)),
-        next_command="posttrain run rejection_sampling group=32",
-    )
+    stages = tuple(imitating(size, RAFT(group=group), steps))
+    return Recipe(stages, next_command="posttrain run rejection_sampling group=32")

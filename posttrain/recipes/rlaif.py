@@ -16,9 +16,8 @@ from posttrain.tasks.posts import Posts
 
 # the toy's judge: a taste that is not people's, errors, and a preference for what it is shown first
 JUDGE = JudgeSettings(rules=Posts(annotator="reader"), noise=0.1, position_bias=0.1)
-ELSEWHERE = (
-    50_000  # problems passed over, so that people compare answers to other posts than the judge
-)
+# problems passed over, so that people compare answers to other posts than the judge
+ELSEWHERE = 50_000
 
 
 def rlaif(
@@ -52,15 +51,11 @@ def rlaif(
     """
     first, scale = beginning("rlaif", size, model, questions, "", tokens)
     require(not model or bool(judge), "rlaif: a real model needs questions and a judge")
-    require(
-        bool(model) or not (judge or evaluator),
-        "rlaif: a judge is for a real model: give one as model",
-    )
+    fine = bool(model) or not (judge or evaluator)
+    require(fine, "rlaif: a judge is for a real model: give one as model")
     people = labels == "people"
-    require(
-        not (model and people),
-        "rlaif: labels=people is for the toy; see instructgpt for a file of people's comparisons",
-    )
+    hint = "see instructgpt for a file of people's comparisons"
+    require(not (model and people), f"rlaif: labels=people is for the toy; {hint}")
     scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     asked = JudgeSettings(model=judge, url=url, rubric=rubric) if model else JUDGE
     known: list[Stage] = []
@@ -77,7 +72,6 @@ def rlaif(
     second = JudgeSettings(model=evaluator or judge, url=url, rubric=rubric) if model else None
     labelled = compare(scale, judge=None if people else asked)
     stages = (*first, *known, labelled, fit(scale), optimise(scale), versus(scale, judge=second))
-    again = (
-        f"model={model} questions={questions} judge={judge} beta=0.1" if model else "labels=people"
-    )
+    real = f"model={model} questions={questions} judge={judge} beta=0.1"
+    again = real if model else "labels=people"
     return Recipe(stages, next_command=f"posttrain run rlaif {again}")

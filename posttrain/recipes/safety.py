@@ -77,9 +77,8 @@ def safety(
     harm = replace(compare(scale, "harms", Requests(rule="harmless")), skip=ELSEWHERE)
     people: list[Stage] = []
     if pairs:
-        people.append(
-            AgreementStage(name="agreement", data=pairs, reward_model="harmless", pairs=2000)
-        )
+        fitted = AgreementStage(name="agreement", data=pairs, reward_model="harmless", pairs=2000)
+        people.append(fitted)
     parts = [("helpful", 1.0), ("harmless", harmless_weight)]
     reward = MixedReward(
         parts=tuple(
@@ -100,6 +99,5 @@ def safety(
         replace(one, name="after", model="rl"),
     )
     again = f"model={model} " if model else ""
-    return Recipe(
-        stages, "before", "after", next_command=f"posttrain run safety {again}harmless_weight=0.5"
-    )
+    following = f"posttrain run safety {again}harmless_weight=0.5"
+    return Recipe(stages, "before", "after", following)

@@ -11,6 +11,5 @@ def solver_critic(size: str = "nano") -> Recipe:
     """The question is which of two numbers is larger. SFT shows verdicts, corrections, and answers of which every other is
     guessed. In RL a solver whose answer the critic rejects may answer once more; it is paid for its last answer, the critic for its
     verdict, each compared with its own kind."""
-    return episodes(
-        "solver_critic", size, SolverCritic(), tokens=5, steps=150, shown=8000, sft_steps=600
-    )
+    task = SolverCritic()
+    return episodes("solver_critic", size, task, 5, steps=150, shown=8000, sft_steps=600)

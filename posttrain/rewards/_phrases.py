@@ -118,9 +118,8 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
     after = [singular(word) for word in said[place:]]
     if after[:1] == ["point"] and found:
         digits = list(takewhile(lambda word: NUMBERS.get(word, 10) < 10, after[1:]))
-        return sign * (
-            total + Fraction(f"0.{''.join(str(NUMBERS[d]) for d in digits)}0")
-        ), " ".join(said[place + 1 + len(digits) :])
+        decimals = Fraction(f"0.{''.join(str(NUMBERS[d]) for d in digits)}0")
+        return sign * (total + decimals), " ".join(said[place + 1 + len(digits) :])
     # half a dozen
     if not found and after[:2] == ["half", "a"] and after[2:3] and after[2] in SCALES:
         return sign * SCALES[after[2]] / 2, " ".join(said[place + 3 :])
@@ -151,14 +150,14 @@ def _counted(said: list[str]) -> tuple[Fraction, int]:
         elif word in SCALES and SCALES[word] < size and (group or not place):
             total += max(group, Fraction(1)) * SCALES[word]
             group, size, fresh = Fraction(0), SCALES[word], True
-        elif not (
-            word in ("and", ",")
-            and place
-            and following in NUMBERS
-            and (fresh or (word == "and" and group % 100 == 0 < group))
-        ):
+        elif not (place and following in NUMBERS and _joins(word, group, fresh)):
             break
     return total + group, place
+
+
+def _joins(word: str, group: Fraction, fresh: bool) -> bool:
+    """Whether a number may go on after the word: one hundred and five, one thousand, two hundred."""
+    return word in ("and", ",") and (fresh or (word == "and" and group % 100 == 0 < group))
 
 
 def _continues(value: Fraction, number: Fraction) -> bool:

@@ -171,8 +171,7 @@ async def respond(
     except ClientDisconnect:
         raise
     except Exception as error:
-        found = _logged(error)
-        return JSONResponse(found.body(), found.status)
+        return _answered(error)
     chunks = events(form, first, answer.deltas)
     unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(chunks, media_type="text/event-stream", headers=unbuffered)
@@ -241,8 +240,12 @@ async def score(scores: Scores, limits: Limits, request: Request) -> Response:
     except ClientDisconnect:
         raise
     except Exception as error:
-        found = _logged(error)
-        return JSONResponse(found.body(), found.status)
+        return _answered(error)
+
+
+def _answered(error: Exception) -> Response:
+    found = _logged(error)
+    return JSONResponse(found.body(), found.status)
 
 
 def _logged(error: Exception) -> Refused:
@@ -276,15 +279,14 @@ def application(
         return Response()
 
     async def refused(request: Request, error: Exception) -> Response:
-        found = _logged(error)
-        return JSONResponse(found.body(), found.status)
+        return _answered(error)
 
     async def missing(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
         known += ", GET and POST /v1/score" if scores else ""
         text = f"{request.method} {request.url.path[:100]}: there are {known}"
-        return await refused(request, Refused(status, text, "unknown_url"))
+        return _answered(Refused(status, text, "unknown_url"))
 
     routes = [
         Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),

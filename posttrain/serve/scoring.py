@@ -111,14 +111,9 @@ class Scoring:
         for place, logprobs in enumerate(own):
             total = float(logprobs.sum())
             kl = None if others is None else total - float(others[place].sum())
-            found.append(
-                {
-                    "tokens": len(logprobs),
-                    "logprobs": np.maximum(np.nan_to_num(logprobs), MISSING).tolist(),
-                    "logprob": total if isfinite(total) else None,
-                    "kl": kl if kl is not None and isfinite(kl) else None,
-                }
-            )
+            kept = np.maximum(np.nan_to_num(logprobs), MISSING).tolist()
+            figures = {"logprob": _finite(total), "kl": _finite(kl)}
+            found.append({"tokens": len(logprobs), "logprobs": kept, **figures})
         return found
 
     async def _logprobs(self, name: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -133,6 +128,10 @@ class Scoring:
             return await self.models.thread.call(work)
         finally:
             model.requests -= 1
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
 
 
 def _rollout(item: ScoreItem, decoder: Decoder, where: str) -> Rollout:

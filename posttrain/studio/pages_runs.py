@@ -139,11 +139,9 @@ def _series(studio: Studio, request: Request) -> Response:
     buckets = max(1, whole(request, "buckets", 600, BUCKETS))
     first, last = number(request, "first", int, 0), number(request, "last", int, 2**52)
     known = index.figures(stage)
-    found = [
-        index.series(name, figure, buckets, int(first or 0), int(last or 0))
-        for figure in asked
-        for name in known.get(figure, [])
-    ]
+    span = (int(first or 0), int(last or 0))
+    recorded = [(name, figure) for figure in asked for name in known.get(figure, [])]
+    found = [index.series(name, figure, buckets, *span) for name, figure in recorded]
     return reply({"series": found, "indexing": index.behind()})
 
 

@@ -103,11 +103,8 @@ def score_items(
         raise UserError("this run has no reward model yet")
     for start in range(0, len(items), SCORED):
         some = items[start : start + SCORED]
-        asked = [
-            {"messages": _messages(item.prompt), "answer": spoken(response)}
-            for item in some
-            for response in item.responses
-        ]
+        pairs = [(item.prompt, response) for item in some for response in item.responses]
+        asked = [{"messages": _messages(prompt), "answer": spoken(r)} for prompt, r in pairs]
         by_model = [server.score(name, asked) for name in models]
         scores = iter(zip(*by_model, strict=True))
         for item in some:

@@ -109,10 +109,8 @@ def whole_of(sent: Mapping[str, JSON], name: str) -> int:
 
 def routes_of(owner: Any, *table: tuple[str, Any] | tuple[str, Any, str]) -> list[Route]:
     """Routes from rows of (path, handler, method, GET where there is none). Handlers are called with the owner first."""
-    return [
-        Route(path, partial(handler, owner), methods=method or ["GET"])
-        for path, handler, *method in table
-    ]
+    every = ((path, partial(handler, owner), method) for path, handler, *method in table)
+    return [Route(path, call, methods=method or ["GET"]) for path, call, method in every]
 
 
 async def refused(request: Request, error: Exception) -> Response:

@@ -36,9 +36,7 @@ def serve(
         if demo:
             start_demo(roots[0])
             place = roots[0] / "demo"
-            sys.stdout.write(
-                f"a demo run is being trained in {place}; the table of runs shows it\n"
-            )
+            sys.stdout.write(f"a demo run is trained in {place}; the table of runs shows it\n")
         sys.stdout.flush()
         if browser:
             webbrowser.open(opened)

@@ -10,6 +10,7 @@ from posttrain.errors import Checked, Count, Positive, Range
 
 MEGABYTE = 1 << 20
 Size = Annotated[int, Range(ge=1, le=1 << 40)]
+Memory = Annotated[int, Range(ge=64 * MEGABYTE, le=1 << 40, text="at least 64 MiB")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,7 @@ class Limits(Checked):
     wall: Annotated[float, Range(gt=0, le=3600)] = 10.0
     cpu: Positive | None = None  # seconds of processor time; None: the wall limit and a second
     # bytes of address space; an interpreter needs so much at least, and 16 open files
-    memory: Annotated[int, Range(ge=64 * MEGABYTE, le=1 << 40, text="at least 64 MiB")] = (
-        512 * MEGABYTE
-    )
+    memory: Memory = 512 * MEGABYTE
     threads: Count = 64  # the first one included
     files: Size = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory
     open_files: Annotated[int, Range(ge=16)] = 64
