@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ ANSWER_SECONDS, START_SECONDS = 120.0, 120.0
 SERVERS = 2  # processes that are kept
 KINDS = ("policy", "reward_model", "stage")  # of what scores
 ITEMS = 128  # that are scored in one request
+
+
+@lru_cache(maxsize=1)
+def _client() -> Any:
+    """One for all servers and threads: to make one takes longer than to ask."""
+    import httpx
+
+    return httpx.Client(timeout=ANSWER_SECONDS, trust_env=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,7 @@ class Server:
         import httpx
 
         try:
-            with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False) as client:
-                answer = client.request(method, f"{self.address}{path}", json=sent)
-                found = answer.json()
+            found = _client().request(method, f"{self.address}{path}", json=sent).json()
         except (httpx.HTTPError, ValueError) as error:
             raise UserError(f"the model server at {self.address} did not answer: {error}") from None
         refused = found.get("error") if isinstance(found, dict) else {"message": "no object"}
