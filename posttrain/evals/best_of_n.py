@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,7 @@ def expected_best(proxy: Sequence[float], value: Sequence[float]) -> np.ndarray:
     return np.array([chances(len(proxy_N), n) @ value_N for n in range(1, len(proxy_N) + 1)])
 
 
+@lru_cache(maxsize=1024)
 def chances(samples: int, n: int) -> np.ndarray:
     """[N]: the chance C(i-1, n-1) / C(N, n) that the i-th smallest of N samples is the largest of n drawn without return.
 

@@ -153,6 +153,23 @@ class View:
         return found
 
     @cached_property
+    def fallen(self) -> str:
+        """Where the gold fell from its best while the reward rose."""
+        history, name, found = self.history, self.history.gold(), ""
+        if not name or not self.has_history:
+            return ""
+        gold, reward = history.values(name), history.values("reward")
+        for window in (5, 10, 20, 40):
+            place, fallen = since_best(gold, window) or (0, None)
+            rise = change(reward, window, len(reward) - place) if fallen is not None else None
+            if fallen is None or rise is None or fallen.z >= -3:
+                continue
+            if rise.now > rise.then and rise.z > 2:
+                at = history.steps[name][place - 1]
+                found = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
+        return found
+
+    @cached_property
     def gamed(self) -> dict[str, str]:
         """Traits that the reward pays for, that spread, and that lower the gold, by rule."""
         found: dict[str, str] = {}
@@ -227,28 +244,11 @@ def gamed(name: str) -> Check:
     return check
 
 
-def proxy(view: View) -> str:
-    """The gold fell from its best while the reward rose."""
-    history, name, found = view.history, view.history.gold(), ""
-    if not name or not view.has_history:
-        return ""
-    gold, reward = history.values(name), history.values("reward")
-    for window in (5, 10, 20, 40):
-        place, fallen = since_best(gold, window) or (0, None)
-        rise = change(reward, window, len(reward) - place) if fallen is not None else None
-        if fallen is None or rise is None or fallen.z >= -3:
-            continue
-        if rise.now > rise.then and rise.z > 2:
-            at = history.steps[name][place - 1]
-            found = f"{name} fell {fallen} since step {at} while the reward rose {rise}"
-    return found
-
-
 def past_frontier(view: View) -> str:
     """The gold fell by at least 4 standard errors while KL went on rising, so that the best lies behind (Gao et al. 2023: gold =
     d (a - b d), d = sqrt(KL))."""
     history, name = view.history, view.history.gold()
-    best = since_best(history.values(name), FRONTIER) if proxy(view) else None
+    best = since_best(history.values(name), FRONTIER) if view.fallen else None
     if best is None or "kl" not in history.steps:
         return ""
     place, gold = best
@@ -331,7 +331,7 @@ RULES: Mapping[str, Rule] = {
     "frozen": Rule(action="stop"),
     "memory": Rule(action="stop"),
     "slow": Rule(),
-    "proxy": Rule(trend=proxy),
+    "proxy": Rule(trend=lambda view: view.fallen),
     "frontier": Rule(trend=past_frontier),
     "held_out": Rule(trend=held_out),
     **{name: Rule(trend=gamed(name)) for name in ("format", "distinct", "keyword", "disagreement")},

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -51,8 +50,8 @@ def spread(values: np.ndarray, window: int) -> float:
     if len(blocks) <= 3:
         return max(fast, 1e-9)
     # the median step between blocks: slow noise is in it, a single jump is not; half a window's mean has sqrt(2) the error of a whole's
-    between = sorted(abs(float(b - a)) for a, b in pairwise(blocks.tolist()))
-    return max(fast, between[(len(blocks) - 1) // 2] / 0.6745 / 2, 1e-9)
+    between = np.sort(np.abs(np.diff(blocks)))
+    return max(fast, float(between[(len(blocks) - 1) // 2]) / 0.6745 / 2, 1e-9)
 
 
 def change(values: np.ndarray, window: int, back: int) -> Change | None:
