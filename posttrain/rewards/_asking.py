@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -181,6 +182,14 @@ class EndpointSettings(Checked):
     constrain: bool = True  # ask the server to allow nothing but the form of the verdict
 
 
+@lru_cache(maxsize=1)
+def _certificates() -> Any:
+    """Those of the authorities that the client knows: to read them takes longer than to ask."""
+    import httpx
+
+    return httpx.create_ssl_context()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint(EndpointSettings):
     """Asks the address. The server is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked
@@ -217,6 +226,7 @@ class Endpoint(EndpointSettings):
         connection = openai.DefaultAsyncHttpxClient(
             timeout=self.seconds,
             follow_redirects=False,
+            verify=_certificates(),
             trust_env=not Address.of(self.url).loopback,  # no proxy to this machine
             event_hooks={"request": [self._before], "response": [self._after]},
         )
