@@ -24,14 +24,9 @@ from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
+from posttrain.tasks import _rollouts
 from posttrain.tasks._remote import Host
-from posttrain.tasks._rollouts import (
-    as_rollouts,
-    group_of_rows,
-    rollout_row,
-    thinking_tokens,
-    with_score,
-)
+from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
 from posttrain.tasks.base import (
     STOPS,
     ContextFull,
@@ -118,9 +113,11 @@ def rollout_groups(
     if world.size == 1:
         return found
     place = {id(problem): n for n, problem in zip(own, given, strict=True)}
-    rows = [[place[id(g.problem)], g.role, list(map(rollout_row, g.rollouts))] for g in found]
+    rows = [
+        [place[id(g.problem)], g.role, list(map(_rollouts.rollout_row, g.rollouts))] for g in found
+    ]
     gathered = [row for rows in world.gather(rows) for row in rows]
-    return [group_of_rows(every[n], role, members) for n, role, members in gathered]
+    return [_rollouts.group_of_rows(every[n], role, members) for n, role, members in gathered]
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:

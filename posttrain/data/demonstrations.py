@@ -67,8 +67,8 @@ def from_task(
 def check_count(task: Teaching, level: int, count: int, split: str = "train") -> Sequence[Problem]:
     """The problems of a level, which must be as many as are asked for."""
     problems = task.problems(split, level)
-    enough = count <= len(problems)
-    require(enough, f"level {level} has {len(problems)} {split} problems, not {count}")
+    fine = count <= len(problems)
+    require(fine, f"level {level} has {len(problems)} {split} problems, not {count}")
     return problems
 
 

@@ -200,12 +200,7 @@ def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
 
 
 def read_set(
-    task: str,
-    data: str,
-    files: Sequence[str],
-    dataset: str,
-    config: str = "",
-    split: str = "train",
+    task: str, data: str, files: Sequence[str], dataset: str, config: str = "", split: str = "train"
 ) -> list[Row]:
     """The rows of the file `data`, or of the one in the folder `data` that is called one of `files`; else those of a split of the hub's
     `dataset`."""

@@ -50,11 +50,8 @@ def iterative_dpo(
     if not model:
         alone = not (data or reward or reward_model)
         require(alone, "iterative_dpo: data and rewards are for a real model: give one as model")
-        asked, compared = (
-            comparisons("comparisons", "previous dpo", PROMPTS),
-            versus("versus_sft", "dpo"),
-        )
-        one = [asked, learning(*settings), compared]
+        asked = comparisons("comparisons", "previous dpo", PROMPTS)
+        one = [asked, learning(*settings), versus("versus_sft", "dpo")]
         stages = [*beginning(size), *in_rounds(one, rounds, "sft", PROMPTS)]
         return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")
     require(bool(data), "iterative_dpo: give prompts as data, a JSONL file")

@@ -54,10 +54,14 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Body(BaseModel):
-    """What both kinds of completions take."""
+class Strict(BaseModel):
+    """What has no other keys, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Body(Strict):
+    """What both kinds of completions take."""
 
     model: str = ""  # that of the server where none is named
     max_tokens: int | None = Field(None, ge=1)
@@ -129,10 +133,8 @@ class TextBody(Body):
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class ScoreItem(BaseModel):
+class ScoreItem(Strict):
     """A prompt, as messages, text or ids, and an answer to it, as text or ids."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     messages: list[Any] = []
     prompt: str | list[Id] = ""
@@ -140,10 +142,8 @@ class ScoreItem(BaseModel):
     gold: str = ""  # the right answer, where a task's reward needs it
 
 
-class ScoreBody(BaseModel):
+class ScoreBody(Strict):
     """/v1/score."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = ""
     against: str = ""  # a model from which the KL is estimated

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from posttrain.errors import UserError
+from posttrain.errors import Count, Seed, UserError
 from posttrain.tasks._procedural import Procedural, require_split, stable_hash
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
 from posttrain.types import Message, Problem, Score, Segment
@@ -15,6 +16,7 @@ from posttrain.types import Message, Problem, Score, Segment
 INVALID = "invalid action"  # the outcome of an episode that the policy ended so
 
 
+@dataclass(frozen=True, kw_only=True)
 class Packaged(Task):
     """A problem is a seed: even ones are for training, odd ones held out; a game may have fewer starts than there are seeds. Episodes
     run in worker processes, so what the package does to its process (block, seed the global generator, crash) is done there."""
@@ -22,10 +24,10 @@ class Packaged(Task):
     name: ClassVar[str]
     module: ClassVar[str]  # what must be there to be imported, with `pip install 'posttrain[NAME]'`
 
-    train: int  # problems of each split
-    test: int
-    seed: int
-    max_turns: int  # of the policy, in an episode
+    max_turns: Count = 100  # of the policy, in an episode
+    train: Count = 10_000  # problems of each split
+    test: Count = 500
+    seed: Seed = 0
 
     @property
     def title(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, Whole, unknown
+from posttrain.errors import Whole, unknown
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout
@@ -52,10 +52,6 @@ class Gymnasium(Packaged):
     options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of gymnasium.make
     credit: Literal["end", "turn"] = "end"
     invalid: Whole = 1  # invalid actions that an episode may have
-    max_turns: Count = 100
-    train: Count = 10_000
-    test: Count = 500
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

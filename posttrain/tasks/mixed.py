@@ -11,8 +11,8 @@ from typing import Any
 from posttrain.errors import UserError, require
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
-from posttrain.tasks.base import Generate, Limits, Task
-from posttrain.types import Message, Problem, Rollout, Score
+from posttrain.tasks.base import Generate, Task
+from posttrain.types import Problem, Rollout, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,16 @@ class Source:
     name: str
     task: Task
     weight: int = 1
+
+
+def _of_source(name: str) -> Any:
+    """The method of the task that a problem came from."""
+
+    def method(self: Mixed, problem: Problem) -> Any:
+        source, own = self.source(problem)
+        return getattr(source.task, name)(own)
+
+    return method
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,11 @@ class Mixed(Task):
         known = ", ".join(source.name for source in self.sources)
         raise UserError(f"mixed: problem {problem.id} comes from none of {known}")
 
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        source, own = self.source(problem)
-        return source.task.prompt(own)
-
-    def demonstration(self, problem: Problem) -> str:
-        source, own = self.source(problem)
-        return source.task.demonstration(own)
+    prompt = _of_source("prompt")
+    demonstration = _of_source("demonstration")
+    limits = _of_source("limits")
+    isolates = _of_source("isolates")
+    isolates_run = _of_source("isolates_run")
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
         source, own = self.source(problem)
@@ -108,10 +116,6 @@ class Mixed(Task):
     def ready(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(line for source in self.sources for line in source.task.ready()))
 
-    def limits(self, problem: Problem) -> Limits:
-        source, own = self.source(problem)
-        return source.task.limits(own)
-
     def observation_roles(self, template: str) -> tuple[str, ...]:
         roles = (role for s in self.sources for role in s.task.observation_roles(template))
         return tuple(dict.fromkeys(roles))
@@ -126,14 +130,6 @@ class Mixed(Task):
     @property
     def isolated(self) -> bool:
         return any(source.task.isolated for source in self.sources)
-
-    def isolates(self, problem: Problem) -> bool:
-        source, own = self.source(problem)
-        return source.task.isolates(own)
-
-    def isolates_run(self, problem: Problem) -> bool:
-        source, own = self.source(problem)
-        return source.task.isolates_run(own)
 
     @property
     def seconds(self) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.request import urlopen
 
-from posttrain.errors import Count, Seed, Whole
+from posttrain.errors import Count, Whole
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.trust import active
@@ -44,10 +44,8 @@ class OpenEnv(Packaged):
     credit: Literal["end", "turn"] = "end"
     # actions that the server refuses, or that are no JSON, which an episode may have
     invalid: Whole = 1
+    _: KW_ONLY
     max_turns: Count = 16
-    train: Count = 10_000
-    test: Count = 500
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, unknown
+from posttrain.errors import Count, unknown
 from posttrain.tasks._packaged import INVALID, Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout, Score
@@ -41,10 +41,8 @@ class TextArena(Packaged):
     options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of textarena.make
     players: Count = 1  # of a game
     opponent: Literal["self", "random"] = "self"
+    _: KW_ONLY
     max_turns: Count = 50
-    train: Count = 10_000
-    test: Count = 500
-    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
