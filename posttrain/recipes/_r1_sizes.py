@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.recipes._sentences import SENTENCES, favourites
-from posttrain.recipes._toys import pretrained
+from posttrain.recipes._toys import GENTLE, pretrained
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
@@ -75,8 +75,8 @@ def nano(size: str) -> Scale:
             Data(task=ORDINARY, counts={0: 2000}, weight=0.35),
             Data(task=KIND, counts={0: 200}, weight=0.15),
         ),
-        begin=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
-        imitate=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+        begin=GENTLE,
+        imitate=GENTLE,
         fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
         reasoning_steps=80,
         final_steps=24,

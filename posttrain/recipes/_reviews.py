@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.recipes._toys import pretrained
+from posttrain.recipes._toys import GENTLE, pretrained
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
@@ -26,13 +26,7 @@ def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model that alignment starts from."""
     return [
         pretrained(size, PEOPLE),
-        SFTStage(
-            name="sft",
-            model="pretrain",
-            data=(KIND, ORDINARY),
-            steps=80,
-            optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
-        ),
+        SFTStage(name="sft", model="pretrain", data=(KIND, ORDINARY), steps=80, optimizer=GENTLE),
     ]
 
 

@@ -9,6 +9,8 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 
 RATE = Optimization(lr=3e-3, warmup=20, schedule="cosine")
+# of a model that has learned something before
+GENTLE = Optimization(lr=1e-3, warmup=10, schedule="cosine")
 # one- and two-digit sums of every kind, three-digit sums only where no digit carries into the next
 SUMS = (
     Data(task=Arithmetic(level=2), counts={1: 200, 2: 1000}),

@@ -68,13 +68,10 @@ def agent(
         task = ToolUse(alone, (Python(sandbox),), format="call", max_turns=turns)
         made = [pretrained(size, Data(task=alone, counts={1: 200, 2: 1000}))]
     first, before = model or "pretrain", "sft" if shown else model or "pretrain"
-    tokens = given(tokens, 320 if real else 24)
+    tokens, problems = given(tokens, 320 if real else 24), given(problems, 600 if real else 100)
+    greedy = Sampling(tokens, temperature=0.0)
     measured = EvaluateStage(
-        name="alone",
-        model=first,
-        task=alone,
-        problems=given(problems, 600 if real else 100),
-        sampling=Sampling(tokens, temperature=0.0),
+        name="alone", model=first, task=alone, problems=problems, sampling=greedy
     )
     stages = [
         *made,

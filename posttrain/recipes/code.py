@@ -59,16 +59,11 @@ def code(
         task = held_out = Programs(sandbox=sandbox, wall=wall)
         made = [imitating(size, Data(task=task, counts={0: 8000}), steps=600)]
     first, tokens = model or "sft", given(tokens, 384 if real else 48)
-    measured = EvaluateStage(
-        name="before",
-        model=first,
-        task=held_out,
-        problems=given(problems, 164 if real else 50),
-        samples=samples,
-        sampling=Sampling(tokens),
+    problems, greedy = given(problems, 164 if real else 50), Sampling(tokens, temperature=0.0)
+    once = EvaluateStage(
+        name="before_greedy", model=first, task=held_out, problems=problems, sampling=greedy
     )
-    alone = Sampling(tokens, temperature=0.0)
-    greedy = replace(measured, name="before_greedy", samples=1, sampling=alone)
+    measured = replace(once, name="before", samples=samples, sampling=Sampling(tokens))
     rl = RLStage(
         name="rl",
         model=first,
@@ -89,9 +84,7 @@ def code(
         evaluate_problems=100 if real else 50,
         checkpoint_every=0,
     )
-    after = (
-        replace(measured, name="after", model="rl"),
-        replace(greedy, name="after_greedy", model="rl"),
-    )
+    after = replace(measured, name="after", model="rl")
+    after_once = replace(once, name="after_greedy", model="rl")
     again = "posttrain run code model=DIR data=FOLDER device=cuda"
-    return Recipe((*made, measured, greedy, rl, *after), "before", "after", again)
+    return Recipe((*made, measured, once, rl, after, after_once), "before", "after", again)

@@ -77,14 +77,8 @@ def compared(
     problems: int,
 ) -> list[Stage]:
     """SFT on the teacher's samples and distillation on the student's own, from the same start, with what is measured of each."""
-    sampling = Sampling(tokens)
-    greedy = EvaluateStage(
-        name="before",
-        model=start,
-        task=task,
-        problems=problems,
-        sampling=replace(sampling, temperature=0.0),
-    )
+    sampling, alone = Sampling(tokens), Sampling(tokens, temperature=0.0)
+    greedy = EvaluateStage(name="before", model=start, task=task, problems=problems, sampling=alone)
     samples = SampleStage(
         name="samples",
         model=teacher,

@@ -51,12 +51,9 @@ def process(
       answer, or by `prm` for each step. `outcome_longer` has as many more steps as the completions of the labels would have paid for.
     """
     labels = _labels(solutions // 2, completions)
+    greedy = Sampling(TOKENS, temperature=0.0)
     measured = EvaluateStage(
-        name="before",
-        model="sft",
-        task=TASK,
-        problems=problems,
-        sampling=Sampling(TOKENS, temperature=0.0),
+        name="before", model="sft", task=TASK, problems=problems, sampling=greedy
     )
     outcome = _trained(steps, lr, problems)
     # two of a solution's three steps are completed

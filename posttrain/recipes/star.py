@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes._toys import GENTLE, SUMS, imitating
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
@@ -10,7 +10,6 @@ from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.hinted import Hinted
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 HINT = "{answer}="  # 47+85= becomes 47+85=132=
@@ -46,7 +45,7 @@ def star(
                     model="sft",
                     data=(Data(file="sample"),),
                     steps=steps,
-                    optimizer=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
+                    optimizer=GENTLE,
                 ),
             ],
             rounds,

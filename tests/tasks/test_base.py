@@ -1,0 +1,49 @@
+"""What a task has from its base: its fields are checked, and what it refuses begins with what it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from posttrain.errors import Share, UserError
+from posttrain.tasks.base import Task
+from posttrain.tasks.hinted import Hinted
+from posttrain.tasks.reviews import Reviews
+from posttrain.tasks.shop import Shop
+from posttrain.types import Problem, Score
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+class Plain(Task):
+    def problems(self, split: str, level: int | None = None) -> list[Problem]:
+        return []
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score(1.0)
+
+
+@dataclass(frozen=True)
+class Mine(Plain):
+    share: Share = 0.5
+
+
+@dataclass(frozen=True)
+class Typed(Plain):
+    price: Decimal | None = None  # a name that does not exist while the program runs
+
+
+def test_fields_are_checked_and_the_task_is_named() -> None:
+    with pytest.raises(UserError, match=r"^reviews: mood must be kind or any, not 'sad'"):
+        Reviews(mood="sad")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^Mine: share must be in \[0, 1\], not 2"):
+        Mine(share=2.0)
+    assert Typed().price is None, "a type that only a checker imports is left to it"
+
+
+def test_a_task_with_episodes_of_its_own_is_not_nested() -> None:
+    with pytest.raises(UserError, match="^hinted: the task has episodes of its own"):
+        Hinted(Shop())
