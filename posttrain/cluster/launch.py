@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine (`processes=N`), and ends all of them when one is failed.
+"""Starts the processes of a run on this machine (`processes=N`), and ends all of them when one has failed.
 
 Each is `python -m posttrain` with the same words and, in its environment, what torchrun would put there. The first one writes the run
 directory and prints. They find each other on a socket of the loopback interface that is open before they start, so that no port can be
@@ -25,7 +25,7 @@ from posttrain.errors import UserError
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG
 from posttrain.system.processes import HALVED, OUT_OF_MEMORY, PEER_FAILED, STARTED
-from posttrain.train.processes import SERVER_SOCKET
+from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
 COMMAND = (sys.executable, "-m", "posttrain")
 LOOPBACK = "127.0.0.1"
@@ -37,7 +37,8 @@ ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-SAID = (1, 2, 3, 130)  # exit codes of a process that has said why
+INTERRUPTED = 130
+SAID = (1, 2, 3, INTERRUPTED)  # exit codes of a process that has said why
 
 
 class Running(Protocol):
@@ -60,6 +61,7 @@ class Started:
     rank: int
     process: Running
     said: IO[bytes] | None = None
+    hangs: bool = False  # the others have waited for it as long as they may
 
     def text(self) -> str:
         if self.said is None:
@@ -70,11 +72,10 @@ class Started:
     def ended(self) -> str:
         """How it ended, in words."""
         code = self.process.returncode
-        return (
-            f"was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if self.hangs:
+            return f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
+        name = signal.Signals(-code).name if code < 0 else ""
+        return f"was ended by {name}" if name else f"ended with exit code {code}"
 
     def end(self) -> None:
         """End it, and what it has started."""
@@ -130,7 +131,8 @@ def run_group(
     words: Sequence[str], count: int, places: Places | None, shared: Mapping[str, str]
 ) -> tuple[list[Started], Started | None]:
     """Run them to their end; the processes, and the one that failed first."""
-    with server_socket(places.address if places else LOOPBACK) as server, forwarded() as started:
+    started: list[Started] = []
+    with server_socket(places.address if places else LOOPBACK) as server:
         try:
             for rank in range(count):
                 environment = variables(rank, count, server) | dict(shared)
@@ -140,7 +142,8 @@ def run_group(
                     started.append(_start(words, rank, environment | more, server))
                 else:
                     started.append(places.start(words, rank, environment))
-            return started, _wait(started)
+            with forwarded(started):
+                return started, _wait(started)
         finally:
             for one in started:
                 one.end()
@@ -162,9 +165,8 @@ def server_socket(address: str) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def forwarded() -> Iterator[list[Started]]:
-    """A list of processes to which Ctrl-C and SIGTERM are passed on: each decides when to stop."""
-    started: list[Started] = []
+def forwarded(started: Sequence[Started]) -> Iterator[None]:
+    """While this lasts, Ctrl-C and SIGTERM are passed on to the processes: each decides when to stop."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         for one in started:
@@ -174,7 +176,7 @@ def forwarded() -> Iterator[list[Started]]:
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handler) for number in numbers]
     try:
-        yield started
+        yield
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
@@ -227,13 +229,13 @@ def _wait(started: Sequence[Started]) -> Started | None:
         if not alive:
             break
         time.sleep(POLL)
-    # the first process may end as it should, in the middle of a run: it waits for people, and the others noticed its end
-    ended_well = (
-        failed is not None
-        and failed.process.returncode == PEER_FAILED
-        and started[0].process.returncode == 0
-    )
-    return None if ended_well else failed
+    if failed is None or failed.process.returncode != PEER_FAILED:
+        return failed
+    if started[0].process.returncode == 0:
+        return None  # as it should, in the middle of a run: it waits for people, and the others noticed its end
+    for one in (one for one in started if one.process.poll() is None):
+        one.hangs, failed = True, one
+    return failed
 
 
 def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
@@ -245,6 +247,9 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     write_text(failed.text(), sys.stderr)
     if code in SAID[1:]:
         return code
+    if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could do more than end
+        write_text("posttrain: interrupted\n", sys.stderr)
+        return INTERRUPTED
     text = f"process {failed.rank} of {len(started)} {failed.ended()}; the others were stopped"
     if (directory / CONFIG).is_file():
         text += f"; continue with: posttrain resume {directory}"

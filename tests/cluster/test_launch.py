@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ while len([n for n in os.listdir(sys.argv[1]) if n.startswith("pid-")]) < int(os
 exec(sys.argv[2 + int(os.environ["RANK"])])
 """
 WAIT = "time.sleep(600)"
+ENDED_BY_SIGINT = "import signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)"
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,14 @@ def alive(folder: Path) -> list[int]:
             1,
             "posttrain: process 1 of 2 was ended by SIGSEGV",
         ),
+        # nor is one that waited for another in vain
+        (
+            [f"sys.exit({PEER_FAILED})", WAIT],
+            1,
+            "posttrain: process 1 of 2 does not answer (the others wait for 1800 s",
+        ),
+        # Ctrl-C before a process can do more than end
+        ([ENDED_BY_SIGINT, WAIT], 130, "posttrain: interrupted\n"),
         ([WAIT, "sys.exit('out of memory')"], 1, "out of memory\nposttrain: process 1 of 2 ended with exit code 1"),
         # the first ends in the middle, to wait for people; the others notice
         (["pass", f"time.sleep(0.2); sys.exit({PEER_FAILED})"], 0, ""),
@@ -163,6 +173,22 @@ def test_a_signal_is_passed_on_to_all(tmp_path: Path) -> None:
     ask = catch + "time.sleep(0.5); os.kill(os.getppid(), 15); "
     assert launcher.launch([str(tmp_path), catch + WAIT, ask + WAIT], 2, tmp_path) == 130
     assert not alive(tmp_path)
+
+
+def test_a_signal_while_they_are_started_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[launcher.Started] = []
+    start = launcher._start
+
+    def interrupted(*given: Any) -> launcher.Started:
+        started.append(start(*given))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(launcher, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch([str(tmp_path), "pass", "pass"], 2, tmp_path)
+    assert len(started) == 1
+    started[0].end()
 
 
 @pytest.mark.parametrize(
