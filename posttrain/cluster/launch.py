@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -37,6 +37,8 @@ ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+LOST = "was lost with its node or its actor"
+HANGS = f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
 INTERRUPTED = 130
 SAID = (1, 2, 3, INTERRUPTED)  # exit codes of a process that has said why
 
@@ -61,7 +63,7 @@ class Started:
     rank: int
     process: Running
     said: IO[bytes] | None = None
-    hangs: bool = False  # the others have waited for it as long as they may
+    fate: str = ""  # how it ended, where its exit code does not say it
 
     def text(self) -> str:
         if self.said is None:
@@ -72,10 +74,12 @@ class Started:
     def ended(self) -> str:
         """How it ended, in words."""
         code = self.process.returncode
-        if self.hangs:
-            return f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
-        name = signal.Signals(-code).name if code < 0 else ""
-        return f"was ended by {name}" if name else f"ended with exit code {code}"
+        name = f"was ended by {signal.Signals(-code).name}" if code < 0 and not self.fate else ""
+        return self.fate or name or f"ended with exit code {code}"
+
+    def gone(self) -> bool:
+        """Whether it was lost with its node."""
+        return False
 
     def end(self) -> None:
         """End it, and what it has started."""
@@ -94,16 +98,37 @@ class Places(Protocol):
 
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
 
+    def __enter__(self) -> Places: ...
 
-def launch(words: Sequence[str], count: int, directory: Path) -> int:
+    def __exit__(self, *error: object) -> None: ...
+
+
+def launch(
+    words: Sequence[str],
+    count: int,
+    directory: Path,
+    places: Callable[[int], Places] | None = None,
+    shrinks: bool = False,
+) -> int:
     """Run `posttrain WORDS` in `count` processes; the exit code of the run. Where one runs out of memory while the others wait for it,
-    all are started again, once, from the last checkpoint and with half the token budget."""
+    all are started again, once, from the last checkpoint and with half the token budget. `places` are where they are started; where
+    some are lost with their nodes and the group `shrinks`, it goes on from the last checkpoint with the processes that are left."""
     more: dict[str, str] = {}
     while True:
-        started, failed = run_group(words, count, None, more)
-        if failed is None or not out_of_memory(started, more):
-            return 0 if failed is None else report(failed, started, directory)
-        words = resumed(words, directory)
+        with places(count) if places else nullcontext() as found:
+            started, failed = run_group(words, count, found, more)
+        if failed is None:
+            return 0
+        lost = [one for one in started if one.fate == LOST]
+        if out_of_memory(started, more):
+            words = resumed(words, directory)
+        elif lost and shrinks:
+            count -= len(lost)
+            text = f"{len(lost)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
+            write_text(f"posttrain: {text}\n", sys.stderr)
+            words = resumed(words, directory, f"processes={count}")
+        else:
+            return report(failed, started, directory)
 
 
 def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
@@ -229,12 +254,17 @@ def _wait(started: Sequence[Started]) -> Started | None:
         if not alive:
             break
         time.sleep(POLL)
-    if failed is None or failed.process.returncode != PEER_FAILED:
-        return failed
+    if failed is None:
+        return None
+    lost = [one for one in started if one.gone()]
+    for one in lost:
+        one.fate = LOST
+    if lost or failed.process.returncode != PEER_FAILED:
+        return lost[0] if lost else failed
     if started[0].process.returncode == 0:
         return None  # as it should, in the middle of a run: it waits for people, and the others noticed its end
     for one in (one for one in started if one.process.poll() is None):
-        one.hangs, failed = True, one
+        one.fate, failed = HANGS, one
     return failed
 
 

@@ -162,10 +162,6 @@ def _synchronize(memory: Tensor) -> None:
         torch.cuda.synchronize(memory.device)
 
 
-def tensor_hash(tensor: Tensor) -> int:
-    return hashes({"": tensor})[""]
-
-
 def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Of each tensor an integer that differs where a bit does, or where two elements are exchanged; not a hash against intent.
 

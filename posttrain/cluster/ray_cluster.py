@@ -7,7 +7,6 @@ what it has started ends with the actor, also where that is killed.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -25,18 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cluster import placement
-from posttrain.cluster.launch import (
-    COMMAND,
-    LOOPBACK,
-    Started,
-    out_of_memory,
-    report,
-    resumed,
-    run_group,
-)
+from posttrain.cluster.launch import COMMAND, LOOPBACK, Started, launch
 from posttrain.cluster.placement import LOCAL, Placement, Resources, shortage
 from posttrain.errors import UserError, require
-from posttrain.runs.console import write_text
 from posttrain.system import machine
 from posttrain.system.processes import STARTED, write_all
 
@@ -58,13 +48,7 @@ SETTINGS = {
 }
 PASSED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "POSTTRAIN_WAIT", "PYTHONPATH", "HF_HUB_OFFLINE")
 # run apart and ended after ANSWER: a client waits without a limit for a port that accepts and says nothing
-PROBE = """
-import json, sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-print("nodes " + json.dumps([[n["NodeManagerAddress"], n["Resources"]] for n in ray.nodes() if n["Alive"]]))
-"""
-
-
+PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')"
 MARK = "POSTTRAIN_CLUSTER"  # in the environment of what belongs to a cluster of this machine: its folder
 # Ends a cluster of this machine when the process that started it has ended, however, and removes its folder: some of Ray's processes
 # would stay for a minute. Those that have overwritten their environment with a title have a file of the folder open.
@@ -139,23 +123,26 @@ class Cluster:
         given = os.environ.get(ADDRESS, "")
         address = given or self.settings.address
         os.environ.update({k: os.environ.get(k, v) for k, v in SETTINGS.items()})
-        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        where: dict[str, Any] = {"address": address}
         if address == LOCAL:
             own_token()
-            folder = self._keep()
-            ray, cpus = load_ray(), sum(one.cpus for one in self.settings.bundles)
-            more = {"include_dashboard": False, "_node_ip_address": LOOPBACK, "_temp_dir": folder}
             # CPUs are counted, not given: processes share the cores as `processes=N` does
-            size = {"num_cpus": max(machine.cores(), int(cpus) + 1), "object_store_memory": STORE}
-            self._start(ray, **quiet, **more, **size)
+            cpus = int(sum(one.cpus for one in self.settings.bundles)) + 1
+            where = {"address": "local", "num_cpus": max(machine.cores(), cpus)}
+            where |= {"include_dashboard": False, "object_store_memory": STORE}
+            where |= {"_node_ip_address": LOOPBACK, "_temp_dir": self._keep()}
         else:
-            nodes = probe(address)
-            lacking = shortage([room for _, room in nodes], self.settings.bundles)
-            require(bool(given) or not lacking, f"cluster={address}: {lacking}")
-            self._start(load_ray(), address=address, **quiet)
+            probe(address)
+        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        ray = load_ray()
+        try:
+            ray.init(**where, **quiet)
+        except (RuntimeError, ValueError, OSError, ConnectionError) as error:
+            raise UserError(f"cluster={address}: {one_line(error)[:300]}") from None
         self.connected = True
-        lacking = shortage([room for _, room in self.nodes()], self.settings.bundles)
-        if lacking and not given:
+        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [Resources(one.get("CPU", 0.0), one.get("GPU", 0.0)) for one in found]
+        if not given and (lacking := shortage(nodes, self.settings.bundles)):
             self.close()
             raise UserError(f"cluster={address}: {lacking}")
 
@@ -174,27 +161,6 @@ class Cluster:
         )
         return folder
 
-    def _start(self, ray: Any, **given: Any) -> None:
-        try:
-            ray.init(**given)
-        except (RuntimeError, ValueError, OSError, ConnectionError) as error:
-            text = " ".join(str(error).split())[:300]
-            raise UserError(f"cluster={self.settings.address}: {text}") from None
-
-    @property
-    def address(self) -> str:
-        """For other processes of the run."""
-        return str(load_ray().get_runtime_context().gcs_address)
-
-    def here(self) -> str:
-        """The address of this node, by which others reach it."""
-        return str(load_ray().util.get_node_ip_address())
-
-    def nodes(self) -> list[tuple[str, Resources]]:
-        return [
-            _node(n["NodeManagerAddress"], n["Resources"]) for n in load_ray().nodes() if n["Alive"]
-        ]
-
     def places(self, resources: Resources, count: int) -> tuple[list[Any], Any]:
         """Hosts of `count` processes that have what they ask for, the first on this node; and the group of their places."""
         ray = load_ray()
@@ -202,11 +168,11 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.connect()
-        bundles = [_bundle(resources) for _ in range(count)]
+        bundle = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         strategy = "SPREAD" if self.settings.spread else "PACK"
         group = placement_group(
-            bundles, strategy, bundle_label_selector=[here, *({} for _ in bundles[1:])]
+            [bundle] * count, strategy, bundle_label_selector=[here] + [{}] * (count - 1)
         )
         require(group.wait(ANSWER), self._no_place(resources, count))
         places = [PlacementGroupSchedulingStrategy(group, number) for number in range(count)]
@@ -246,7 +212,7 @@ class Cluster:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(self._no_place(resources, len(hosts))) from None
         except ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())
+            text = one_line(error)
             kind = NodeDied if "node has died" in text else UserError
             where = f"cluster={self.settings.address}"
             raise kind(f"{where}: a node cannot run posttrain: {text[-300:]}") from None
@@ -269,8 +235,8 @@ def own_token() -> None:
     path.chmod(0o600)
 
 
-def probe(address: str) -> list[tuple[str, Resources]]:
-    """The nodes of a cluster that runs already; one line where it does not answer, or is of another version."""
+def probe(address: str) -> None:
+    """Refuse a cluster that does not answer, or is of another version, in one line."""
     found = placement.check_address(address)
     assert found is not None
     advice = "look at 'ray status' there, or start one with 'ray start --head'"
@@ -286,27 +252,19 @@ def probe(address: str) -> list[tuple[str, Resources]]:
     except subprocess.TimeoutExpired:
         text = f"cluster={address}: something listens there and is no cluster of Ray"
         raise UserError(f"{text} that answers within {ANSWER:g} s; {advice}") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("nodes ")]
-    if not lines:
-        said = [line for line in done.stderr.splitlines() if line.strip()][-12:]
-        text = " ".join(" ".join(said).split())[-300:]
-        raise UserError(f"cluster={address} refused this process: {text}")
-    return [_node(*row) for row in json.loads(lines[-1].removeprefix("nodes "))]
+    said = one_line(done.stderr)[-300:]
+    require(done.returncode == 0, f"cluster={address} refused this process: {said}")
 
 
-def _node(address: str, resources: Mapping[str, float]) -> tuple[str, Resources]:
-    return address, Resources(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
 
 
-def _bundle(resources: Resources) -> dict[str, float]:
-    return {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
-
-
-def interface(address: str) -> str:
-    """The network interface that has an address, by which gloo and NCCL are told where to listen; "" where none has.
+def interface(address: str) -> dict[str, str]:
+    """What tells gloo and NCCL to listen on the network interface that has an address; nothing where none has.
 
     >>> interface("127.0.0.1")
-    'lo'
+    {'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': 'lo'}
     """
     import fcntl  # not on Windows, where this file is imported too
 
@@ -315,8 +273,8 @@ def interface(address: str) -> str:
             with suppress(OSError):  # one without an address
                 found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
+                    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
 
 
 class Host:
@@ -335,28 +293,24 @@ class Host:
         """The GPUs that Ray gave to it."""
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    def run(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> int:
+    def run(self, words: Sequence[str], environment: dict[str, str], folder: str) -> int:
         """Start `posttrain WORDS` as one process of several; its process id."""
         require(
             os.path.isdir(folder),
             f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share",
         )
-        self._start([*COMMAND, *words], environment, folder)
-        assert self.process is not None
-        return self.process.pid
+        return self._start([*COMMAND, *words], environment, folder)
 
     def _start(
         self,
         command: Sequence[str],
-        more: Mapping[str, str],
+        more: dict[str, str],
         folder: str | None = None,
         handles: Sequence[int] = (),
-    ) -> None:
-        name = interface(self.about()[0])
-        own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    ) -> int:
         self.process = subprocess.Popen(
             command,
-            env=os.environ | own | dict(more) | {STARTED: str(os.getpid())},
+            env=os.environ | interface(self.about()[0]) | more | {STARTED: str(os.getpid())},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self.said,
@@ -364,6 +318,7 @@ class Host:
             pass_fds=handles,
             process_group=0,
         )
+        return self.process.pid
 
     def sample(self, settings: Mapping[str, Any], size: int) -> int:
         """Start a process that samples, see cluster/worker.py; its process id."""
@@ -374,12 +329,11 @@ class Host:
         theirs, self.into = os.pipe()
         self.out, ours = os.pipe()
         command = [sys.executable, "-m", "posttrain.cluster.worker", str(theirs), str(ours)]
-        self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
+        pid = self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
         os.close(theirs)
         os.close(ours)
         self.put(to_line((settings, self.buckets.describe())))
-        assert self.process is not None
-        return self.process.pid
+        return pid
 
     def put(self, line: bytes) -> None:
         """Pass a message on."""
@@ -453,10 +407,13 @@ class StartedElsewhere(Started):
     def text(self) -> str:
         return self.process.said
 
-    def ended(self) -> str:
-        if self.process.returncode == FAILED:
-            return "was lost with its node or its actor"
-        return super().ended()
+    def gone(self) -> bool:
+        """Of one that runs, the actor answers where its node does."""
+        ray, process = load_ray(), self.process
+        with suppress(ray.exceptions.RayError):
+            alive = process.poll() is None and ray.get(process.host.about.remote(), timeout=ANSWER)
+            return not alive and process.returncode == FAILED
+        return True
 
     def end(self) -> None:
         load_ray().kill(self.process.host)
@@ -468,15 +425,15 @@ class Ranks:
     def __init__(self, cluster: Cluster, count: int):
         self.cluster = cluster
         self.hosts, self.group = cluster.places(cluster.settings.rank, count)
-        self.address = cluster.here()
-        self.shared = {ADDRESS: cluster.address}
+        ray = load_ray()
+        self.address = str(ray.util.get_node_ip_address())
+        self.shared = {ADDRESS: str(ray.get_runtime_context().gcs_address)}
         self.shared |= {name: os.environ[name] for name in PASSED if name in os.environ}
 
     def variables(self) -> dict[str, str]:
-        ray, name = load_ray(), interface(self.address)
-        gpus = ray.get(self.hosts[0].visible.remote(), timeout=ANSWER)
-        own = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
-        return own | self.shared | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        gpus = load_ray().get(self.hosts[0].visible.remote(), timeout=ANSWER)
+        visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        return interface(self.address) | self.shared | visible
 
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started:
         ray, host = load_ray(), self.hosts[rank]
@@ -486,11 +443,14 @@ class Ranks:
         except ray.exceptions.RayTaskError as error:
             raise UserError(str(error.cause)) from None
         except ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())[:200]
-            raise UserError(f"process {rank} could not be started on its node: {text}") from None
+            text = f"process {rank} could not be started on its node: {one_line(error)[:200]}"
+            raise UserError(text) from None
         return StartedElsewhere(rank, NodeProcess(host, pid))
 
-    def close(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         from ray.util.placement_group import remove_placement_group
 
         for host in self.hosts:
@@ -499,27 +459,10 @@ class Ranks:
 
 
 def launch_ranks(words: Sequence[str], settings: Placement, directory: Path) -> int:
-    """Run `posttrain WORDS` as several processes on the nodes of a cluster; its exit code. Where a node is lost and the group is to
-    shrink, the run goes on from its last checkpoint with the processes that are left."""
-    more: dict[str, str] = {}
+    """Run `posttrain WORDS` as several processes on the nodes of a cluster; its exit code."""
+    shrinks = settings.on_failed_node == "shrink"
     with Cluster(settings) as cluster:
-        count = settings.ranks
-        while True:
-            ranks = Ranks(cluster, count)
-            started, failed = run_group(words, count, ranks, more)
-            ranks.close()
-            if failed is None:
-                return 0
-            if out_of_memory(started, more):
-                words = resumed(words, directory)
-                continue
-            failures = [one for one in started if one.process.poll() == FAILED]
-            if not failures or settings.on_failed_node == "stop":
-                return report(failures[0] if failures else failed, started, directory)
-            count -= len(failures)
-            text = f"{len(failures)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
-            write_text(f"posttrain: {text}\n", sys.stderr)
-            words = resumed(words, directory, f"processes={count}")
+        return launch(words, settings.ranks, directory, lambda n: Ranks(cluster, n), shrinks)
 
 
 def _methods(ray: Any) -> type:

@@ -7,15 +7,21 @@ goes on with those that are left, or the run ends, as `on_failed_node` says.
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray
-from posttrain.cluster.remote import HUNG, RemoteSampler, WorkerProcess, worker_settings
+from posttrain.cluster.launch import LOST
+from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray, one_line
+from posttrain.cluster.remote import (
+    HUNG,
+    RemoteSampler,
+    WorkerProcess,
+    how_it_ended,
+    worker_settings,
+)
 from posttrain.engine.fp8 import AS_TRAINED, Precision
 from posttrain.errors import UserError
 from posttrain.events import Events
@@ -26,29 +32,13 @@ from posttrain.types import JSON
 TAKE = 5.0  # seconds that an actor waits for something to pass on
 
 
-class Place:
-    """The actor of a process, in the place of the process itself."""
-
-    def __init__(self, host: Any):
-        self.host, self.code = host, None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def wait(self, timeout: float) -> None:
-        """It is ended by `kill`, with its actor."""
-
-    def kill(self) -> None:
-        ray: Any = load_ray()
-        if ray.is_initialized():  # else all of them have ended with the connection
-            ray.kill(self.host)
-
-
 @dataclass(eq=False, kw_only=True)
 class RayWorker(WorkerProcess):
-    """A process on a node."""
+    """A process on a node, and the actor that has started it."""
 
-    process: Any
+    host: Any
+    process: Any = None  # the actor has both
+    said: Any = None
     filled: int = 0  # buckets of this publish that it was sent
 
     @property
@@ -58,11 +48,19 @@ class RayWorker(WorkerProcess):
     def reason(self) -> str:
         ray: Any = load_ray()
         try:
-            code, text = ray.get(self.process.host.ended.remote(), timeout=ANSWER)
+            code, text = ray.get(self.host.ended.remote(), timeout=ANSWER)
         except ray.exceptions.RayError:
-            return "was lost with its node or its actor"
-        lines = text.strip().splitlines()
-        return f"ended with exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
+            return LOST
+        return how_it_ended(code, text)
+
+    def exit_code(self) -> None:
+        """Not known before `reason` asks for it."""
+
+    def end(self) -> None:
+        os.close(self.out)
+        ray: Any = load_ray()
+        if ray.is_initialized():  # else all of them have ended with the connection
+            ray.kill(self.host)
 
     def hangs(self) -> bool:
         """Ray notices the end of an actor; what is alive and says nothing is given the longest time."""
@@ -99,19 +97,16 @@ class RaySampler(RemoteSampler):
                 host.sample.remote(asdict(self.settings), self.buckets.size), timeout=ANSWER
             )
         except ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())[-200:]
-            raise UserError(
-                f"the sampler's process {number} could not be started: {text}"
-            ) from None
+            text = f"the sampler's process {number} could not be started: {one_line(error)[-200:]}"
+            raise UserError(text) from None
         out, ours = os.pipe()
         relay = threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True)
         relay.start()
-        place, said = Place(host), io.BytesIO()
-        return RayWorker(pid=pid, into=-1, out=out, number=number, process=place, said=said)
+        return RayWorker(pid=pid, into=-1, out=out, number=number, host=host)
 
     def _write(self, worker: WorkerProcess, message: JSON) -> None:
         assert isinstance(worker, RayWorker)
-        host = worker.process.host
+        host = worker.host
         worker.last_reply = time.monotonic()
         if message[0] == "publish":
             worker.filled, self.put = 0, (-1, None)
@@ -129,7 +124,7 @@ class RaySampler(RemoteSampler):
                 memory = self.buckets.memory[number % len(self.buckets.memory)]
                 self.put = (number, ray.put(memory.cpu().numpy()))
             except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-                text = " ".join(str(error).split())[:160]
+                text = one_line(error)[:160]
                 size = f"{self.buckets.size >> 20} MiB of weights"
                 advice = "give it more (ray start --object-store-memory), or end what fills it, and resume"
                 raise UserError(

@@ -154,10 +154,19 @@ class WorkerProcess(PipedProcess):
     def reason(self) -> str:
         """How it ended, in its own words where it left some."""
         self.said.seek(0)
-        lines = self.said.read().decode(errors="replace").strip().splitlines()
-        code = self.exit_code()
-        ended = "does not answer" if code is None else f"ended with exit code {code}"
-        return f"{ended}: {lines[-1][:300]}" if lines else ended
+        return how_it_ended(self.exit_code(), self.said.read().decode(errors="replace"))
+
+    def end(self) -> None:
+        """End it and close its pipes."""
+        for handle in (self.into, self.out):
+            with suppress(OSError):
+                os.close(handle)
+        if not self.gone:
+            with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
+                self.process.wait(ENDING)
+        self.process.kill()
+        self.process.wait(ENDING)
+        self.said.close()
 
     def hangs(self) -> bool:
         return min(self.idle(), self.quiet()) > SILENCE or self.quiet() > HUNG
@@ -211,7 +220,8 @@ class RemoteSampler:
 
     def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
         if self.queued:
-            self._ready()
+            if self.version is None:
+                self.publish(0)
             self._send_requests()
         busy = any(worker.open for worker in self.workers)
         if busy and not self.finished:
@@ -262,10 +272,6 @@ class RemoteSampler:
         for session in sessions:
             del self.sessions[session]
             self.first_turns.pop(session, None)
-
-    def _ready(self) -> None:
-        if self.version is None:
-            self.publish(0)
 
     def _start(self, number: int) -> WorkerProcess:
         """A new process, which is told its settings; it makes its sampler while this one goes on."""
@@ -425,7 +431,7 @@ class RemoteSampler:
             require(fine, f"{gone[0].name} {gone[0].reason()} ({self.deaths} in a row)")
             for worker in gone:
                 left = [request for _, request in worker.open.values()]
-                _end(worker)
+                worker.end()
                 lost = Statistics(failed_workers=1, recomputed=sum(len(r.ids) for r in left))
                 self.past += worker.statistics + lost
                 for session in self.sessions.values():
@@ -469,21 +475,14 @@ def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
         return head_logits(hidden_PH, policy.head).log_softmax(-1)
 
 
-def _end(worker: WorkerProcess) -> None:
-    """End a process and close its pipes."""
-    for handle in (worker.into, worker.out):
-        with suppress(OSError):
-            os.close(handle)
-    if not worker.gone:
-        with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
-            worker.process.wait(ENDING)
-    worker.process.kill()
-    worker.process.wait(ENDING)
-    worker.said.close()
+def how_it_ended(code: int | None, text: str) -> str:
+    ended = "does not answer" if code is None else f"ended with exit code {code}"
+    lines = text.strip().splitlines()
+    return f"{ended}: {lines[-1][:300]}" if lines else ended
 
 
 def _end_all(workers: list[WorkerProcess], buckets: Buckets) -> None:
     for worker in workers:
-        _end(worker)
+        worker.end()
     workers.clear()
     buckets.close()

@@ -1,4 +1,4 @@
-"""A sampler as a worker: in a process of its own, whose program this module is, or in an actor of Ray.
+"""A sampler in a process of its own, whose program this module is.
 
 It makes its sampler from settings that JSON can carry, without weights: those come by `publish`, so that it needs no files of the
 trainer. Where vLLM samples, this runs in the Python that has it, so nothing here imports more of posttrain than that has packages for.
@@ -52,8 +52,8 @@ class WorkerSettings:
 
 
 class SamplerWorker:
-    """Holds a sampler. `publish` returns a receipt, and has the sampler answer the prompts of a probe: `poll` gives these completions
-    back too, with negative sessions, for `Receipts.probe`."""
+    """Holds a sampler, and has it answer the prompts of a probe: `poll` gives these completions back too, with negative sessions, for
+    `Receipts.probe`."""
 
     def __init__(self, settings: WorkerSettings):
         self.vocabulary = settings.vocabulary
@@ -61,10 +61,6 @@ class SamplerWorker:
         self.open: set[tuple[int, int]] = set()  # sessions and turns
         self.probed = Statistics()
         self.found: list[tuple[Request, Completion]] = []
-
-    @property
-    def capacity(self) -> int:
-        return int(self.sampler.capacity)
 
     @property
     def busy(self) -> bool:
@@ -96,12 +92,6 @@ class SamplerWorker:
         self.open = {key for key in self.open if key[0] not in sessions}
         self.found = [pair for pair in self.found if pair[0].session not in sessions]
 
-    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take new weights, and answer the probe."""
-        receipt = self.load(version, weights)
-        self.probe()
-        return receipt
-
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
         """Take new weights; the receipt is read off what the sampler then samples with."""
         from posttrain.cluster.publish import Receipt, hashes
@@ -130,12 +120,6 @@ class SamplerWorker:
         while idle and self.open:
             self.found += self.sampler.poll()
             self.open -= {(r.session, r.turn) for r, _ in self.found}
-
-    def release(self) -> None:
-        self.sampler.release()
-
-    def close(self) -> None:
-        self.sampler.close()
 
 
 def make_sampler(settings: WorkerSettings) -> tuple[Any, ReadWeights]:
@@ -196,13 +180,20 @@ def serve(channel: Channel) -> None:
         channel.receive()
         seen += 1
 
+    def reply() -> None:
+        nonlocal finished, sent
+        completed = encode_completions(finished)
+        channel.send("reply", seen, astuple(worker.statistics), completed)
+        finished, sent = [], time.monotonic()
+
     while True:
         while not worker.busy or channel.ready():
             what, *about = channel.receive()
             seen += 1
             if what == "submit":
                 worker.submit(decode_requests(about[0]))
-            elif what == "cancel":
+                continue
+            if what == "cancel":
                 worker.cancel(about[0])
             elif what == "publish":
                 from posttrain.cluster.publish import opened, unpack
@@ -214,17 +205,12 @@ def serve(channel: Channel) -> None:
                 worker.probe()
                 finished += worker.poll() if worker.found else []
             elif what == "release":
-                worker.release()
-            if what != "submit":
-                completed = encode_completions(finished)
-                channel.send("reply", seen, astuple(worker.statistics), completed)
-                finished, sent = [], time.monotonic()
+                worker.sampler.release()
+            reply()
         finished += worker.poll()
         late = time.monotonic() - sent
         if late > HEARTBEAT or (finished and (late > REPLY_SECONDS or not worker.busy)):
-            completed = encode_completions(finished)
-            channel.send("reply", seen, astuple(worker.statistics), completed)
-            finished, sent = [], time.monotonic()
+            reply()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,43 @@ def test_a_run_with_sharded_weights_that_runs_out_of_memory_goes_on_with_half_th
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["attempt"] for line in lines} == {1, 2}, "the steps before it were kept"
+
+
+class Nodes:
+    """Places for the processes on this machine; the node of the second process of three dies with it."""
+
+    address = "127.0.0.1"
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def variables(self) -> dict[str, str]:
+        return {}
+
+    def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> launcher.Started:
+        with socket.socket() as server:
+            started = launcher._start(words, rank, environment, server)
+        started.gone = lambda: started.process.poll() == -9  # type: ignore[method-assign]
+        return started
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_only_processes_of_a_lost_node_are_left_out(shrinks: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The third process waits, and is ended with the others: it is not lost."""
+    counts: list[int] = []
+
+    def places(count: int) -> Nodes:
+        counts.append(count)
+        return Nodes()
+
+    three = "if os.environ['WORLD_SIZE'] == '3': "
+    does = [f"{three}sys.exit({PEER_FAILED})", f"{three}os.kill(os.getpid(), 9)", WAIT]
+    code = launcher.launch([str(tmp_path), *does], 3, tmp_path / "run", places, shrinks)
+    assert (code, counts) == ((0, [3, 2]) if shrinks else (1, [3]))
+    line = "1 process(es) were lost with their nodes; going on with 2" if shrinks else "process 1 of 3 was lost with its node"
+    assert capfd.readouterr().err.startswith(f"posttrain: {line}") and not alive(tmp_path)
 
 
 def test_the_line_names_what_to_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

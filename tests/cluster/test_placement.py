@@ -170,6 +170,28 @@ def test_a_place_on_a_node_that_fails_is_taken_elsewhere(deaths: int, fine: bool
     assert len(asked) == 3
 
 
+@pytest.mark.parametrize(
+    ("ended", "answers", "lost"),
+    [(None, True, False), (None, False, True), (ray_cluster.FAILED, False, True), (9, False, False)],
+)
+def test_a_process_is_lost_where_its_actor_is(
+    ended: int | None, answers: bool, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs, or that is about to be ended with the others, is not."""
+
+    def get(asked: object, timeout: float) -> object:
+        return ("10.0.0.6", {}) if answers else fail()
+
+    def fail() -> None:
+        raise Full("the actor is unavailable")
+
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda: fake_ray(get=get, wait=lambda *_, timeout: ([], [])))
+    remote = SimpleNamespace(remote=lambda: None)
+    process = ray_cluster.NodeProcess(SimpleNamespace(about=remote, wait=remote), 1)
+    process.returncode = ended
+    assert ray_cluster.StartedElsewhere(1, process).gone() is lost
+
+
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(UserError, match=r"Ray is not installed; install posttrain\[ray\]"):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from posttrain.cluster import remote as remote_module
-from posttrain.cluster.publish import Buckets, hashes, tensor_hash
+from posttrain.cluster.publish import Buckets, hashes
 from posttrain.cluster.remote import RemoteSampler, worker_settings
 from posttrain.engine.engine import Engine
 from posttrain.errors import GuardStop
@@ -43,7 +43,7 @@ def finished(sampler: Sampler, count: int) -> dict[int, Completion]:
 
 def test_the_hash_on_the_device_is_that_of_the_cpu() -> None:
     weights = dict(make_policy(0).model.named_parameters())
-    assert hashes(weights) == {name: int(tensor_hash(weight.cpu())) for name, weight in weights.items()}
+    assert hashes(weights) == hashes({name: weight.cpu() for name, weight in weights.items()})
 
 
 def test_weights_go_by_cuda_ipc_and_what_is_sampled_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
