@@ -25,7 +25,7 @@ from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
 from posttrain.episodes import Seconds, _Episodes
-from posttrain.errors import PeerFailed
+from posttrain.errors import GuardStop
 from posttrain.system.world import current
 from posttrain.tasks._rollouts import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
@@ -130,13 +130,11 @@ class Producer:
         if self.error is not None:
             raise self.error
         if not self.thread.is_alive():
-            raise PeerFailed("the thread that generates has ended")
+            raise GuardStop("the thread that generates has ended")
         silent = time.monotonic() - self.active if self.tasks else 0.0
         if silent > self.longest_wait:
             where = f"the sampler has finished nothing for {silent:.0f} s, and groups wait for it"
-            raise PeerFailed(
-                f"{where}; resume the run, or allow more with POSTTRAIN_WAIT (seconds)"
-            )
+            raise GuardStop(f"{where}; resume the run, or allow more with POSTTRAIN_WAIT (seconds)")
 
     def _soon(self, what: Callable[..., None], *given: Any) -> None:
         if not self.loop.is_closed():  # else `_check` says why

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import Checked, Count, UserError, Whole, require, unknown
 
 # of the peak FLOP/s in training: dense models, mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
@@ -119,27 +119,24 @@ def named_shape(name: str) -> Shape:
     return Shape(weights, active, layers, hidden, key_width(text), int(text.vocab_size))
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+@dataclass(frozen=True)
+class Work(Checked):
     """One step: what is sampled and trained on, and by which models."""
 
     algorithm: str = "grpo"
-    prompts: int = 512
-    group: int = 16
-    prompt: int = 256  # tokens
-    response: int = 2048  # on average
-    limit: int = 0  # the longest; 0: four times the average
-    steps: int = 1000
+    prompts: Count = 512
+    group: Count = 16
+    prompt: Count = 256  # tokens
+    response: Count = 2048  # on average
+    limit: Whole = 0  # the longest; 0: four times the average
+    steps: Count = 1000
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise unknown("algorithm of an estimate", self.algorithm, ALGORITHMS)
-        for name in ("prompts", "group", "prompt", "response", "steps"):
-            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
-        require(
-            self.limit in (0,) or self.limit >= self.response,
-            "limit is the longest response, not below the average",
-        )
+        super().__post_init__()
+        low = 0 < self.limit < self.response
+        require(not low, "limit is the longest response, not below the average")
 
     @property
     def models(self) -> Models:
@@ -191,24 +188,21 @@ class Layout:
     divided: int = 1
 
     def text(self) -> str:
-        how = (
-            "whole weights on each GPU (ddp)"
-            if self.shards == 1
-            else f"FSDP2 over {self.shards} GPUs"
-        )
+        how = f"FSDP2 over {self.shards} GPUs"
+        if self.shards == 1:
+            how = "whole weights on each GPU (ddp)"
         if self.divided > 1:
             how += f", each layer over {self.divided} of them (tensor_parallel={self.divided})"
-        how += (
-            f", a sequence over {self.context} (context parallelism, planned)"
-            if self.context > 1
-            else ""
-        )
-        if not self.tensor:
-            return how
-        copies = f"{self.gpus // self.tensor} copies for generation on {self.tensor} GPU(s) each"
-        copies += " (by vLLM, planned)" if self.tensor > 1 else ""
-        waits = "; what trains waits in host memory meanwhile (planned)" if self.offloaded else ""
-        return f"{how}; {copies}{waits}"
+        if self.context > 1:
+            how += f", a sequence over {self.context} (context parallelism, planned)"
+        if self.tensor:
+            copies = self.gpus // self.tensor
+            how += f"; {copies} copies for generation on {self.tensor} GPU(s) each"
+        if self.tensor > 1:
+            how += " (by vLLM, planned)"
+        if self.offloaded:
+            how += "; what trains waits in host memory meanwhile (planned)"
+        return how
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +227,8 @@ class Estimate:
 def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
     """All that are considered; experts are not divided."""
     tensors = [t for t in (1, 2, 4, 8, 16, 32) if t <= gpus and gpus % t == 0] if samples else [0]
-    shards, contexts = (
-        sorted({1, min(gpu.node, gpus), gpus}),
-        [c for c in (1, 2, 4, 8) if gpus % c == 0],
-    )
+    shards = sorted({1, min(gpu.node, gpus), gpus})
+    contexts = [c for c in (1, 2, 4, 8) if gpus % c == 0]
     kept = (False, True)[: 1 + samples]
     divided = (1, 2, 4, 8) if dense else (1,)
     every = product(contexts, divided, kept, tensors, shards)
@@ -376,21 +368,14 @@ def textbook_lines(gpu: GPU) -> list[str]:
         shape, need = shape_of(size), fewest(shape_of(size), work, gpu)
         said = f"{low}" if low == high else f"{low}-{high}"
         found = best(shape, work, gpu, low) if need is not None else None
-        days = (
-            ""
-            if found is None
-            else f"; {work.steps} steps on {low} take {found.step * work.steps / 86400:.1f} days"
-        )
         fits = "fits on no number of these" if need is None else f"fits from {need}"
-        differs = need is None or need > low
-        verdict = (
-            "does not fit in the fewer"
-            if differs
-            else "fits"
-            if need == low
-            else "fits on fewer, if waiting is cheap"
-        )
-        lines.append(f"  {name}: said {said} GPUs; {fits}{days} ({verdict})")
+        verdict = "fits" if need == low else "fits on fewer, if waiting is cheap"
+        if need is None or need > low:
+            verdict = "does not fit in the fewer"
+        if found is not None:
+            days = found.step * work.steps / 86400
+            fits += f"; {work.steps} steps on {low} take {days:.1f} days"
+        lines.append(f"  {name}: said {said} GPUs; {fits} ({verdict})")
     return lines
 
 
@@ -402,23 +387,18 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
     gpu = GPUS[name]
     found = best(shape, work, gpu, gpus)
     if found is None:
-        need = fewest(shape, work, gpu)
-        verdict = (
-            f"it fits on {need}"
-            if need
-            else "it fits on no number of these: shorten the responses, or take larger GPUs"
-        )
-        raise UserError(
-            f"{work.algorithm} of {shape.weights / 1e9:g}B weights does not fit on {gpus} x {name}; {verdict}"
-        )
+        none = "it fits on no number of these: shorten the responses, or take larger GPUs"
+        verdict = f"it fits on {need}" if (need := fewest(shape, work, gpu)) else none
+        what = f"{work.algorithm} of {shape.weights / 1e9:g}B weights"
+        raise UserError(f"{what} does not fit on {gpus} x {name}; {verdict}")
     seconds, tokens = found.step, work.tokens
     days = seconds * work.steps / 86400
-    size = f"{shape.weights / 1e9:g}B weights" + (
-        f", {shape.active / 1e9:g}B a token" if shape.active < shape.weights else ""
-    )
-    sampled = (
-        f"{work.prompts} prompts x {work.group}" if work.models.samples else f"{work.prompts} pairs"
-    )
+    size = f"{shape.weights / 1e9:g}B weights"
+    if shape.active < shape.weights:
+        size += f", {shape.active / 1e9:g}B a token"
+    sampled = f"{work.prompts} pairs"
+    if work.models.samples:
+        sampled = f"{work.prompts} prompts x {work.group}"
     assumed = f"{TRAIN:.0%} of the peak FLOP/s in training ({TRAIN_EXPERTS:.0%} with experts), {READ:.0%} of the bandwidth in decoding"
     longest = f", at most {work.longest}" if work.models.samples else ""
     return [
@@ -449,8 +429,7 @@ def with_settings(work: Work, words: Sequence[str]) -> Work:
     for word in words:
         key, equals, text = word.partition("=")
         require(bool(equals), f"{word!r} is not key=value: with --params there is no recipe")
-        known = ("algorithm", "prompts", "group", "prompt", "response", "limit", "steps")
-        if key not in known:
+        if key not in (known := [field.name for field in fields(work)]):
             raise unknown("key of an estimate", key, known)
         require(key == "algorithm" or text.isdecimal(), f"{key}={text}: give a whole number")
         changes[key] = text if key == "algorithm" else int(text)

@@ -39,8 +39,8 @@ ON_LOOPBACK = {
 }
 LOST = "was lost with its node or its actor"
 HANGS = f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
-INTERRUPTED = 130
-SAID = (1, 2, 3, INTERRUPTED)  # exit codes of a process that has said why
+REFUSED, INTERRUPTED = 2, 130
+SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has said why
 
 
 class Running(Protocol):
@@ -251,6 +251,10 @@ def _wait(started: Sequence[Started]) -> Started | None:
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
+        if (
+            started[0].process.returncode == REFUSED
+        ):  # and has said why: the others wait for it in vain
+            deadline = min(deadline, time.monotonic() + GRACE)
         if not alive:
             break
         time.sleep(POLL)

@@ -184,8 +184,8 @@ class Console:
 
     def _shown(self) -> Iterator[tuple[str, str]]:
         for name, label, form in SHOWN:
-            # a sampler that computes as the trainer does has nothing to show
-            rounding = name == "mismatch" and self._row.get(name, 0.0) < ROUNDING
+            # a sampler that computes as the trainer does has nothing to show, nor has a step of older weights' samples alone (nan)
+            rounding = name == "mismatch" and not self._row.get(name, 0.0) >= ROUNDING
             if name in self._row and not rounding:
                 yield label, form(self._row[name])
 

@@ -33,7 +33,7 @@ from posttrain.cluster.asynchronous import Asynchronous
 from posttrain.collect import Rollouts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.engine.engine import Engine
-from posttrain.errors import PeerFailed, UserError
+from posttrain.errors import GuardStop, UserError
 from posttrain.loop import Loop
 from posttrain.models.policy import Policy
 from posttrain.models.tiny import character_tokenizer
@@ -167,7 +167,7 @@ def test_a_sampler_that_stands_still_ends_the_run_in_bounded_time() -> None:
             return []
 
     source = source_of(Stuck(lambda request: pytest.fail("not used")), 1, longest_wait=0.5)
-    with closing(source), pytest.raises(PeerFailed, match=r"finished nothing for \d+ s.*POSTTRAIN_WAIT"):
+    with closing(source), pytest.raises(GuardStop, match=r"finished nothing for \d+ s.*POSTTRAIN_WAIT"):
         source.collect(0, GRPO(group=2), {})
     assert not source.producer.thread.is_alive()
 

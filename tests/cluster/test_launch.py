@@ -83,6 +83,8 @@ def alive(folder: Path) -> list[int]:
         (["pass", f"time.sleep(0.2); sys.exit({PEER_FAILED})"], 0, ""),
         # a mistake that all of them find is said by the first
         (["time.sleep(0.2); sys.exit(2)", "sys.exit(2)"], 2, ""),
+        # or that the first alone finds
+        (["sys.exit(2)", WAIT], 2, ""),
         ([f"sys.exit({PEER_FAILED})", "sys.stderr.write('a reward was refused\\n'); sys.exit(2)"], 2, "a reward was refused\n"),
     ],
 )

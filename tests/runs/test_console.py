@@ -102,13 +102,16 @@ def test_a_plain_line_says_what_matters_without_ansi(clock: list[float]) -> None
 
 
 def test_a_mismatch_is_shown_where_it_is_more_than_rounding(clock: list[float]) -> None:
+    """Not where all samples are of older weights, which have no mismatch."""
     stream = io.StringIO()
-    with Console(2, "rl", stream=stream) as view:
+    with Console(3, "rl", stream=stream) as view:
         view.update({"length": 5.0, "mismatch": 0.009})
+        view.update({"length": 5.0, "mismatch": float("nan")})
         view.update({"length": 5.0, "mismatch": 0.043})
     assert [line.split("  elapsed")[0] for line in stream.getvalue().splitlines()] == [
-        "rl 1/2  length 5.0",
-        "rl 2/2  length 5.0  mismatch 0.043",
+        "rl 1/3  length 5.0",
+        "rl 2/3  length 5.0",
+        "rl 3/3  length 5.0  mismatch 0.043",
     ]
 
 
