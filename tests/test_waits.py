@@ -40,7 +40,7 @@ BOUNDED = {
     "cli/chat.py: input(prompt if sys.stdin.isatty() else '')": "a person at the terminal, who ends it with Ctrl-C or Ctrl-D",
     "api/run.py: self._go.acquire()": "a thread that stands still between two steps, and ends with the process",
     "rewards/_functions.py: asyncio.run(_awaited(found))": "a function of the user's; one in a file is isolated, with a limit",
-    "cluster/ray_cluster.py: os.read(self.out, 1 << 20)": "after select",
+    "cluster/ray_host.py: os.read(self.out, 1 << 20)": "after select",
     "cluster/ray_sampler.py: os.write(ours, said)": "a thread that ends when the other end of its pipe is closed",
     "system/processes.py: os.waitpid(pid, 0)": "after SIGKILL",
     "system/processes.py: os.write(handle, view)": "the parent's end does not block, and has a deadline; a child ends with its parent",

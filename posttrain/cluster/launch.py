@@ -37,7 +37,7 @@ ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-LOST = "was lost with its node or its actor"
+NODE_FAILED = "was lost with its node or its actor"
 HANGS = f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
 REFUSED, INTERRUPTED = 2, 130
 SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has said why
@@ -119,12 +119,12 @@ def launch(
             started, failed = run_group(words, count, found, more)
         if failed is None:
             return 0
-        lost = [one for one in started if one.fate == LOST]
+        failures = [one for one in started if one.fate == NODE_FAILED]
         if out_of_memory(started, more):
             words = resumed(words, directory)
-        elif lost and shrinks:
-            count -= len(lost)
-            text = f"{len(lost)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
+        elif failures and shrinks:
+            count -= len(failures)
+            text = f"{len(failures)} process(es) were lost with their nodes; going on with {count} from the last checkpoint"
             write_text(f"posttrain: {text}\n", sys.stderr)
             words = resumed(words, directory, f"processes={count}")
         else:
@@ -260,11 +260,11 @@ def _wait(started: Sequence[Started]) -> Started | None:
         time.sleep(POLL)
     if failed is None:
         return None
-    lost = [one for one in started if one.gone()]
-    for one in lost:
-        one.fate = LOST
-    if lost or failed.process.returncode != PEER_FAILED:
-        return lost[0] if lost else failed
+    failures = [one for one in started if one.gone()]
+    for one in failures:
+        one.fate = NODE_FAILED
+    if failures or failed.process.returncode != PEER_FAILED:
+        return failures[0] if failures else failed
     if started[0].process.returncode == 0:
         return None  # as it should, in the middle of a run: it waits for people, and the others noticed its end
     for one in (one for one in started if one.process.poll() is None):

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.cluster.launch import LOST
+from posttrain.cluster.launch import NODE_FAILED
 from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray, one_line
 from posttrain.cluster.remote import (
     HUNG,
@@ -50,14 +50,14 @@ class RayWorker(WorkerProcess):
         try:
             code, text = ray.get(self.host.ended.remote(), timeout=ANSWER)
         except ray.exceptions.RayError:
-            return LOST
+            return NODE_FAILED
         return how_it_ended(code, text)
 
     def exit_code(self) -> None:
         """Not known before `reason` asks for it."""
 
     def end(self) -> None:
-        os.close(self.out)
+        self.close_pipes()
         ray: Any = load_ray()
         if ray.is_initialized():  # else all of them have ended with the connection
             ray.kill(self.host)

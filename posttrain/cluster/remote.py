@@ -157,10 +157,8 @@ class WorkerProcess(PipedProcess):
         return how_it_ended(self.exit_code(), self.said.read().decode(errors="replace"))
 
     def end(self) -> None:
-        """End it and close its pipes."""
-        for handle in (self.into, self.out):
-            with suppress(OSError):
-                os.close(handle)
+        """End it and close its pipes; one that could not be replaced is ended twice."""
+        self.close_pipes()
         if not self.gone:
             with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
                 self.process.wait(ENDING)

@@ -51,6 +51,13 @@ class PipedProcess:
                 self.gone = True
             self.gone |= not (readable or writable) and self.hangs()
 
+    def close_pipes(self) -> None:
+        """Once: their numbers may be those of other files by then."""
+        handles, self.into, self.out = (self.into, self.out), -1, -1
+        for handle in handles:
+            if handle >= 0:
+                os.close(handle)
+
     def idle(self) -> float:
         """Seconds since it last used its core."""
         used, now = processes.processor_time(self.pid), time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.cluster import ray_cluster, ray_sampler
 from posttrain.cluster.placement import Placement, Resources
-from posttrain.cluster.ray_cluster import Host
+from posttrain.cluster.ray_host import Host
 from posttrain.cluster.ray_sampler import RaySampler
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError

@@ -149,6 +149,16 @@ def test_sessions_stay_and_groups_are_not_cut(threads: ThreadSampler) -> None:
     assert len(finished(threads, 8)) == 8 and not threads.sessions
 
 
+def test_a_process_that_is_ended_twice_closes_no_file_of_others(policy: Policy) -> None:
+    """As one for which there was no new place, when its sampler is closed."""
+    sampler = ThreadSampler(policy, worker_settings(policy, 64, processes=1))
+    sampler.workers[0].end()
+    others = os.pipe() + os.pipe()
+    sampler.close()
+    for handle in others:
+        os.close(handle)
+
+
 def test_what_is_cancelled_does_not_come_back(threads: ThreadSampler) -> None:
     threads.submit(requests(4, 400))
     threads.poll(0.0)

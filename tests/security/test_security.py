@@ -54,6 +54,7 @@ AUDITED = {
         "cluster/launch.py",
         "cluster/remote.py",
         "cluster/ray_cluster.py",
+        "cluster/ray_host.py",
         # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
         "studio/jobs.py",
     },
@@ -72,6 +73,7 @@ AUDITED = {
         "serve/server.py",
         "cluster/launch.py",
         "cluster/ray_cluster.py",
+        "cluster/ray_host.py",
     },
     "multiprocessing": set(),
     "http": {"runs/prometheus.py"},  # figures for whoever asks on the loopback interface
