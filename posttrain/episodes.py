@@ -313,7 +313,7 @@ class _Episodes:
         began, before = time.perf_counter(), self.seconds.generate + self.seconds.tools
         self.changed = asyncio.Event()
         everything = asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))
-        everything.add_done_callback(lambda _: self.changed.set())
+        everything.add_done_callback(self._ended)
         for _ in range(2):  # groups start their episodes, and these ask for their first turns
             await asyncio.sleep(0)
         try:
@@ -333,6 +333,11 @@ class _Episodes:
         total = time.perf_counter() - began
         self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)
         return found
+
+    def _ended(self, everything: asyncio.Future[Any]) -> None:
+        self.changed.set()
+        if not everything.cancelled():
+            everything.exception()  # asyncio prints one that nobody has read, as where the sampler fails
 
     def submit(self) -> None:
         """Hand the asked turns to the sampler, in the order of (draw, sample, session)."""

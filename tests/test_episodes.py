@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import time
@@ -230,6 +231,19 @@ def test_errors_that_end_the_run_do(error: Exception) -> None:
 
     with pytest.raises(type(error), match=str(error)):
         groups(Scripted(run), lambda r: says("x"))
+
+
+def test_a_sampler_that_fails_leaves_its_own_line_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio prints the traceback of what is cancelled with it, where nobody has read that."""
+
+    class Gone(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            raise UserError("the sampler is gone")
+
+    with pytest.raises(UserError, match="the sampler is gone"):
+        rollout_groups(Scripted(), Gone(lambda r: says("x")), DECODER, Scripted().problems("train"), 2, SAMPLING, 5)
+    gc.collect()
+    assert not caplog.records
 
 
 def test_what_is_no_rollout_is_named() -> None:
