@@ -122,10 +122,7 @@ class Admission:
 
     def restore(self, state: JSON) -> None:
         """Go on as a checkpoint says. What workers are still at is of another attempt, and is not taken."""
-        self.version, self.drawn, self.waiting = (
-            state["version"],
-            state["drawn"],
-            list(state["again"]),
-        )
+        self.version, self.drawn = state["version"], state["drawn"]
+        self.waiting = list(state["again"])
         self.finished = {row["number"]: Begun(**row) for row in state["finished"]}
         self.running, self.asked = {}, 0

@@ -172,10 +172,8 @@ def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
     made wider to be added, took 16 times as long on a CPU."""
     if not weights:
         return {}
-    sums, plan = (
-        list[Tensor](),
-        list[tuple[int, int, int]](),
-    )  # a tensor's number, the kind of sum, their count
+    sums = list[Tensor]()
+    plan = list[tuple[int, int, int]]()  # a tensor's number, the kind of sum, their count
     for number, weight in enumerate(weights.values()):
         for kind, found in _sums(weight):
             sums.append(found)
@@ -275,10 +273,9 @@ class Receipts:
         if receipt.version != self.version:
             text = f"{who} has the weights of version {receipt.version}, and version {self.version} was published"
             raise GuardStop(f"{text}; {AGAIN}")
-        own = {
-            n: h if receipt.hashes.get(n, 0) is not None else None for n, h in self.hashes.items()
-        }
-        wrong = sorted({n for n, _ in own.items() ^ dict(receipt.hashes).items()})
+        found = receipt.hashes
+        own = {n: None if found.get(n, 0) is None else h for n, h in self.hashes.items()}
+        wrong = sorted({n for n, _ in own.items() ^ found.items()})
         if wrong:
             text = f"{who} has other weights than the trainer at version {self.version}: {', '.join(wrong[:2])}"
             more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
@@ -294,8 +291,6 @@ class Receipts:
         gaps.append(abs(float(self.logprobs_PV[version][-1 - session, token]) - found))
         mean = sum(gaps) / len(gaps)
         if len(gaps) == PROBES and not mean <= self.limit:
-            gap = (
-                f"log-probs differ by {mean:.2g} on average, and at most {self.limit:g} is rounding"
-            )
             text = f"{who} samples from another model than the trainer's at version {version}"
-            raise GuardStop(f"{text}: {gap}; {AGAIN}")
+            gap = f"log-probs differ by {mean:.2g} on average"
+            raise GuardStop(f"{text}: {gap}, and at most {self.limit:g} is rounding; {AGAIN}")

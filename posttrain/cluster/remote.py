@@ -60,19 +60,19 @@ RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) -> WorkerSettings:
     """What a worker needs to make the same model; `more` are other fields."""
-    found = [(n, adapter_of(m)) for n, m in policy.model.named_modules() if hasattr(m, "lora_A")]
+    found = {n: adapter_of(m) for n, m in policy.model.named_modules() if hasattr(m, "lora_A")}
     lora: dict[str, JSON] | None = None
-    for name, adapter in found:
-        plain = adapter is not None
-        require(plain, f"the adapter of {name} is not one that a sampler in a process can have")
-        assert adapter is not None
-        rank = adapter.a_RI.shape[0]
-        targets = sorted({name.rsplit(".", 1)[-1] for name, _ in found})
+    for name, adapter in found.items():
+        if adapter is None:
+            raise UserError(
+                f"the adapter of {name} is not one that a sampler in a process can have"
+            )
+        rank, targets = adapter.a_RI.shape[0], sorted({n.rsplit(".", 1)[-1] for n in found})
         lora = {"rank": rank, "alpha": adapter.scale * rank, "targets": targets}
     config = policy.model.config
+    tree = json.loads(config.to_json_string(use_diff=False))
     return WorkerSettings(
-        config=json.loads(config.to_json_string(use_diff=False))
-        | {"architectures": [type(policy.model).__name__]},
+        config=tree | {"architectures": [type(policy.model).__name__]},
         vocabulary=int(config.get_text_config().vocab_size),
         stop_ids=policy.stop_ids,
         dtype=str(policy.dtype).removeprefix("torch."),
@@ -97,13 +97,12 @@ def remote_sampler(
 ) -> RemoteSampler:
     """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind process),
     or vLLM. `processes` is how many each may start on a CPU; 0: all cores."""
-    engine = "vllm" if kind == "vllm" else "engine"
+    settings = worker_settings(policy, -(-rows // count), processes, **asdict(precision))
+    if kind != "vllm":
+        return RemoteSampler(policy, settings, count)
     kept = "vLLM keeps the weights of experts in another form, into which new ones cannot be put"
-    plain = kind != "vllm" or not has_experts(policy.body)
-    require(plain, f"sampler=vllm: {kept}; use sampler=engine or process")
-    more = asdict(precision) | {"kind": engine}
-    settings = worker_settings(policy, -(-rows // count), processes, **more)
-    return RemoteSampler(policy, settings, count, vllm_python() if kind == "vllm" else "")
+    require(not has_experts(policy.body), f"sampler=vllm: {kept}; use sampler=engine or process")
+    return RemoteSampler(policy, replace(settings, kind="vllm"), count, vllm_python())
 
 
 def vllm_python() -> str:
@@ -114,9 +113,7 @@ def vllm_python() -> str:
         require(there, f"{VLLM_PYTHON}={named} is no program; give the path of a Python with vLLM")
         look = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
         found = b""
-        with suppress(
-            OSError, subprocess.TimeoutExpired
-        ):  # a file that the system cannot run, or no Python
+        with suppress(OSError, subprocess.TimeoutExpired):  # the system cannot run it, or no Python
             found = subprocess.run([named, "-c", look], capture_output=True, timeout=60).stdout
         without = f"{VLLM_PYTHON}={named} is no Python that has vLLM"
         require(found == b"True\n", f"{without}; install vLLM there, or name another")

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,24 +87,17 @@ class VLLMSampler:
         self.engine: Any = self.llm.llm_engine
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if (
-            not self.seeded and requests and requests[0].session >= 0
-        ):  # below 0: a probe, whose seeds are always the same
+        # what vLLM draws from for rows without a seed; below 0: a probe, whose seeds are always the same
+        if not self.seeded and requests and requests[0].session >= 0:
             import torch
 
-            torch.manual_seed(
-                requests[0].seed % 2**63
-            )  # what vLLM draws from for rows without a seed
+            torch.manual_seed(requests[0].seed % 2**63)
         for request in requests:
-            require(
-                request.sampling.min_new_tokens == 0,
-                "sampler=vllm has no min_new_tokens: it would change the distribution",
-            )
+            none = "sampler=vllm has no min_new_tokens: it would change the distribution"
+            require(request.sampling.min_new_tokens == 0, none)
             prompt = (*self.kept.pop(request.session, ()), *request.ids)
-            self.statistics = replace(
-                self.statistics, prefilled=self.statistics.prefilled + len(request.ids)
-            )
             self._add(Row(request, prompt))
+        self.statistics += Statistics(prefilled=sum(len(r.ids) for r in requests))
 
     def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
         if not self.rows:
@@ -138,11 +131,10 @@ class VLLMSampler:
         self.load(weights or ())
         self.engine.reset_prefix_cache()
         self.version = version
-        again = 0
         for row in running:
-            again += len(row.prompt) + len(row.ids)
             self._add(row)
-        self.statistics = replace(self.statistics, recomputed=self.statistics.recomputed + again)
+        again = sum(len(row.prompt) + len(row.ids) for row in running)
+        self.statistics += Statistics(recomputed=again)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Put weights into the model that is being served, by its own loader, which knows how it keeps them."""
@@ -195,8 +187,7 @@ class VLLMSampler:
         require(reason in ("stop", "length"), f"vLLM ended a response with {reason!r}")
         if row.request.keep:
             self.kept[row.request.session] = (*row.prompt, *row.ids)
-        sampled = self.statistics.sampled + len(row.ids)
-        self.statistics = replace(self.statistics, sampled=sampled)
+        self.statistics += Statistics(sampled=len(row.ids))
         return Completion(
             np.array(row.ids, np.int64),
             np.array(row.logprobs, np.float32),
@@ -210,10 +201,8 @@ def check_version(text: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", text)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     tried = f"vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    fits = OLDEST <= version <= NEWEST
-    require(
-        fits, f"sampler=vllm works with {tried}, and this Python has {text}; install one of those"
-    )
+    other = f"sampler=vllm works with {tried}, and this Python has {text}"
+    require(OLDEST <= version <= NEWEST, f"{other}; install one of those")
 
 
 def keep_plain_weights() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -190,6 +191,27 @@ def test_a_process_is_lost_where_its_actor_is(
     process = ray_cluster.NodeProcess(SimpleNamespace(about=remote, wait=remote), 1)
     process.returncode = ended
     assert ray_cluster.StartedElsewhere(1, process).gone() is lost
+
+
+@pytest.mark.parametrize(
+    ("cpus", "lacking"), [(8.0, ""), (1.0, "the run needs 2 CPU(s) and the 1 node(s) of the cluster have 1")]
+)
+def test_a_cluster_of_this_machine_is_a_new_one_with_room(cpus: float, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that RAY_ADDRESS names, which `ray.init` would join."""
+    given: dict[str, Any] = {}
+    nodes = [{"Alive": True, "Resources": {"CPU": cpus}}, {"Alive": False, "Resources": {"CPU": 9.0}}]
+    ray = fake_ray(init=lambda **more: given.update(more), nodes=lambda: nodes, shutdown=lambda: given.clear())
+    monkeypatch.setattr(ray_cluster, "load_ray", lambda: ray)
+    monkeypatch.setattr(ray_cluster, "own_token", lambda: None)
+    cluster = ray_cluster.Cluster(Placement("ray", ranks=2))
+    monkeypatch.setattr(cluster, "_keep", lambda: "")
+    if lacking:
+        with pytest.raises(UserError, match=re.escape(lacking)):
+            cluster.connect()
+        assert not given, "and is ended"
+    else:
+        cluster.connect()
+        assert given["address"] == "local" and given["_node_ip_address"] == "127.0.0.1" and cluster.connected
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
