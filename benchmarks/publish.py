@@ -1,5 +1,6 @@
-"""Weights from a trainer to a sampler in another process: seconds from the call of `publish` to the receipt that was compared. Prints a
-table, then one JSON line.
+"""Weights from a trainer to a sampler in another process: seconds from the call of `publish` until they are in place there, where it
+goes on to sample with them, and until `publish` returns: the receipt's hashes were compared, and the trainer has the log-probs that the
+tokens of the probe will be compared with. Prints a table, then one JSON line.
 
 python benchmarks/publish.py                    # 1 GB in float32 through shared memory of this host; target under 1 s
 python benchmarks/publish.py --device cuda      # 0.5B parameters in bfloat16 on one GPU, by CUDA IPC; target under 50 ms
@@ -16,6 +17,7 @@ from contextlib import closing
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from posttrain.cluster import remote
 from posttrain.cluster.publish import fill, hashes
 from posttrain.cluster.remote import RemoteSampler, probe_logprobs, published_weights, worker_settings
 from posttrain.models.policy import Policy, wrap_model
@@ -64,12 +66,21 @@ def main() -> None:
         began = time.perf_counter()
         sampler.publish(0)
         started = time.perf_counter() - began
-        seconds, copies = [], []
+        seconds, placed, copies = [], [], []
         source, target = torch.zeros(2, size, dtype=torch.uint8, device=policy.device)
         target.copy_(source)
         for version in range(1, 1 + given.times):
             sampler.release()  # it has answered the probe of the version before
+
+            def probe(*given):  # it is called when the sampler has read the last bucket
+                placed.append(time.perf_counter())
+                return probe_logprobs(*given)
+
+            remote.probe_logprobs = probe
+            began = time.perf_counter()
             seconds.append(timed(sampler.publish, version))
+            remote.probe_logprobs = probe_logprobs
+            placed[-1] -= began
             copies.append(timed(target.copy_, source))  # by this process, within its own memory
         # of this process's cores alone: the same where others keep them busy
         sampler.release()
@@ -85,6 +96,8 @@ def main() -> None:
         "bytes": size,
         "tensors": len(weights),
         "start_seconds": round(started, 3),
+        "in_place_seconds": round(statistics.median(placed), 4),
+        "in_place_slowest": round(max(placed), 4),
         "publish_seconds": round(statistics.median(seconds), 4),
         "publish_slowest": round(max(seconds), 4),
         "megabytes_a_second": round(size / 1e6 / statistics.median(seconds)),

@@ -353,6 +353,9 @@ class RemoteSampler:
         while waiting := [w for w in workers if not w.gone and not done(w)]:
             self._read(waiting, LOOK)
 
+    def _wait_freed(self, workers: Sequence[WorkerProcess], count: int) -> None:
+        self._wait(workers, lambda worker: worker.freed >= count)
+
     def _send_requests(self) -> None:
         """Give what waits to the processes: a session to the one that has it, a group to the one with the least to do."""
         shares: dict[int, list[Request]] = {}
@@ -386,11 +389,15 @@ class RemoteSampler:
         for worker in workers:
             worker.freed, worker.receipt = 0, None
             self._send(worker, "publish", self.version, plan)
-        for number, _ in enumerate(fill(weights.values(), self.buckets.memory)):
+        filled = 0
+        for _ in fill(weights.values(), self.buckets.memory):
+            filled += 1
             for worker in workers:
                 self._send(worker, "bucket")
-            # the bucket that is filled next was read
-            self._wait(workers, lambda worker, number=number: worker.freed >= number)  # type: ignore[misc]
+            self._wait_freed(workers, filled - 1)  # the bucket that is filled next was read
+        self._wait_freed(workers, filled)
+        # All have the weights in place. They hash them, answer the probe and go on to sample, while this one computes what they
+        # are held to.
         assert self.version is not None
         logprobs = probe_logprobs(self.policy, self.settings.vocabulary)
         precision = Precision(self.settings.quantization, self.settings.kv_cache_dtype)

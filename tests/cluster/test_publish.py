@@ -79,12 +79,28 @@ def test_the_hash_sees_one_bit_and_the_order_of_elements(kind: torch.dtype) -> N
         assert own not in found and len(found) == 4 - (count == 2), "with two elements, to exchange them is to rotate them"
 
 
-def test_the_hash_of_a_large_tensor_is_that_of_its_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU adds pieces, a GPU all rows: the integers are the same."""
-    words = torch.randint(-(2**62), 2**62, (300 * 1024 + 7,), generator=torch.Generator().manual_seed(0))
-    by_pieces = hash_of(words)
-    monkeypatch.setattr(publish, "PIECE", 1 << 20)
-    assert by_pieces == hash_of(words)
+@pytest.mark.parametrize("count", [1, 1024, 1024 * 1024 + 7])
+def test_the_hash_sees_each_bit_of_a_word(count: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
+    own, found = hash_of(words), set[int]()
+    for bit in range(64):
+        other = words.clone()
+        other[count // 2] ^= 1 << bit if bit < 63 else -(2**63)
+        found.add(hash_of(other))
+    assert own not in found and len(found) == 64
+
+
+@pytest.mark.parametrize("size", [8 << 10, 64 << 10, 1 << 20])
+def test_the_hash_of_tensors_that_are_gathered_is_that_of_each(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU gathers them in pieces of memory, a CPU takes them one by one: the integers are the same."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**62), 2**62, (30 * 1024 + 7,), generator=generator)
+    bits = words[:3000].view(torch.uint8)
+    weights = tensors() | {"long": words, "bytes": bits[3:23456], "misaligned": bits[4:20].view(torch.float32)}
+    one_by_one = hashes(weights)
+    monkeypatch.setattr(publish, "PIECE", size)
+    monkeypatch.setattr(publish, "_one_by_one", publish._gathered)
+    assert hashes(weights) == one_by_one == {name: hash_of(weight) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1), (torch.float8_e4m3fn, 0.3)])
