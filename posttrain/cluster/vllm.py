@@ -80,7 +80,7 @@ class VLLMSampler:
                 max_num_seqs=settings.rows,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
-                enforce_eager=settings.device == "cpu",
+                **({"enforce_eager": True} if settings.device == "cpu" else graphs(settings.rows)),
                 gpu_memory_utilization=GPU_SHARE,
                 trust_remote_code=False,
             )
@@ -103,16 +103,10 @@ class VLLMSampler:
         if not self.rows:
             return []
         found = []
-        for output in self.engine.step():
-            row, (new,) = self.rows.get(output.request_id), output.outputs
-            if row is None:  # it was cancelled
-                continue
-            for token, table in zip(new.token_ids, new.logprobs or (), strict=True):
-                row.ids.append(int(token))
-                row.logprobs.append(float(table[token].logprob))
-                row.versions.append(self.version)
-            if output.finished:
-                del self.rows[output.request_id]
+        for output in self.engine.step():  # of those that are finished
+            row, (new,) = self.rows.pop(output.request_id, None), output.outputs
+            if row is not None:  # else it was cancelled
+                self._sampled(row, new.token_ids, new.logprobs)
                 found.append((row.request, self._completion(row, new.finish_reason)))
         return found
 
@@ -126,6 +120,13 @@ class VLLMSampler:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         running = list(self.rows.values())
+        # Where it keeps what it has sampled and not given out. All of it is kept: of a response that is left unfinished, the last
+        # tokens are none that end it, and to sample them again would end more of them.
+        for state in self.engine.output_processor.request_states.values():
+            row = self.rows.get(state.external_req_id)
+            if row is not None:
+                logprobs = state.logprobs_processor.logprobs
+                self._sampled(row, state.detokenizer.output_token_ids, logprobs)
         self.engine.abort_request(list(self.rows))
         self.rows.clear()
         self.load(weights or ())
@@ -174,12 +175,23 @@ class VLLMSampler:
             seed=(row.request.seed + done) % 2**63 if self.seeded else None,
             stop_token_ids=list(self.settings.stop_ids),
             ignore_eos=True,  # the end token of the configuration is not asked for
+            # Lists of numbers in place of an object for each token; and nothing is made of a row before it is finished: with
+            # many rows, what Python does for each of them at each step takes longer than the model.
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": [*row.prompt, *row.ids]}
         self.engine.add_request(str(self.count), prompt, params)
+
+    def _sampled(self, row: Row, ids: Sequence[int], logprobs: Any) -> None:
+        """Note what vLLM has sampled for a row since it was queued, with the weights of this version."""
+        same = list(ids) == logprobs.token_ids
+        require(same, "vLLM gave log-probs of other tokens than it sampled")
+        row.ids += ids
+        row.logprobs += logprobs.logprobs
+        row.versions += [self.version] * len(ids)
 
     def _completion(self, row: Row, reason: str) -> Completion:
         finite = bool(np.isfinite(row.logprobs).all())
@@ -203,6 +215,14 @@ def check_version(text: str) -> None:
     tried = f"vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     other = f"sampler=vllm works with {tried}, and this Python has {text}"
     require(OLDEST <= version <= NEWEST, f"{other}; install one of those")
+
+
+def graphs(rows: int) -> dict[str, Any]:
+    """Sizes of batches whose decoding is captured, up to all rows: of more than 512, vLLM by itself launches each kernel anew."""
+    sizes = [1 << n for n in range(7)] + list(range(128, rows, 128)) + [rows]
+    return {
+        "compilation_config": {"cudagraph_capture_sizes": sorted({min(n, rows) for n in sizes})}
+    }
 
 
 def keep_plain_weights() -> None:
