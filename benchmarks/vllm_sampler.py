@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=4, help="the first one warms up")
+    parser.add_argument("--kinds", nargs="+", choices=("process", "vllm"), default=("process", "vllm"))
     given = parser.parse_args()
     policy, rows = make_policy(given.model, given.device), given.prompts * given.group
     vocabulary = policy.model.config.get_text_config().vocab_size
@@ -97,13 +99,13 @@ def main() -> None:
     shape = (given.prompts, given.prompt_tokens)
     prompts = torch.randint(0, vocabulary, shape, generator=generator).tolist()
     result: dict[str, object] = {"model": given.model, "device": given.device, "rows": rows, "new_tokens": given.new_tokens}
-    for kind in ("process", "vllm"):
+    for kind in given.kinds:
         with closing(remote_sampler(policy, rows, 0, kind, 1)) as sampler:
             began = time.perf_counter()
             sampler.publish(0)
             started = time.perf_counter() - began
             seconds, published = [], []
-            for repeat in range(4):  # the first one warms up
+            for repeat in range(given.repeats):
                 sampling = Sampling(given.new_tokens)
                 requests = [
                     Request(tuple(prompts[n // given.group]), repeat * rows + n, sampling, session=n, group=n // given.group)
