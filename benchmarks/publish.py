@@ -1,6 +1,6 @@
 """Weights from a trainer to a sampler in another process: seconds from the call of `publish` until they are in place there, where it
-goes on to sample with them, and until `publish` returns: the receipt's hashes were compared, and the trainer has the log-probs that the
-tokens of the probe will be compared with. Prints a table, then one JSON line.
+goes on to sample with them; until `publish` returns, when the receipt's hashes were compared; and until the trainer has its own
+log-probs for the probe, which it computes while the sampler works. Prints a table, then one JSON line.
 
 python benchmarks/publish.py                    # 1 GB in float32 through shared memory of this host; target under 1 s
 python benchmarks/publish.py --device cuda      # 0.5B parameters in bfloat16 on one GPU, by CUDA IPC; target under 50 ms
@@ -17,8 +17,7 @@ from contextlib import closing
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from posttrain.cluster import remote
-from posttrain.cluster.publish import fill, hashes
+from posttrain.cluster.publish import Receipts, fill, hashes
 from posttrain.cluster.remote import RemoteSampler, probe_logprobs, published_weights, worker_settings
 from posttrain.models.policy import Policy, wrap_model
 
@@ -66,21 +65,22 @@ def main() -> None:
         began = time.perf_counter()
         sampler.publish(0)
         started = time.perf_counter() - began
-        seconds, placed, copies = [], [], []
+        seconds, placed, proven, copies = [], [], [], []
         source, target = torch.zeros(2, size, dtype=torch.uint8, device=policy.device)
         target.copy_(source)
         for version in range(1, 1 + given.times):
             sampler.release()  # it has answered the probe of the version before
 
-            def probe(*given):  # it is called when the sampler has read the last bucket
+            def expect(*given):  # it is called when the sampler has read the last bucket
                 placed.append(time.perf_counter())
-                return probe_logprobs(*given)
+                Receipts.expect(sampler.receipts, *given)
 
-            remote.probe_logprobs = probe
+            sampler.receipts.expect = expect
             began = time.perf_counter()
             seconds.append(timed(sampler.publish, version))
-            remote.probe_logprobs = probe_logprobs
             placed[-1] -= began
+            del sampler.receipts.expect
+            proven.append(seconds[-1] + timed(sampler.prove))
             copies.append(timed(target.copy_, source))  # by this process, within its own memory
         # of this process's cores alone: the same where others keep them busy
         sampler.release()
@@ -100,6 +100,8 @@ def main() -> None:
         "in_place_slowest": round(max(placed), 4),
         "publish_seconds": round(statistics.median(seconds), 4),
         "publish_slowest": round(max(seconds), 4),
+        "publish_and_probe_seconds": round(statistics.median(proven), 4),
+        "publish_and_probe_slowest": round(max(proven), 4),
         "megabytes_a_second": round(size / 1e6 / statistics.median(seconds)),
         "plain_copy_seconds": round(statistics.median(copies), 4),
         "ratio_to_plain_copy": round(statistics.median(seconds) / statistics.median(copies), 2),
@@ -108,7 +110,7 @@ def main() -> None:
         "trainer_alone_seconds": {name: round(value, 4) for name, value in parts.items()},
     }
     for name, value in found.items():
-        print(f"{name:24} {value}")
+        print(f"{name:26} {value}")
     print(json.dumps(found))
 
 

@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from queue import Empty, SimpleQueue
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.cluster.admission import Admission, Begun, Staleness
+from posttrain.cluster.remote import RemoteSampler
 from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
 from posttrain.episodes import Seconds, _Episodes
@@ -360,11 +361,10 @@ class Asynchronous(Rollouts):
         """Give the sampler the trainer's weights; what it is sampling goes on with them."""
         if self.changing is not None and self.changing.locked():
             self.changing.release()
-        if self.running is None:
+        with self.running.exclusive() if self.running is not None else nullcontext():
             self.sampler.publish(version)
-        else:
-            with self.running.exclusive():
-                self.sampler.publish(version)
+            if isinstance(self.sampler, RemoteSampler):
+                self.sampler.prove()  # while it samples, and before the weights change
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -260,19 +260,15 @@ class Receipts:
 
     def __init__(self) -> None:
         self.version, self.hashes = -1, dict[str, int]()
-        # by version, of the last two: a probe may be answered after the next publish has begun
+        # of every token after the prompts of a probe, by version, of the last two: it may be answered after the next publish
         self.logprobs_PV: dict[int, Tensor] = {}
         self.gaps: dict[tuple[str, int], list[float]] = {}  # by worker and version
         self.limit = FULL
 
-    def expect(
-        self, version: int, weights: Mapping[str, Tensor], logprobs_PV: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Note what was published: weights, the log-probs of every token after the prompts of a probe, and the narrowest type that
-        the sampler computes in."""
-        kept = {v: known for v, known in self.logprobs_PV.items() if v == self.version}
+    def expect(self, version: int, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Note what was published, and the narrowest type that the sampler computes in."""
+        self.logprobs_PV = {v: known for v, known in self.logprobs_PV.items() if v == self.version}
         self.version, self.hashes = version, hashes(weights)
-        self.logprobs_PV = kept | {version: logprobs_PV}
         self.gaps = {key: gaps for key, gaps in self.gaps.items() if key[1] in self.logprobs_PV}
         self.limit = {1: FP8, 2: HALF}.get(dtype.itemsize, FULL)
 

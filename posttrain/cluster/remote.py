@@ -218,11 +218,12 @@ class RemoteSampler:
             if self.version is None:
                 self.publish(0)
             self._send_requests()
+        self.prove()
         busy = any(worker.open for worker in self.workers)
         if busy and not self.finished:
             self._read(self.workers, LOOK if timeout is None else min(timeout, LOOK))
             self._replace_gone()
-            self._check_probes()
+        self._check_probes()
         found, self.finished = self.finished, []
         for request, completion in found:
             session = self.sessions[request.session]
@@ -254,6 +255,7 @@ class RemoteSampler:
         self._replace_gone()
 
     def release(self) -> None:
+        self.prove()
         for worker in self.workers:
             self._send(worker, "release")
         self._wait(self.workers, lambda worker: worker.seen >= worker.sent)
@@ -396,23 +398,28 @@ class RemoteSampler:
                 self._send(worker, "bucket")
             self._wait_freed(workers, filled - 1)  # the bucket that is filled next was read
         self._wait_freed(workers, filled)
-        # All have the weights in place. They hash them, answer the probe and go on to sample, while this one computes what they
-        # are held to.
+        # all have the weights in place, and hash them while this one does
         assert self.version is not None
-        logprobs = probe_logprobs(self.policy, self.settings.vocabulary)
         precision = Precision(self.settings.quantization, self.settings.kv_cache_dtype)
         dtype = E4M3 if precision.reduced else self.policy.dtype
-        self.receipts.expect(self.version, weights, logprobs, dtype)
+        self.receipts.expect(self.version, weights, dtype)
         self._wait(workers, lambda worker: worker.receipt is not None)
         for worker in workers:
             if worker.receipt is not None:
                 self.receipts.check(worker.receipt, worker.name)
                 worker.complete = True
-        self._check_probes()
 
     def _check_probes(self) -> None:
         while self.probes:
             self.receipts.probe(*self.probes.pop())
+
+    def prove(self) -> None:
+        """Compute what the answers to the probe are compared with. The processes sample meanwhile; whoever changes the weights before
+        the next `poll` or `release` calls it before that."""
+        version, known = self.version, self.receipts.logprobs_PV
+        if version is not None and version not in known:
+            logprobs_PV = probe_logprobs(self.policy, self.settings.vocabulary)
+            known.setdefault(version, logprobs_PV)
 
     def _replace_gone(self) -> None:
         """Start a new process for each that is gone, with the same weights and requests."""

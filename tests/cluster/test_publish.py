@@ -107,7 +107,8 @@ def test_the_hash_of_tensors_that_are_gathered_is_that_of_each(size: int, monkey
 def test_a_probe_allows_what_the_sampler_s_type_rounds(dtype: torch.dtype, limit: float) -> None:
     def probed(gap: float) -> None:
         receipts = Receipts()
-        receipts.expect(4, {}, torch.zeros(PROBES, 8), dtype)
+        receipts.expect(4, {}, dtype)
+        receipts.logprobs_PV[4] = torch.zeros(PROBES, 8)
         for n in range(PROBES):
             given = (np.array([3]), np.array([gap], np.float32), np.array([4], np.int32))
             receipts.probe(-1 - n, Completion(*given, "length"), "it")
@@ -120,7 +121,7 @@ def test_a_probe_allows_what_the_sampler_s_type_rounds(dtype: torch.dtype, limit
 def test_a_receipt_of_other_weights_is_named() -> None:
     weights = {"a": torch.ones(3), "b": torch.zeros(5)}
     receipts, own = Receipts(), hashes(weights)
-    receipts.expect(4, weights, torch.zeros(3, 8), torch.float32)
+    receipts.expect(4, weights, torch.float32)
     receipts.check(Receipt(4, own), "it")
     receipts.check(Receipt(4, own | {"b": None}), "it")
     for receipt, text in (
