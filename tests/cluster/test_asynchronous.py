@@ -30,6 +30,7 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.raft import RAFT
 from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous
+from posttrain.cluster.remote import RemoteSampler
 from posttrain.collect import Rollouts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.engine.engine import Engine
@@ -240,6 +241,15 @@ def test_staleness_0_is_the_plain_run_to_the_bit(algorithm: Algorithm, tmp_path:
     assert max(row.get("grad_norm", 0.0) for row in figures_of(plain)) > 0, "something was learned"
     weights = [(tmp_path / run / "stages/rl/model/model.safetensors").read_bytes() for run in ("plain", "same")]
     assert weights[0] == weights[1]
+
+
+def test_a_sampler_that_works_ahead_is_proven_before_the_weights_change_again() -> None:
+    done: list[Any] = []
+    sampler, source = RemoteSampler.__new__(RemoteSampler), Asynchronous.__new__(Asynchronous)
+    vars(sampler).update(publish=done.append, prove=lambda: done.append("proven"))
+    vars(source).update(sampler=sampler, changing=None, running=None)
+    source.publish(3)
+    assert done == [3, "proven"]
 
 
 class Killed(BaseException):

@@ -301,6 +301,24 @@ def test_weights_that_are_not_the_trainers_stop_the_run(
         until_stopped()
 
 
+def test_the_trainer_computes_its_side_of_a_probe_while_the_sampler_works(
+    threads: ThreadSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in `publish`; before a completion is given out, and before the weights may be given back."""
+    calls = []
+    monkeypatch.setattr(remote_module, "probe_logprobs", lambda *given: calls.append(1) or probe_logprobs(*given))
+    threads.publish(1)
+    assert not calls and threads.receipts.version == 1 and all(worker.receipt for worker in threads.workers)
+    threads.submit(requests(2))
+    threads.poll(0.0)
+    assert len(calls) == 1
+    finished(threads, 2)
+    threads.publish(2)
+    assert len(calls) == 1
+    threads.release()
+    assert len(calls) == 2
+
+
 def test_a_run_with_sampler_process_is_the_same_to_the_bit(tmp_path: Path) -> None:
     """What is trained, evaluated and sampled, in two steps with LoRA, whose adapters alone are sent."""
     found = []
