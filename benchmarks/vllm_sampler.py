@@ -104,6 +104,7 @@ def main() -> None:
             began = time.perf_counter()
             sampler.publish(0)
             started = time.perf_counter() - began
+            print(f"{kind:8} started in {started:.1f} s", flush=True)
             seconds, published = [], []
             for repeat in range(given.repeats):
                 sampling = Sampling(given.new_tokens)
@@ -113,12 +114,13 @@ def main() -> None:
                 ]
                 took, found = sample(sampler, requests)
                 seconds.append(took)
+                count = sum(len(completion.ids) for completion in found.values())
+                print(f"{kind:8} {count / took:.0f} tokens/s in repeat {repeat}", flush=True)
                 distance = gap(policy, requests, found)
                 nudge(policy, repeat)
                 began = time.perf_counter()
                 sampler.publish(repeat + 1)
                 published.append(time.perf_counter() - began)
-            count = sum(len(completion.ids) for completion in found.values())
             result[kind] = {
                 "start_seconds": round(started, 1),
                 "tokens_a_second": round(count / min(seconds[1:])),
