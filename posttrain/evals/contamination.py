@@ -115,6 +115,8 @@ def require_clean(task: Task, where: str, refuse: bool = True) -> Overlap:
     if leaked and refuse:
         example = " ".join(text(leaked[0]).split())[:60]
         hint = "a score on them would be memory: remove them from one side"
+        if type(task).run is not Task.run:
+            hint += ", or, where they begin alike and hide different things, name what is hidden: facts={'state': ...}"
         raise UserError(f"{where}: {found.lines()[0]}, such as {example!r}; {hint}")
     return found
 

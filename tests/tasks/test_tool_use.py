@@ -136,7 +136,7 @@ def test_the_page_writes_an_environment(tmp_path: Path, monkeypatch: pytest.Monk
         sampler = ScriptedSampler(lambda r, turns=turns: completion([*tokenizer(turns[r.turn])["input_ids"], end]))
         (group,) = rollout_groups(task, sampler, Decoder(tokenizer), [Problem("37", "?", "37")], 1, Sampling(4), 0)
         assert group.rollouts[0].score == score
-    (tmp_path / "program.py").write_text(program.replace("steps=200", "steps=2, evaluate_every=0, batch=4"))
+    (tmp_path / "program.py").write_text(program.replace("steps=200", "steps=2, batch=4"))
     figures = runpy.run_path("program.py")["run"].metrics[-1]
     assert figures["turns"] >= 1 and figures["failed"] == 0
 
