@@ -209,6 +209,7 @@ class DataReport:
     max_length: int
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     unused: tuple[str, ...] = ()  # columns of the file that were not read
+    unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
 
     def lines(self) -> list[str]:
         """Words for the console."""
@@ -225,7 +226,8 @@ class DataReport:
         }
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
         said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
-        return said + [f"{count:,} dropped {reason}" for count, reason in counted if count]
+        said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
+        return [*said, *self.unknown]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:

@@ -30,7 +30,7 @@ from posttrain.data.demonstrations import completion_example, unread
 from posttrain.data.formats import PREFERENCES, revealed, unrecognised
 from posttrain.data.records import Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
-from posttrain.data.text import Decoder
+from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.errors import UserError, require
 from posttrain.types import Example
 
@@ -77,6 +77,7 @@ class Preferences:
     margins: bool  # rewards are the file's own scores or margins, not just an order
     skipped: tuple[Skipped, ...]
     unused: tuple[str, ...] = ()  # columns that were not read
+    unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
 
     def lines(self) -> list[str]:
         """A report for the console."""
@@ -92,6 +93,7 @@ class Preferences:
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
             *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),
+            *self.unknown,
         ]
 
 
@@ -141,7 +143,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     columns = tuple(sorted(unused))
-    return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns)
+    lost = tuple(unknown_tokens(tokenizer, [example for unit in units for example in unit]))
+    return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns, lost)
 
 
 def count_labels(path: str | Path) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.types import Example
+
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\ufffd"
@@ -31,6 +33,18 @@ def _joins_bytes(tokenizer: Tokenizer) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and not cleans
+
+
+def unknown_tokens(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[str]:
+    """A line on text that the vocabulary lacks; a token that also begins, ends or pads a text says nothing of that."""
+    lost, others = tokenizer.unk_token_id, ("bos_token_id", "eos_token_id", "pad_token_id")
+    if lost is None or lost in (getattr(tokenizer, name) for name in others):
+        return []
+    count = sum(int((example.ids == lost).sum()) for example in examples)
+    hint = f"the model reads each as {tokenizer.unk_token}; take a model whose tokenizer has them"
+    return [f"warning: {count:,} characters or words are not in the vocabulary: {hint}"] * (
+        count > 0
+    )
 
 
 class Decoder:

@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.data.demonstrations import DataReport, check_count, from_file, from_task, prepare
 from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
+from posttrain.data.text import unknown_tokens
 from posttrain.errors import NotNegative, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
@@ -128,7 +129,8 @@ def gather(
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = prepare(examples, max_length)
         found.append([(example,) for example in kept])
-        reports.append(replace(report, unused=tuple(sorted(unused))))
+        unknown = tuple(unknown_tokens(tokenizer, kept))
+        reports.append(replace(report, unused=tuple(sorted(unused)), unknown=unknown))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     parts, held_out = split_sources(found, share, seed)
