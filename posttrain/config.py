@@ -169,7 +169,7 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
     """Call the recipe with its own keys, then apply the keys of its stages."""
     own = inspect.signature(function).parameters
     top = {key: value for key, value in pairs.items() if "." not in key}
-    refuse_unknown("key", top, [*own, *TOP], [name])
+    refuse_bare(top, [*own, *TOP], [name])
     active().require_program(top.get("checkpoint_hook"))
     hints = typing.get_type_hints(function)
     given = {k: _check(k, hints.get(k, Any), v) for k, v in top.items() if k in own}
@@ -276,6 +276,14 @@ def refuse_unknown(
     for key in keys:
         if key not in known:
             raise unknown(what, str(key), known, owners)
+
+
+def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()) -> None:
+    """Refuse keys that neither the run nor its recipe has."""
+    try:
+        refuse_unknown("key", keys, known, owners)
+    except UserError as error:
+        raise UserError(f"{error}; one of a stage is STAGE.KEY, such as rl.steps=10") from None
 
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
@@ -536,7 +544,7 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
     made = [_expanded(t, f"stages[{n}]") for n, t in enumerate(tree["stages"])]
-    refuse_unknown("key", (k for k in pairs if "." not in k), TOP)
+    refuse_bare((k for k in pairs if "." not in k), TOP)
     recipe = Recipe(tuple(chain(*made)), *(str(tree.get(key, "")) for key in TEXTS))
     top = {k: v for k, v in tree.items() if k in TOP}
     name = str(tree.get("name", "run"))

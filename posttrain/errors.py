@@ -86,7 +86,7 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
     choices = sorted(set(known))
     if (called := called_here(name)) and name not in choices:
         return UserError(f"unknown {kind} {name!r}; {called}")
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
     hint = f"known: {', '.join(choices)}" if choices else "none exist here"
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"

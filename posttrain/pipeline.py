@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import sys
@@ -117,7 +118,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     settings, pairs = settings_of(run, allow_code, arguments)
     if follows(settings):
         return follow(settings)
-    complete = f"{directory} is complete; see {directory / SUMMARY}"
+    complete = f"{directory} is complete; see {directory / SUMMARY}, train a stage for longer, such as rl.steps=200"
     tree = config.to_config(settings)
     found = Changes((), ()) if run.summary is not None and not pairs else changed(run, tree)
     advice = "or start another with 'posttrain run'"
@@ -465,13 +466,14 @@ def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) ->
         if best is not None
     ]
     lines += [f"alarm:    {printable(line)}" for line in alarm_lines(run.events())]
+    quoted = shlex.quote(str(folder))
     exported, written = (folder / "export").is_dir(), any((folder / "rollouts").glob("*/*"))
     places = {
         f"plot:     {folder / 'plot.png'}": drawn,
         f"pass@k:   {folder / 'pass_at_k.png'}": curves,
         f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
-        f"rollouts: posttrain show {folder}": written,
-        f"answers:  posttrain sample {folder} PROMPT --stages": exported,
+        f"rollouts: posttrain show {quoted}": written,
+        f"answers:  posttrain sample {quoted} PROMPT --stages": exported,
         f"took {console.duration(float((run.summary or {}).get('seconds', 0)))}": True,
         f"try next: {printable(recipe.next_command)}": bool(recipe.next_command),
     }

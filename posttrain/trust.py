@@ -170,7 +170,8 @@ class Trust:
         links = (link for link in path.rglob("*") if link.is_symlink())
         for place in chain([path], links):  # lazily: a folder elsewhere is not searched
             what = f"names {name}" if place is path else f"names {name}, where {place.name} leads"
-            text = f"{self.file} {what} outside of its folder {self.folder}: give the path on the command line, or {TRUST_IT}"
+            begins = f"paths begin at {Path.cwd()}: cd to that folder, give the path on the command line, or {TRUST_IT}"
+            text = f"{self.file} {what} outside of its folder {self.folder}; {begins}"
             require(_within(place, self.folder), text)
 
     def require_output(self, out: str, replacing: Mapping[str, JSON]) -> None:

@@ -491,7 +491,7 @@ def test_data_lies_beside_the_recipe(name: str, folder: Path, capsys: pytest.Cap
 
 def test_a_path_on_the_command_line_may_be_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     yaml_file = write(folder, {"stages": [RL | {"task": {"name": "jsonl", "file": "rows.jsonl"}}]})
-    refused(capsys, ["plan", yaml_file], "outside of its folder")
+    refused(capsys, ["plan", yaml_file], "outside of its folder", f"paths begin at {Path.cwd()}: cd to that folder")
     for words in (
         ["rl.task.file=rows.jsonl"],
         ["rl.task={name: jsonl, file: rows.jsonl}"],

@@ -27,7 +27,7 @@ from posttrain.stages.reward_sources import (
     TaskReward,
     Weighted,
 )
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, explained
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.tasks.tool_use import ToolUse
@@ -74,9 +74,10 @@ class Files:
         return (self.path(data, what),)
 
     def __enter__(self) -> None:
-        for path, lines in self.lines.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        with explained(self.directory):
+            for path, lines in self.lines.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Take the files back where the run was refused, which has taken back all else."""

@@ -64,7 +64,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settings += rest
     elif rest:
         place = f"posttrain {options.command or ''} --help"
-        raise UserError(f"unknown argument {rest[0]!r}; see '{place}'")
+        hint = "settings are KEY=VALUE, such as rl.steps=10; " if "settings" in options else ""
+        raise UserError(f"unknown argument {rest[0]!r}; {hint}see '{place}'")
     return options
 
 

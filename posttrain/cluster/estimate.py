@@ -388,7 +388,8 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
     found = best(shape, work, gpu, gpus)
     if found is None:
         none = "it fits on no number of these: shorten the responses, or take larger GPUs"
-        verdict = f"it fits on {need}" if (need := fewest(shape, work, gpu)) else none
+        less = "with adapters (lora) less is enough, which 'posttrain plan FILE' counts"
+        verdict = f"it fits on {need}; {less}" if (need := fewest(shape, work, gpu)) else none
         what = f"{work.algorithm} of {shape.weights / 1e9:g}B weights"
         raise UserError(f"{what} does not fit on {gpus} x {name}; {verdict}")
     seconds, tokens = found.step, work.tokens

@@ -181,6 +181,6 @@ def hub() -> Finding:
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     place = next((p for p in (home, *home.parents) if p.exists()), home)
-    text = f"{'offline' if offline else 'online'}, models are kept in {home}"
+    text = f"models are kept in {home}; {'offline (HF_HUB_OFFLINE)' if offline else 'the network was not tried'}"
     fix = f"{place} cannot be written: set HF_HOME to a directory of yours"
     return finding("hub", text, "" if os.access(place, os.W_OK) else fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -373,7 +374,8 @@ def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]
         text = f"{printable(row.question)} -> {printable(_said(row))[:70]}"
         lines.append(f"  {number:>3}  reward {_reward(row)}{advantage}  {text}")
     lines += [f"  ... and {len(rows) - 32} more"] if len(rows) > 32 else []
-    return [*lines, f"one of them, token by token: posttrain show {directory} {stage}/{step}/0"]
+    place = shlex.quote(str(directory))
+    return [*lines, f"one of them, token by token: posttrain show {place} {stage}/{step}/0"]
 
 
 def _said(row: RolloutRow) -> str:

@@ -265,7 +265,7 @@ class _Template:
     def check(self, messages: Sequence[Message]) -> None:
         where, tools = self.where, self.tools
         require(len(messages) > 0, f"{where}: an empty conversation")
-        plain = f"{where}: this tokenizer has no chat template; use a chat model's, or plain text"
+        plain = f"{where}: this tokenizer has no chat template; take a chat model, or put chat_template.jinja into the model's folder"
         require(bool(self.tokenizer.chat_template), plain)
         said = [(f"a {m.role} message contains", (m.content, *_strings(m.more))) for m in messages]
         for what, texts in (*said, ("the tools contain", tuple(_strings(tools)))):

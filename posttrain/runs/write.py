@@ -276,7 +276,10 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _refuse_used(directory: Path) -> None:
     names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
     used = ", ".join(name for name in names if (directory / name).exists())
-    resume = f"continue it with 'posttrain resume {directory}', or choose another directory"
+    resume = f"continue it with 'posttrain resume {directory}'"
+    if (directory / layout.SUMMARY).exists():
+        resume = f"it is complete: see 'posttrain show {directory}', or do what has changed again by again=true"
+    resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
 
 

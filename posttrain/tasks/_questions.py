@@ -134,7 +134,9 @@ def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem,
         return stable_hash("held out", normalised(problem.question)) % 10_000 < 10_000 * share
 
     chosen = tuple(p for p in pool.problems if is_test(p) == (split == "test"))
-    hint = "give a test file or split, or another held_out"
+    hint = (
+        f"change held_out, which is {share} of {len(pool.problems)}, or give a test file or split"
+    )
     require(bool(chosen), f"{where}: no problem is left for {split}; {hint}")
     return chosen
 
@@ -157,11 +159,13 @@ def make_problem(
     answer: str = "answer",
     answer_after: str = "",
     columns: bool = False,
+    chosen: bool = True,
 ) -> Problem:
     """A record's question and gold answer, and with `columns` all of it, for a reward of the user's. A list
-    of messages is the conversation so far; a field may be a path such as `a.b`."""
-    asked = pick(record, question, where)
-    solution = str(pick(record, answer, where)) if answer else ""
+    of messages is the conversation so far; a field may be a path such as `a.b`. `chosen`: settings name the fields."""
+    keys = ("question", "answer") if chosen else ("", "")
+    asked = pick(record, question, where, keys[0])
+    solution = str(pick(record, answer, where, keys[1])) if answer else ""
     gold = solution
     if answer_after:
         _, marker, gold = solution.rpartition(answer_after)
@@ -201,15 +205,16 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def pick(record: Mapping[str, Any], name: str, where: str) -> Any:
-    """The field called `name`, or the one at the path that it spells."""
+def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any:
+    """The field called `name`, or the one at the path that it spells; `key` is the setting that chose it."""
     if name in record:
         return record[name]
     found: Any = record
     for part in name.split("."):
         there = isinstance(found, Mapping) and part in found
         has = ", ".join(sorted(record)) or "nothing"
-        require(there, f"{where}: no field {name!r}; it has {has}")
+        hint = f"; the task's key {key} names the field" if key else ""
+        require(there, f"{where}: no field {name!r}; it has {has}{hint}")
         found = found[part]
     return found
 

@@ -50,7 +50,7 @@ class Gsm8k(Published):
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
         """The gold answer follows ####; the steps before it are the solution, without the calculator's notes."""
-        made = make_problem(row, where, name, answer_after="####")
+        made = make_problem(row, where, name, answer_after="####", chosen=False)
         worked = str(made.facts["solution"])
         steps = CALCULATOR.sub("", worked).rpartition("####")[0].strip()
         facts = {"solution": steps, "worked": worked}

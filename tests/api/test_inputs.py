@@ -42,6 +42,12 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
         _ = pt.GRPOO
 
 
+def test_a_place_that_cannot_be_written_is_refused_in_one_line() -> None:
+    Path("taken").write_text("a file")
+    with pytest.raises(UserError, match="cannot write the run directory taken/run: .*; choose another"):
+        pt.sft(model="tiny:nano", data=ROWS, out="taken/run", **QUICK)
+
+
 class Dataset:
     """As much of `datasets.Dataset` as is used."""
 

@@ -55,6 +55,14 @@ def test_settings_may_stand_after_options() -> None:
     assert options.settings == ["problems=3", "samples=2"]
 
 
+@pytest.mark.parametrize(("word", "said"), [("--steps", "settings are KEY=VALUE"), ("lr=1e-4", "one of a stage is STAGE.KEY")])
+def test_a_setting_in_the_words_of_other_programs_is_refused_with_those_of_this_one(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "quickstart", word]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_an_interrupted_run_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
