@@ -10,13 +10,14 @@ import pytest
 from material_for_tests import group, rollout, segment
 
 from posttrain.data.preferences import read_preferences
-from posttrain.errors import UserError
+from posttrain.errors import UserError, Waiting
 from posttrain.models.load import stop_ids
 from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.write import RunWriter
+from posttrain.stages._lineage import RECORD
 from posttrain.stages.base import PRINTABLE, Context, data_place, run_stages
 from posttrain.stages.comparisons import KINDS, ComparisonsStage
 from posttrain.tasks.prompts import Prompts
@@ -57,6 +58,18 @@ def test_without_noise_answers_that_score_the_same_share_a_place() -> None:
     assert row is not None and row["ranking"] == [1, 1, 3]
     tied = stage(samples=3).row(group([said("a", 0.5), said("b", 0.5)]), 0, counts)
     assert tied is not None and tied["ranking"] == [1, 2], "an annotator who errs prefers one"
+
+
+def test_people_are_told_what_is_left_out_of_what_they_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [group([said("a", None), said("b", None)]), group([said("a", None), said("b", None, "length")])]
+    monkeypatch.setattr(ComparisonsStage, "groups", lambda *_: ((one, 0) for one in made))
+    texts: list[str] = []
+    with RunWriter(tmp_path) as writer:
+        context = Context(writer, 0, "cpu", say=False)
+        context.write_lines("comparisons", ["{}"], RECORD)
+        with context.events.shown_by(lambda event: texts.append(event.text)), pytest.raises(Waiting, match="0 of 1"):
+            stage(annotator="people").run(context)
+    assert texts[0] == "1 prompts to compare; left out: 1 equal, 1 truncated"
 
 
 def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:
