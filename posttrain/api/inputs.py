@@ -51,7 +51,9 @@ class Files:
             return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
             path = Path(data).expanduser()
-            require(path.is_file(), f"{what}: there is no file {data}")
+            require(
+                path.is_file(), f"{what}: there is no file {data}; give a file, or a list of rows"
+            )
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
@@ -100,7 +102,8 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
         return data.to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
-        require("train" in data, f"{what}: a mapping holds {held}; give one of them")
+        wrong = f"{what}: expected a list of rows, not a mapping of {held}; of several splits give one"
+        require("train" in data, wrong)
         return data["train"]  # type: ignore[no-any-return]
     several, kind = isinstance(data, Iterable), type(data).__name__
     require(several, f"{what}: expected rows, a file or a data set, not {kind}")

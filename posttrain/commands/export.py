@@ -82,6 +82,7 @@ def export(chosen: Chosen, target: Path) -> Path:
 def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]:
     """Send the model to a hub: the address of the commit. The token is the hub library's: HF_TOKEN, or what `hf auth login` keeps. It
     is neither read nor written here. A repository that is made is private unless `public`; that of one that is there stays as it is."""
+    import httpx  # what the hub's library asks with
     from huggingface_hub import HfApi, errors
 
     fine = HUB_NAME.fullmatch(repository) is not None and "@" not in repository
@@ -93,7 +94,7 @@ def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]
             api.create_repo(repository, private=not public, exist_ok=True)
             message = "Upload with posttrain"
             done = api.upload_folder(repo_id=repository, folder_path=made, commit_message=message)
-        except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        except (errors.HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
             code = getattr(getattr(error, "response", None), "status_code", None)
             if code in (401, 403) or "token" in first_line(error).lower():
                 found = f"the hub refuses to write {repository}: set HF_TOKEN to a token that may"

@@ -145,7 +145,10 @@ def _parsed(text: str, where: str) -> Any:
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     """A conversation as a file writes it, checked. Everything that a message holds is kept but null and empty values."""
-    require(isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages")
+    or_text = "" if where.endswith("messages") else ", or text"
+    require(
+        isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages{or_text}"
+    )
     messages = []
     for number, item in enumerate(value):
         at = f"{where}: message {number}"

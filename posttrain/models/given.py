@@ -21,7 +21,7 @@ def give(model: Any, tokenizer: Any) -> str:
     causal = callable(getattr(model, "get_output_embeddings", None)) and hasattr(model, "config")
     require(
         causal and model.get_output_embeddings() is not None and not hasattr(model, "peft_config"),
-        f"model: a {kind} is no plain causal language model of transformers; merge adapters (merge_and_unload), or give a path",
+        f"model: {kind} is no plain causal language model of transformers; merge adapters (merge_and_unload), or give a path",
     )
     require(
         callable(getattr(tokenizer, "get_vocab", None)),

@@ -120,7 +120,9 @@ class ComparisonsStage(JudgedStage, AskingStage):
             asked = [kept for g, _ in self.groups(context) if (kept := self.different(g, counts))]
             rows = [self.asked(kept) for kept in asked]
             left = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            context.announce(self.name, [f"{len(rows):,} prompts to compare; left out: {left or 'none'}"])
+            context.announce(
+                self.name, [f"{len(rows):,} prompts to compare; left out: {left or 'none'}"]
+            )
             same = f"{self.name}: no two answers to a prompt differ; raise the temperature"
             require(bool(rows), same)
             file.parent.mkdir(exist_ok=True)

@@ -155,7 +155,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": {"a": len}, "weights": {"b": 1}}, "unknown reward in weights: 'b'"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
-    ({"prompts": ["a"], "reward": len, "model": 3}, "a int is no plain causal language model"),
+    ({"prompts": ["a"], "reward": len, "model": 3}, "int is no plain causal language model"),
     ({"prompts": ["a"], "reward": len, "algorithm": "dpo"}, "dpo learns from pairs; use a preference stage"),
     ({"prompts": ["a"], "reward": len, "algorithm": "grpoo"}, "unknown algorithm 'grpoo'"),
     ({"prompts": ["a"], "reward": len, "algorithm": pt.PPO}, "a name or an instance such as GRPO"),

@@ -7,7 +7,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 from hub_for_tests import TOKEN, serving
@@ -88,6 +90,18 @@ def test_adapters_are_sent_alone_under_the_name_of_their_base(
     found = metadata((sent / "README.md").read_text())
     assert (found["base_model"], found["library_name"]) == ("org/base", "peft")
     assert (sent / "visibility").read_text() == "public"
+
+
+def test_without_a_network_the_hub_is_named_in_one_line(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    assert cli.main(["push", str(finished), "me/tuned"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "check the network, then push again" in error
 
 
 def test_without_a_token_the_hub_refuses_in_one_line(

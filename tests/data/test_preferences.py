@@ -200,7 +200,7 @@ REFUSED = [
     (GOOD, {**GOOD, "prompt": ""}, "line 2: no prompt, or an empty one"),
     (GOOD, {**GOOD, "rejected": None}, "line 2: no rejected in a row of pairs"),
     (GOOD, {**GOOD, "rejected": [NO]}, "line 2: chosen and rejected must both be"),
-    (GOOD, {**GOOD, "chosen": 3, "rejected": 4}, "line 2: completion: expected a list of messages"),
+    (GOOD, {**GOOD, "chosen": 3, "rejected": 4}, "line 2: completion: expected a list of messages, or text"),
     (GOOD, {**GOOD, "margin": math.nan}, "line 2: margin must be a finite number, not nan"),
     (GOOD, {**GOOD, "margin": "2"}, "line 2: margin must be a finite number, not '2'"),
     (GOOD, {**GOOD, "margin": 10**400}, "line 2: margin must be a finite number, not 1000"),
