@@ -102,7 +102,9 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
         return data.to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
-        wrong = f"{what}: expected a list of rows, not a mapping of {held}; of several splits give one"
+        wrong = (
+            f"{what}: expected a list of rows, not a mapping of {held}; of several splits give one"
+        )
         require("train" in data, wrong)
         return data["train"]  # type: ignore[no-any-return]
     several, kind = isinstance(data, Iterable), type(data).__name__
