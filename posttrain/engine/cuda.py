@@ -129,7 +129,8 @@ class CUDABackend:
         # the device does not know yet; rows and tiles it knew last, and where it has each live row
         self.changed, self.shape, self.order = True, (0, 0), np.arange(0)
         self.drawn: list[Drawn] = []  # of the last burst, and of the one before it
-        self.over = False  # whether the one before it was not collected yet
+        # where the device had each row in the one before it, which was not collected yet
+        self.over: np.ndarray | None = None
 
     @property
     def prefill_tokens(self) -> int:
@@ -344,16 +345,20 @@ class CUDABackend:
         steps = self._burst(0)
         self._reserve(steps)
         size = bucket(rows.count, self.capacity)
-        # few sizes: later turns have prompts of their own among those that a group shares, and a tile without rows costs nothing
-        tiles = min(power_of_two(self._tiles().shape[1]), size)
-        key = (size, tiles, self.queries, self.truncated)
+        shape = self._shape(np.arange(rows.count), size)
+        key = (*shape, self.queries, self.truncated)
         if key not in self.graphs:
-            self.graphs[key] = self._capture(size, tiles)
+            self.graphs[key] = self._capture(*shape)
             self.changed = True  # what the device knew was overwritten
-        if self.changed or (size, tiles) != self.shape:
-            self._upload(size, tiles)
-            self.shape = (size, tiles)
+        if self.changed or shape != self.shape:
+            self._upload(*shape)
+            self.shape = shape
         self._replay(steps)
+
+    def _shape(self, which: np.ndarray, size: int) -> tuple[int, int]:
+        """Rows and tiles of the graph for these rows. Few sizes: later turns have prompts of their own among those that a group shares,
+        and a tile without rows costs nothing."""
+        return size, min(power_of_two(self._tiles(which).shape[1]), size)
 
     def _burst(self, before: int) -> int:
         """Steps of a burst that begins so many after those that the host has seen."""
@@ -371,43 +376,63 @@ class CUDABackend:
         self.drawn[0].take(steps)
 
     def ahead(self) -> bool:
+        """Rows that are done leave the device first, where the others have a smaller graph."""
         last = self.drawn[0]
         last.wait()
-        size, steps = self.shape[0], self._burst(last.steps)
-        live = int((last.done[:size] == 0).sum())
-        fewer = bucket(live, self.capacity)
+        size, steps, before = self.shape[0], self._burst(last.steps), self.order
+        stay = np.flatnonzero(last.done.numpy()[before] == 0)
+        if steps < 1 or not len(stay):
+            return False
+        fewer = bucket(len(stay), self.capacity)
         # few rows cost as much as fewer
-        if steps < 1 or not live or (fewer < size and (size > FEW or 2 * fewer <= size)):
+        leave = fewer < size and (size > FEW or 2 * fewer <= size)
+        shape = self._shape(stay, fewer) if leave else self.shape
+        if (*shape, self.queries, self.truncated) not in self.graphs:
             return False
         changed, self.changed = self.changed, False
         self._reserve(last.steps + steps)
-        if self.changed:  # pages alone: the device's state of the rows is newer than ours
-            assert self.state is not None
-            table = np.zeros((size, self.table.shape[1]), np.int32)
-            table[self.order] = self.table[: len(self.order)]
-            self.state.table[:size].copy_(torch.from_numpy(table).to(self.device))
-        self.changed |= changed
         if not self.graphs:  # the pool has grown
             return False
+        if leave:
+            self._compact(stay, *shape)
+        elif self.changed:  # pages alone: the device's state of the rows is newer than ours
+            assert self.state is not None
+            table = np.zeros((size, self.table.shape[1]), np.int32)
+            table[before] = self.table[: len(before)]
+            self.state.table[:size].copy_(torch.from_numpy(table).to(self.device))
+        self.changed |= changed
+        self.shape = shape
         self._replay(steps)
-        self.over = True
+        self.over = before
         return True
 
-    def collect(self) -> tuple[np.ndarray, np.ndarray]:
-        drawn, self.over = self.drawn[int(self.over)], False
-        return drawn.of(self.order)
+    def _compact(self, stay: np.ndarray, size: int, tiles: int) -> None:
+        """Let the device's state of these rows, which is newer than ours, be that of its first ones."""
+        state, count = self.state, len(stay)
+        assert state is not None
+        at = torch.from_numpy(self.order[stay]).to(self.device)
+        for part in (state.integers, state.floats):
+            part[:, :count] = part[:, at]
+        state["done"][count:size], state["slot"][count:size] = 1, 0
+        self._place(stay, size, tiles)
+        self.order = np.full(len(self.order), -1)  # those that are done, until they are collected
+        self.order[stay] = np.arange(count)
 
-    def _tiles(self) -> np.ndarray:
-        """[3, tiles]: runs of rows that share a prompt, none longer than a tile."""
-        prompt = self.rows.live("prompt")
+    def collect(self) -> tuple[np.ndarray, np.ndarray]:
+        before, self.over = self.over, None
+        return self.drawn[0].of(self.order) if before is None else self.drawn[1].of(before)
+
+    def _tiles(self, which: np.ndarray) -> np.ndarray:
+        """[3, tiles]: runs of those rows that share a prompt, none longer than a tile."""
+        prompt = self.rows["prompt"][which]
         begin = np.flatnonzero(np.r_[True, prompt[1:] != prompt[:-1]])
-        length = np.diff(np.r_[begin, self.rows.count])
+        length = np.diff(np.r_[begin, len(which)])
         parts = -(-length // self.tile_size)
         part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
         offset = part * self.tile_size
         first = np.repeat(begin, parts) + offset
         rows = np.minimum(np.repeat(length, parts) - offset, self.tile_size)
-        return np.stack([first, rows, self.rows["prefix"][first]])
+        return np.stack([first, rows, self.rows["prefix"][which[first]]])
 
     def _upload(self, size: int, tiles: int) -> None:
         """Bring the state of the first `size` rows, those past the live ones marked done, and of `tiles` tiles to the device."""
@@ -421,17 +446,26 @@ class CUDABackend:
         for target, source in (
             (state.integers[:, :size], rows.integers[: len(INTEGERS), :size]),
             (state.floats[:, :size], rows.floats[:, :size]),
-            (state.table[:size], self.table[:size]),
         ):
             target.copy_(torch.from_numpy(source).to(device))
+        self._place(np.arange(rows.count), size, tiles)
+        self.changed, self.order = not tiles, np.arange(rows.count)
+
+    def _place(self, which: np.ndarray, size: int, tiles: int) -> None:
+        """Tell the device where the tokens of these rows lie, and which of them share a prompt."""
+        state, device = self.state, self.device
+        assert state is not None
+        table = np.zeros((size, state.pages), np.int32)
+        table[: len(which)] = self.table[which]
+        state.table[:size].copy_(torch.from_numpy(table).to(device))
         if tiles:
-            made = self._tiles()
+            made = self._tiles(which)
             tile = np.zeros((3, tiles), np.int32)
             prompt = np.zeros((tiles, state.prompt_pages), np.int32)
-            tile[:, : made.shape[1]], prompt[: made.shape[1]] = made, self.prompt_table[made[0]]
+            tile[:, : made.shape[1]] = made
+            prompt[: made.shape[1]] = self.prompt_table[which[made[0]]]
             state.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
             state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
-        self.changed, self.order = not tiles, np.arange(rows.count)
 
     def _step(self, size: int, tiles: int) -> None:
         """One token for each of the first rows."""

@@ -141,7 +141,7 @@ def test_a_group_beyond_a_tile_is_cut(policy: Policy) -> None:
     assert ids(list(generate_groups(engine, [request]))) == ids(plain(policy, [request]))
     backend = entered(engine, [request])
     backend.tile_size = 16
-    assert backend._tiles().tolist() == [[0, 16, 32], [16, 16, 8], [3, 3, 3]]
+    assert backend._tiles(np.arange(backend.rows.count)).tolist() == [[0, 16, 32], [16, 16, 8], [3, 3, 3]]
 
 
 def entered(engine: Engine, prompts: list[Prompt]) -> CUDABackend:
@@ -159,7 +159,7 @@ def test_tiles_follow_the_rows_that_stay(policy: Policy) -> None:
     backend = entered(Engine(policy), [Prompt((5, 6), 3, 0, Sampling(4)), Prompt((7,), 2, 1, Sampling(4))])
     rows = backend.rows
     rows.take(backend.remove(np.array([1, 3])))
-    assert backend._tiles().tolist() == [[0, 2], [2, 1], [2, 1]]
+    assert backend._tiles(np.arange(backend.rows.count)).tolist() == [[0, 2], [2, 1], [2, 1]]
     assert rows["seed"][:3].tolist() == [0, 2, 1] and rows["done"][:5].tolist() == [0, 0, 0, 1, 1]
 
 
@@ -251,6 +251,23 @@ def test_the_next_burst_is_launched_before_the_last_one_is_read(policy: Policy, 
     engine = Engine(policy)
     assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and all_free(engine)
     assert calls == ["launch", "_replay", "_replay", "collect", "_replay", "collect", "collect"]
+
+
+def test_rows_that_are_done_leave_before_the_host_has_read_what_they_drew(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups, of which some rows go on: in the second call, whose graphs are there, nothing waits for the host."""
+    launches: list[int] = []
+    launch = CUDABackend.launch
+    monkeypatch.setattr(CUDABackend, "launch", lambda one: (launches.append(one.rows.count), launch(one))[1])
+    monkeypatch.setattr(cuda, "FEW", 0)
+    requests = [Prompt((5, 6, n), 3, n, Sampling(2 * PAGE)) for n in range(3, 7)]
+    engine = Engine(policy)
+    expected = ids(plain(policy, requests))
+    assert len({len(one) for group in expected for one in group}) > 6
+    assert ids(list(generate_groups(engine, requests))) == expected and len(launches) > 2
+    launches.clear()
+    assert ids(list(generate_groups(engine, requests))) == expected and all_free(engine) and launches == [12]
 
 
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:

@@ -12,6 +12,7 @@ import transformers
 from kernels_for_tests import Steps  # whose import lets kernels run on the CPU too
 
 from posttrain.collect import Prompt, generate, generate_groups
+from posttrain.engine import cuda
 from posttrain.engine import engine as engine_module
 from posttrain.engine import fused as kernels
 from posttrain.engine.cuda import CUDABackend
@@ -113,6 +114,20 @@ def test_few_rows_and_truncated_sampling() -> None:
     alike(run(policy, several()), run(policy, several(), 7))
     cut = [Prompt(p, 3, n, Sampling(30, top_k=9, top_p=0.9)) for n, p in enumerate(PROMPTS)]
     alike(run(policy, cut), plain(policy, cut))
+
+
+def test_rows_that_leave_before_they_are_read_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second call every graph is there, and the device drops rows that are done without waiting for the host."""
+    _, policy = models("qwen2", torch.bfloat16)
+    engine, launches, launch = Engine(policy), list[int](), CUDABackend.launch
+    monkeypatch.setattr(CUDABackend, "launch", lambda one: (launches.append(one.rows.count), launch(one))[1])
+    monkeypatch.setattr(cuda, "FEW", 0)
+    prompts = [Prompt(PROMPTS[n % 4], 5, n, Sampling(10 + 13 * n)) for n in range(16)]
+    calls = [[c for group in generate_groups(engine, prompts) for c in group] for _ in range(2)]
+    assert launches[-1] == 80 and len(launches) > 3
+    for one, other in zip(*calls, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
