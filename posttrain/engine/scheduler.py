@@ -322,9 +322,9 @@ class Scheduler:
             count += 1
         else:
             valid = np.where(over_SN.any(0), over_SN.argmax(0) + 1, steps)
-            step, row = np.nonzero(np.arange(steps)[:, None] < valid)
-            place, last = (output[row], count[row] + step), (valid - 1, np.arange(len(valid)))
-            self.ids[place], self.logprobs[place] = ids_SN[step, row], logprobs_SN[step, row]
+            # what comes after a row's end is written too, and never read
+            place, last = (output, written_SN - 1), (valid - 1, np.arange(len(valid)))
+            self.ids[place], self.logprobs[place] = ids_SN, logprobs_SN
             count += valid
         rows.live("last", first)[:] = ids_SN[last]
         np.add(over_SN[last], stopped_SN[last], out=rows.live("done", first), dtype=np.int64)
@@ -344,15 +344,22 @@ class Scheduler:
                 continue
             request = work.requests[member]
             finish = "stop" if end == STOPPED else "length"
-            made = self._completion(work, slot, length, finish)
-            self.finished.append((request, replace(made, routes=self.backend.routes(row))))
+            made = self._completion(work, slot, length, finish, self.backend.routes(row))
+            self.finished.append((request, made))
             if request.keep:
                 self.kept[request.session] = self.backend.keep(row, work.number)
         rows.take(self.backend.remove(gone))
         while not self.backend.fits(None) and self._drop_oldest():
             pass
 
-    def _completion(self, work: Work, slot: int, length: int, finish: str = "") -> Completion:
+    def _completion(
+        self,
+        work: Work,
+        slot: int,
+        length: int,
+        finish: str = "",
+        routes: np.ndarray | None = None,
+    ) -> Completion:
         """What a row has sampled so far, before it was interrupted included."""
         parts: tuple[np.ndarray, ...] = (
             self.ids[slot, :length].copy(),
@@ -362,7 +369,7 @@ class Scheduler:
         if (had := work.written) is not None:
             before = (had.ids, had.logprobs, had.versions)
             parts = tuple(np.concatenate(pair) for pair in zip(before, parts, strict=True))
-        return Completion(parts[0], parts[1], parts[2], finish)
+        return Completion(parts[0], parts[1], parts[2], finish, routes=routes)
 
     def _suspend(self) -> None:
         """Put the live rows back to the head of the queue, with what they have sampled, and drop every cache."""
