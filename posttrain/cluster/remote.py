@@ -414,8 +414,8 @@ class RemoteSampler:
             self.receipts.probe(*self.probes.pop())
 
     def prove(self) -> None:
-        """Compute what the answers to the probe are compared with. The processes sample meanwhile; whoever changes the weights before
-        the next `poll` or `release` calls it before that."""
+        """Compute what the answers to the probe are compared with. The processes sample meanwhile; a caller that changes the weights
+        before the next `poll` or `release` calls it before that."""
         version, known = self.version, self.receipts.logprobs_PV
         if version is not None and version not in known:
             logprobs_PV = probe_logprobs(self.policy, self.settings.vocabulary)
