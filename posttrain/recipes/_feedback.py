@@ -18,6 +18,9 @@ from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
+TOY_FIT = Optimization(lr=1e-3, warmup=20, schedule="cosine")
+TOY_POLICY, TOY_CRITIC = Optimization(lr=3e-4, warmup=5), Optimization(lr=1e-3)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
@@ -29,10 +32,10 @@ class Scale:
     algorithm: PPO
     steps: int
     prompts: int
-    fit: Optimization  # of the reward model
+    fit: Optimization = TOY_FIT  # of the reward model
     fit_steps: int = 250
-    policy: Optimization
-    critic: Optimization
+    policy: Optimization = TOY_POLICY
+    critic: Optimization = TOY_CRITIC
     compared: int = 2500  # prompts whose two answers are compared
     data: str = ""  # comparisons that people made, in place of the annotator's
     ordinary: tuple[Data, ...] = ()  # text of the pretraining mix

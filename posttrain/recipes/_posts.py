@@ -25,9 +25,6 @@ TOY = Scale(
     problems=1000,
     fit_steps=200,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.3, critic_warmup=5, missing_eos=1.0),
-    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-    policy=Optimization(lr=3e-4, warmup=5),
-    critic=Optimization(lr=1e-3),
 )
 REAL = Scale(
     task=Posts(),

@@ -26,9 +26,6 @@ TOY = Scale(
     steps=50,
     prompts=128,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.1, critic_warmup=5),
-    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-    policy=Optimization(lr=3e-4, warmup=5),
-    critic=Optimization(lr=1e-3),
     ordinary=(_reviews.PEOPLE,),
     unseen=(_reviews.UNSEEN,),
 )

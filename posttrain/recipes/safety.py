@@ -28,9 +28,6 @@ TOY = Scale(
     compared=3000,
     fit_steps=250,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.3, critic_warmup=5),
-    fit=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-    policy=Optimization(lr=3e-4, warmup=5),
-    critic=Optimization(lr=1e-3),
 )
 REAL = replace(
     TOY,
