@@ -13,7 +13,7 @@ import pytest
 import yaml
 from sampler_for_tests import ScriptedSampler, completion
 
-from posttrain import catalogue, config
+from posttrain import catalogue, cli, config
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import UserError
@@ -124,7 +124,9 @@ def test_the_page_writes_an_environment(tmp_path: Path, monkeypatch: pytest.Monk
     lines = [line for line in file.splitlines() if line.strip() and not line.strip().startswith(("#", "from"))]
     assert len(lines) <= 30
     (tmp_path / "guess.py").write_text(file)
-    (stage,) = yaml.safe_load(blocks("environments.md", "yaml")[0])["stages"]
+    (tmp_path / "my.yaml").write_text(blocks("environments.md", "yaml")[0])
+    assert cli.main(["run", "my.yaml", "--allow-code", "rl.steps=1", "rl.prompts=2", "threads=1"]) == 0
+    (stage,) = yaml.safe_load((tmp_path / "my.yaml").read_text())["stages"]
     task = catalogue.load("task", stage["task"], Task)()
     tokenizer = character_tokenizer(task.alphabet)
     end = tokenizer.eos_token_id
