@@ -257,7 +257,7 @@ class Killed(BaseException):
 
 
 def record(path: Path, kill_at: int = 0) -> Callable[[Loop, Row], bool | None]:
-    """Writes which groups each step was made of; kills the process after a step."""
+    """Writes which groups each step was made of; kills the process after a step, when the checkpoint before it is written."""
 
     def on_step(loop: Loop, row: Row) -> None:
         source = loop.source
@@ -266,6 +266,9 @@ def record(path: Path, kill_at: int = 0) -> Callable[[Loop, Row], bool | None]:
         with path.open("a") as file:
             file.write(json.dumps([loop.step, trained]) + "\n")
         if loop.step == kill_at:
+            deadline = time.monotonic() + 30  # the checkpoint is written beside the steps, which are short here
+            while not (path.parent / f"run/checkpoints/rl/step-{kill_at - 1}").is_dir() and time.monotonic() < deadline:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return on_step
