@@ -359,9 +359,9 @@ class Asynchronous(Rollouts):
 
     def publish(self, version: int) -> None:
         """Give the sampler the trainer's weights; what it is sampling goes on with them."""
-        if self.changing is not None and self.changing.locked():
-            self.changing.release()
         with self.running.exclusive() if self.running is not None else nullcontext():
+            if self.changing is not None and self.changing.locked():
+                self.changing.release()  # not before: a process replaced now would have these weights as the version before
             self.sampler.publish(version)
             if isinstance(self.sampler, RemoteSampler):
                 self.sampler.prove()  # while it samples, and before the weights change
