@@ -90,9 +90,9 @@ def _group(row: Mapping[str, Any], tokenizer: Any, where: str) -> Group:
         require(bool(inside), f"{what}: response_ids has a token that the tokenizer has not")
         logprobs = _numbers(lists, "logprobs", n, what, np.float32)
         found = 0 if logprobs is None else len(logprobs)
-        other = f"{what}: {found} logprobs for {len(ids)} tokens"
-        text = f"{other}; give the tokens they are of as response_ids"
-        require(logprobs is None or found == len(ids), text)
+        unlike = f"{what}: {found} logprobs for {len(ids)} tokens"
+        fits = logprobs is None or found == len(ids)
+        require(fits, f"{unlike}; give the tokens they are of as response_ids")
         parts = (
             Segment(example.ids[:begin], "", False),
             Segment(ids, text, True, logprobs, finish="stop"),

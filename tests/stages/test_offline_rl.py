@@ -110,6 +110,7 @@ def test_log_probs_and_tokens_are_taken_as_they_are_given(tmp_path: Path, nano: 
     row = {"prompt": "cat", "responses": ["yes", "no"], "rewards": [1, None], "response_ids": [[5, 6, 7], [8]]}
     saved = read_saved(write(tmp_path, [row | {"logprobs": [[-1, -2, -3], [-0.5]]}]), nano.tokenizer, 99)
     yes, no = saved.groups[0].rollouts
+    assert (yes.response, no.response) == ("yes", "no")
     assert saved.known and yes.segments[1].ids.tolist() == [5, 6, 7] and no.segments[1].logprobs is not None
     assert np.allclose(no.segments[1].logprobs, [-0.5]) and not no.score.valid and yes.score.value == 1.0
     assert not read_saved(write(tmp_path, ROWS), nano.tokenizer, 99).known
