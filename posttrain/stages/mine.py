@@ -93,6 +93,9 @@ class Chosen(Nested):
     task: Task
     chosen: tuple[Problem, ...]
 
+    def __post_init__(self) -> None:
+        pass  # of any task: also of one with episodes of its own
+
     @property
     def levels(self) -> tuple[int, ...]:
         # what was chosen is not sorted by level: there is no curriculum

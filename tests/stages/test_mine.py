@@ -19,6 +19,7 @@ from posttrain.stages.mine import Chosen, MineStage, read_problems
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.guess import Guess
 from posttrain.types import Problem, Sampling, Score
 
 
@@ -110,6 +111,12 @@ def test_chosen_problems_are_the_tasks_own_in_all_else() -> None:
     assert chosen.problems("test")[0] == task.problems("test")[0]
     answer = task.demonstration(problem)
     assert chosen.score(problem, answer) == task.score(problem, answer) and chosen.prompt(problem) == task.prompt(problem)
+
+
+def test_chosen_problems_may_be_of_a_task_with_episodes_of_its_own() -> None:
+    task = Guess()
+    problem = task.problems("train")[3]
+    assert list(Chosen(task, (problem,)).problems("train")) == [problem]
 
 
 def test_problems_survive_the_file(tmp_path: Path) -> None:
