@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.hinted import Hinted
 from posttrain.tasks.reviews import Reviews
 from posttrain.tasks.shop import Shop
+from posttrain.tasks.tools.base import Tool
 from posttrain.types import Problem, Score
 
 if TYPE_CHECKING:
@@ -36,12 +38,30 @@ class Typed(Plain):
     price: Decimal | None = None  # a name that does not exist while the program runs
 
 
+@dataclass(frozen=True)
+class Untyped(Plain):
+    day: int = 0
+
+
 def test_fields_are_checked_and_the_task_is_named() -> None:
     with pytest.raises(UserError, match=r"^reviews: mood must be kind or any, not 'sad'"):
         Reviews(mood="sad")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^Mine: share must be in \[0, 1\], not 2"):
         Mine(share=2.0)
     assert Typed().price is None, "a type that only a checker imports is left to it"
+    assert Untyped(day=20_261_116).day, "no bound is known of a user's number"
+
+
+@dataclass(frozen=True)
+class Look(Tool):
+    price: Decimal | None = None
+
+    def begin(self) -> Callable[..., str]:
+        raise AssertionError
+
+
+def test_a_tool_with_a_type_that_only_a_checker_imports_can_be_made() -> None:
+    assert Look().price is None
 
 
 def test_a_task_with_episodes_of_its_own_is_not_nested() -> None:

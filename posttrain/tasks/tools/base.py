@@ -7,6 +7,7 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
@@ -38,6 +39,10 @@ class Tool(Checked, ABC):
 
     ends: ClassVar[bool] = False  # a call ends the episode: what it returns is the answer
     blocks: ClassVar[bool] = False  # it may take long: it is called in a thread of its own
+
+    def __post_init__(self) -> None:
+        with suppress(NameError):  # a user's type that only a type checker imports
+            super().__post_init__()
 
     @abstractmethod
     def begin(self) -> Callable[..., Any]:
