@@ -130,7 +130,7 @@ def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
     last = (
         "the last column is the mean over seeds, with Student's interval"
         if len(seeds) > 1
-        else "one seed, others are not measured yet"
+        else "one seed; others in the text below"
     )
     how = f"{found['date']}, {found['machine']}; `python benchmarks/feedback.py OUT --seeds {','.join(map(str, seeds))}`"
     lines = [f"Held-out prompts, sampled at temperature 1, with 95% intervals over prompts; {last}", f"({how})."]

@@ -64,7 +64,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settings += rest
     elif rest:
         place = f"posttrain {options.command or ''} --help"
-        hint = "settings are KEY=VALUE, such as rl.steps=10; " if "settings" in options else ""
+        staged = options.command in ("run", "plan", "resume")
+        example = "such as rl.steps=10" if staged else "without dashes"
+        hint = f"settings are KEY=VALUE, {example}; " if "settings" in options else ""
         raise UserError(f"unknown argument {rest[0]!r}; {hint}see '{place}'")
     return options
 

@@ -214,7 +214,7 @@ def many(number: float, word: str) -> str:
     >>> many(1, "step"), many(2000, "step"), many(0.5, "epoch")
     ('1 step', '2,000 steps', '0.5 epochs')
     """
-    return f"{number:,}".removesuffix(".0") + f" {word}{'s' * (number != 1)}"
+    return f"{round(number, 3):,}".removesuffix(".0") + f" {word}{'s' * (number != 1)}"
 
 
 def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
