@@ -74,8 +74,13 @@ class Started:
     def ended(self) -> str:
         """How it ended, in words."""
         code = self.process.returncode
-        name = f"was ended by {signal.Signals(-code).name}" if code < 0 and not self.fate else ""
-        return self.fate or name or f"ended with exit code {code}"
+        if self.fate or code is None:
+            return self.fate or "did not end"
+        return (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def gone(self) -> bool:
         """Whether it was lost with its node."""

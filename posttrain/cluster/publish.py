@@ -183,8 +183,8 @@ def _synchronize(memory: Tensor) -> None:
 
 
 def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of each tensor an integer that differs where one bit does, or where two elements are exchanged that differ in more than the
-    highest bit of a word; not a hash against intent.
+    """Of each tensor an integer that differs where one bit does, and nearly always where two elements are exchanged: the higher their
+    bits lie in a word, the more pairs of places are alike (1 in 30,000 for the last bf16 of four). Not a hash against intent.
 
         h = bytes + sum_ij u_i v_j x_ij  mod 2^64,    x the bits as integers of 64 in rows of 1024, u and v odd multipliers
 
@@ -193,7 +193,7 @@ def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
         return {}
     device = next(iter(weights.values())).device
     v_J, _ = _multipliers((ROW,), 1 << 40, device)
-    sums = list((_gathered if device.type == "cuda" else _one_by_one)(weights.values(), v_J))
+    sums = list((_one_by_one if device.type == "cpu" else _gathered)(weights.values(), v_J))
     sizes = [weight.nbytes for weight in weights.values()]
     total = torch.tensor(sizes, device=device)
     if sums:

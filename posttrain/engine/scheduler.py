@@ -86,8 +86,8 @@ class Backend(Protocol):
         ...
 
     def ahead(self) -> bool:
-        """Wait for the burst, and start another one of the same rows where that needs nothing of what was drawn; then the one that is
-        over is collected next."""
+        """Wait for the burst, and start another one of the rows that go on where that needs nothing of what was drawn; then the one
+        that is over is collected next."""
         ...
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:

@@ -215,6 +215,18 @@ def test_a_signal_is_passed_on_to_all(tmp_path: Path) -> None:
     assert not alive(tmp_path)
 
 
+def test_how_a_process_ended_is_said_also_where_its_code_is_not_known() -> None:
+    class Process:
+        def __init__(self, returncode: int | None) -> None:
+            self.returncode = returncode
+
+    def words(code: int | None, fate: str = "") -> str:
+        return launcher.Started(1, Process(code), fate=fate).ended()  # type: ignore[arg-type]
+
+    assert [words(c) for c in (3, -9, None)] == ["ended with exit code 3", "was ended by SIGKILL", "did not end"]
+    assert words(None, launcher.NODE_FAILED) == launcher.NODE_FAILED
+
+
 def test_a_signal_while_they_are_started_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[launcher.Started] = []
     start = launcher._start
