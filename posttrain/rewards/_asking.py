@@ -28,8 +28,15 @@ MAX_REPLY = 1 << 20  # characters
 MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
 OBJECT = re.compile(r"\{[^{}]*\}")
 # What a server needs in order to read a request. The client adds others, some from variables of the environment.
-HEADERS = {"host", "connection", "user-agent", "content-type", "content-length"}
-HEADERS |= {"accept", "accept-encoding"}
+HEADERS = {
+    "host",
+    "accept",
+    "accept-encoding",
+    "connection",
+    "content-type",
+    "content-length",
+    "user-agent",
+}
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 

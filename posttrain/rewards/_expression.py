@@ -12,8 +12,12 @@ DIGITS = 6  # digits of a number
 PLAIN = re.compile(rf"(?:[0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/() ])*")
 DECIMALS = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,9})?(?![0-9.])|[-+*/() ])*")
 LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])")
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-SIGNS[ast.Div] = operator.truediv
+SIGNS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Unparseable(ValueError):

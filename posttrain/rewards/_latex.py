@@ -39,9 +39,17 @@ NESTING = 40  # brackets, powers and signs inside one another
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
 _BARRED |= words("bmod pmod dots ldots cdots")
-_SAME_RELATION = {"=": "= equiv", "<": "< lt", ">": "> gt", "<=": "<= le leq leqslant"}
-_SAME_RELATION |= {">=": ">= ge geq geqslant", "!=": "!= ne neq"}
-_SAME_RELATION |= {"in": "in", "~": "approx", "notin": "notin"}
+_SAME_RELATION = {
+    "=": "= equiv",
+    "<": "< lt",
+    ">": "> gt",
+    "<=": "<= le leq leqslant",
+    ">=": ">= ge geq geqslant",
+    "!=": "!= ne neq",
+    "in": "in",
+    "~": "approx",
+    "notin": "notin",
+}
 _RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
@@ -49,8 +57,13 @@ _LABELS = words("angle triangle overline overrightarrow vec hat bar widehat meas
 _WRAPPERS = frozenset(TEXT_MACROS.split("|")) | words("boxed fbox")
 _MINUS = ("setminus", "backslash", "smallsetminus")
 _SUCH_THAT = ("|", ":", "mid", "vert")
-_CURRENCIES = {"\\$": "dollars", "euro": "euros", "pounds": "sterling"}
-_CURRENCIES |= {"rupee": "rupees", "yen": "yen"}
+_CURRENCIES = {
+    "\\$": "dollars",
+    "euro": "euros",
+    "pounds": "sterling",
+    "rupee": "rupees",
+    "yen": "yen",
+}
 _NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ")
 _NO_FACTORS |= words("over choose mid vert not")
 _NO_FACTORS |= {*_MINUS, *_CURRENCIES}

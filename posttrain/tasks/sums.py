@@ -18,8 +18,9 @@ from posttrain.tasks._procedural import Leveled, Procedural
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Message, Problem, Score
 
-FORM = "Think between <think> and </think>, then give the number alone between <answer> and "
-FORM += "</answer>."
+FORM = (
+    "Think between <think> and </think>, then give the number alone between <answer> and </answer>."
+)
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 
 

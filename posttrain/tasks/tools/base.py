@@ -15,10 +15,23 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 from posttrain.errors import Checked, UserError, require
 from posttrain.types import JSON
 
-KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
-KINDS |= {list: "array", tuple: "array", dict: "object"}
-ACCEPTED: dict[str, tuple[type, ...]] = {"string": (str,), "integer": (int,), "boolean": (bool,)}
-ACCEPTED |= {"number": (int, float), "array": (list,), "object": (dict,)}
+KINDS: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+}
+ACCEPTED: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "boolean": (bool,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
 ARGUMENT = re.compile(r"\s{2,}(\w+)(?: \([^)]*\))?: (.+)")
 
 
