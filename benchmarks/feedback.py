@@ -127,11 +127,7 @@ def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
     """Write the figures into the page of a recipe, between its two marks."""
     arms = list(dict.fromkeys(row["arm"] for row in found["rows"] if row["arm"].split()[0] == recipe))
     seeds = sorted({row["seed"] for row in found["rows"] if row["arm"] in arms})
-    last = (
-        "the last column is the mean over seeds, with Student's interval"
-        if len(seeds) > 1
-        else "one seed; others in the text below"
-    )
+    last = "the last column is the mean over seeds, with Student's interval" if len(seeds) > 1 else "one seed"
     how = f"{found['date']}, {found['machine']}; `python benchmarks/feedback.py OUT --seeds {','.join(map(str, seeds))}`"
     lines = [f"Held-out prompts, sampled at temperature 1, with 95% intervals over prompts; {last}", f"({how})."]
     for arm in arms:

@@ -194,7 +194,7 @@ def run_case(name: str, setup: Setup, limit: float, device: str, lock: str) -> d
         optimizer=Optimization(lr=1e-6, moments=setup.moments),
     )  # fmt: skip
     limit_to(limit)
-    lines, pair_lines = _plan.rl_plan(stage, policy, None, {}), pairs_plan(stage, policy)
+    lines, pair_lines = stage.plan(policy, None, {}), pairs_plan(stage, policy)
     print("\n".join(f"  plan: {line}" for line in lines), flush=True)
     if setup.lora is None:
         return {name: rl_steps(case, policy, stage, lines, lock)}

@@ -283,7 +283,7 @@ def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str]
     try:
         refuse_unknown("key", keys, known, owners)
     except UserError as error:
-        raise UserError(f"{error}; one of a stage is STAGE.KEY, such as rl.steps=10") from None
+        raise UserError(f"{error} (one of a stage is STAGE.KEY, such as rl.steps=10)") from None
 
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:

@@ -77,8 +77,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
 
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
-    >>> str(unknown("key", "tongues", ["level"], ["bilingual"]))
-    "unknown key 'tongues'; an earlier version had it, use language_mix"
+    >>> str(unknown("key", "judge_rubric", ["steps"], ["rl"]))
+    "unknown key 'judge_rubric'; an earlier version had it, use reward.rubric, with reward.name=judge"
     """
     renamed = [RENAMED[key] for owner in owners if (key := f"{owner}.{name}") in RENAMED]
     if renamed:

@@ -256,9 +256,8 @@ def _wait(started: Sequence[Started]) -> Started | None:
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
-        if (
-            started[0].process.returncode == REFUSED
-        ):  # and has said why: the others wait for it in vain
+        # it has said why, and the others wait for it in vain
+        if started[0].process.returncode == REFUSED:
             deadline = min(deadline, time.monotonic() + GRACE)
         if not alive:
             break

@@ -160,7 +160,8 @@ class WorkerProcess(PipedProcess):
             with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
                 self.process.wait(ENDING)
         self.process.kill()
-        self.process.wait(ENDING)
+        with suppress(subprocess.TimeoutExpired):  # it ends, if later
+            self.process.wait(ENDING)
         self.said.close()
 
     def hangs(self) -> bool:
@@ -418,8 +419,7 @@ class RemoteSampler:
         before the next `poll` or `release` calls it before that."""
         version, known = self.version, self.receipts.logprobs_PV
         if version is not None and version not in known:
-            logprobs_PV = probe_logprobs(self.policy, self.settings.vocabulary)
-            known.setdefault(version, logprobs_PV)
+            known[version] = probe_logprobs(self.policy, self.settings.vocabulary)
 
     def _replace_gone(self) -> None:
         """Start a new process for each that is gone, with the same weights and requests."""

@@ -93,8 +93,7 @@ class Chosen(Nested):
     task: Task
     chosen: tuple[Problem, ...]
 
-    def __post_init__(self) -> None:
-        pass  # of any task: also of one with episodes of its own
+    has_episodes = False
 
     @property
     def levels(self) -> tuple[int, ...]:

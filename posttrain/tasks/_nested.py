@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from posttrain.tasks.base import Task
 from posttrain.types import Problem
@@ -14,9 +14,10 @@ def _of_task(name: str) -> Any:
 
 
 class Nested(Task):
-    """Problems, prompts and scores are those of `task`, a field of the class, whose episodes have a single turn."""
+    """Problems, prompts and scores are those of `task`, a field of the class."""
 
     task: Task
+    has_episodes: ClassVar[bool] = True  # of its own, so that `task` may have none
 
     ready = _of_task("ready")
     levels = _of_task("levels")
@@ -36,7 +37,7 @@ class Nested(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        single = type(self.task).run is Task.run
+        single = not self.has_episodes or type(self.task).run is Task.run
         self.check(single, "the task has episodes of its own; give one of a single turn")
 
     def isolates_run(self, problem: Problem) -> bool:
