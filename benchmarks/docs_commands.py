@@ -50,7 +50,7 @@ SMALL = {
     "run nanochat_rl": "prompts=4 group=4 problems=8 steps=1",
     "run agent": f"{FEW} group=4 demonstrations=0",
     "run code": f"{FEW} group=4 samples=2",
-    "run distill": f"{FEW} tokens=128 samples.min_score=-1",
+    "run distill": "prompts=4 problems=4 steps=2 tokens=320 samples.min_score=-1",
     "run dpo": "steps=2 dpo.batch=4",
     "run kto": "steps=2 kto.batch=4",
     "run iterative_dpo": "prompts=32 problems=4 steps=1 tokens=96 rounds=1",
