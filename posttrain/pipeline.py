@@ -351,7 +351,8 @@ def _run_stages(
     due = unfinished(stages, Context(*shared, place=place), settings.only)
     # what the first one reads at once need not be read twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
-    check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
+    names = [stage.name for stage in due]
+    warnings = check_stages(stages, settings.seed, device, names, reading)
     threads = set_up_torch(settings, device)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
@@ -380,6 +381,8 @@ def _run_stages(
             place=place,
             cluster=cluster,
         )
+        for name, lines in warnings.items():
+            context.announce(name, lines, "warning")
         run_stages(stages, context, settings.only, settings.again)
     return context
 

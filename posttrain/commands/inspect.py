@@ -157,6 +157,7 @@ def evaluate_tasks(
 def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     """Measure a model on a task's held-out problems; with `against`, also another model on the same ones, and which of the two wins: by
     the task's score or, where one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem results."""
+    from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
@@ -175,8 +176,10 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     models, evaluations = [], []
     with worker_pool([stage]) as workers:
         for name in [model, options.against] if options.against else [model]:
+            policy = open_policy(name, options.device)
+            warnings = check_problems(stage, policy)
             evaluation, figures = stage.measure(
-                open_policy(name, options.device),
+                policy,
                 lambda: open_policy(stage.reference, options.device),
                 options.seed,
                 workers=workers,
@@ -184,6 +187,7 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
             counted, contamination = seen(evaluation, name, noted(made_by(name)))
             failed = f"{evaluation.failed} could not be scored"
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
+            notes += [f"  warning: {line}" for line in warnings]
             notes += [f"  contamination: {contamination}"] if contamination else []
             figures = {"model": name, "task": task, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
@@ -222,15 +226,15 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
 
 def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions) -> EvalReport:
     """Who wins by a reward model or a judge: a versus stage in a run directory that is removed."""
+    from posttrain.stages._check import check_stages
     from posttrain.stages.base import temporary_context, worker_pool
     from posttrain.stages.versus import VersusStage, won_text
 
     stage = _eval_stage("versus", model, task, pairs, against=options.against)
     assert isinstance(stage, VersusStage)
     device = machine.device(options.device)
-    stage.ready(())
-    stage.check_ready(device)
-    alarms: list[str] = []
+    warnings = check_stages([stage], options.seed, device, [stage.name])[stage.name]
+    alarms = [f"warning: {line}" for line in warnings]
     with (
         worker_pool([stage]) as workers,
         temporary_context(options.seed, device, workers=workers) as context,

@@ -65,13 +65,14 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     lines += [f"priced for {device}, which this machine does not have"] if away else []
     with trusting(settings.trust), temporary_context(settings.seed, device) as context:
         others = [stage.name for stage in stages if not stage.reads_first]
-        check_stages(stages, settings.seed, device, [stage.name for stage in stages], others)
+        every = [stage.name for stage in stages]
+        found = check_stages(stages, settings.seed, device, every, others)
         seen = estimate(stages, settings.seed, device, settings.threads) if dry else {}
         policies: dict[str, Policy] = {}
         before: dict[str, Stage] = {}
         for stage in stages:
             lines += ["", f"{stage.name} ({type(stage).__name__})"]
-            inner = [f"warning: {text}" for text in stage.warnings()]
+            inner = [f"warning: {text}" for text in stage.warnings() + found[stage.name]]
             with prefixed(stage.name):
                 inner += stage_lines(stage, context, policies, before)
             inner += shared_lines(stage, policies.get(stage.name), settings)

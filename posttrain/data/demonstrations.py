@@ -227,7 +227,7 @@ class DataReport:
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
         said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        return [*said, *self.unknown]
+        return [*said, *(f"warning: {line}" for line in self.unknown)]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:

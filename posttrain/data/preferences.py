@@ -93,7 +93,7 @@ class Preferences:
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
             *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),
-            *self.unknown,
+            *(f"warning: {line}" for line in self.unknown),
         ]
 
 
@@ -143,7 +143,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     columns = tuple(sorted(unused))
-    lost = tuple(unknown_tokens(tokenizer, [example for unit in units for example in unit]))
+    lost = tuple(unknown_tokens(tokenizer, (example.ids for unit in units for example in unit)))
     return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns, lost)
 
 

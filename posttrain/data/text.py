@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from posttrain.types import Example
-
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\ufffd"
+AROUND = 12  # tokens before and after one that is shown
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -35,16 +34,20 @@ def _joins_bytes(tokenizer: Tokenizer) -> bool:
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and not cleans
 
 
-def unknown_tokens(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[str]:
+def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
     """A line on text that the vocabulary lacks; a token that also begins, ends or pads a text says nothing of that."""
     lost, others = tokenizer.unk_token_id, ("bos_token_id", "eos_token_id", "pad_token_id")
     if lost is None or lost in (getattr(tokenizer, name) for name in others):
         return []
-    count = sum(int((example.ids == lost).sum()) for example in examples)
+    found = [(ids, np.flatnonzero(np.asarray(ids) == lost)) for ids in texts]
+    found = [(ids, places) for ids, places in found if len(places)]
+    if not found:
+        return []
+    (ids, (place, *_)), count = found[0], sum(len(places) for _, places in found)
+    shown = tokenizer.decode(ids[max(place - AROUND, 0) : place + AROUND])
     hint = f"the model reads each as {tokenizer.unk_token}; take a model whose tokenizer has them"
-    return [f"warning: {count:,} characters or words are not in the vocabulary: {hint}"] * (
-        count > 0
-    )
+    many = f"{count:,} characters or words in {len(found):,} texts are not in the vocabulary"
+    return [f"{many}, first in {shown!r}: {hint}"]
 
 
 class Decoder:

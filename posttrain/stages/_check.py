@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.data.chat import check_continues, render_prompts
+from posttrain.data.text import unknown_tokens
 from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
 from posttrain.models.load import GIVE, Reader, outline, same_vocabulary
+from posttrain.models.policy import Policy
 from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
 from posttrain.stages.base import Stage, check_names, temporary_context
 from posttrain.tasks.base import Task
@@ -26,15 +28,16 @@ def check_stages(
     device: str,
     due: Collection[str],
     read: Collection[str] = (),
-) -> None:
+) -> dict[str, list[str]]:
     """Refuse what the stages that are `due` name and lack, and what they could never do. The data of those in `read` is read whole; a
-    stage that runs at once, or that a plan reads, does so itself."""
+    stage that runs at once, or that a plan reads, does so itself. What is returned are warnings, by stage."""
     names = check_names(stages)
     for place, stage in enumerate(stages):
         if stage.name in due:
             check_named(stage, stages[:place], names[place:])
     before: dict[str, Stage] = {}
     readers: Readers = {}
+    warnings: dict[str, list[str]] = {}
     with temporary_context(seed, device) as context:
         for stage in stages:
             if stage.name in due:
@@ -42,11 +45,12 @@ def check_stages(
                     stage.check_ready(device)
                     stage.ready(names)
                 reader = check_models(stage, before, readers)
-                check_problems(stage, reader)
+                warnings[stage.name] = check_problems(stage, reader)
                 if stage.name in read:
                     with prefixed(stage.name):
                         stage.check_data(reader, context, before)
             before[stage.name] = stage
+    return warnings
 
 
 def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
@@ -160,13 +164,15 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
     return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
 
 
-def check_problems(stage: Stage, reader: Reader) -> None:
-    """Refuse splits without a problem, and prompts that with their responses do not fit the model."""
+def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
+    """Refuse splits without a problem, and prompts that with their responses do not fit the model; a line on text of the prompts that
+    its vocabulary lacks."""
     # as its model reads it, a hint included
     task = stage.tasks()[0] if hasattr(stage, "task") else None
     sampling = getattr(stage, "sampling", None)
     if not isinstance(task, Task):
-        return
+        return []
+    seen: list[tuple[int, ...]] = []
     with prefixed(f"{stage.name}.task"):
         if reader.tokenizer is not None:
             template = str(reader.tokenizer.chat_template or "")
@@ -182,5 +188,8 @@ def check_problems(stage: Stage, reader: Reader) -> None:
                 continue
             first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
             asked = ((f"problem {p.id}", task.prompt(p)) for p in first)
-            longest = max(map(len, render_prompts(reader.tokenizer, asked)))
-            reader.check_length(longest + sampling.max_new_tokens)
+            prompts = render_prompts(reader.tokenizer, asked)
+            reader.check_length(max(map(len, prompts)) + sampling.max_new_tokens)
+            seen += prompts
+    lines = unknown_tokens(reader.tokenizer, seen) if seen else []
+    return [f"of the first {len(seen):,} prompts, {line}" for line in lines]

@@ -129,7 +129,7 @@ def gather(
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = prepare(examples, max_length)
         found.append([(example,) for example in kept])
-        unknown = tuple(unknown_tokens(tokenizer, kept))
+        unknown = tuple(unknown_tokens(tokenizer, (example.ids for example in kept)))
         reports.append(replace(report, unused=tuple(sorted(unused)), unknown=unknown))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")

@@ -232,7 +232,7 @@ class Stage(Naming, ABC):
             task.ready()
 
     def splits(self) -> Sequence[tuple[str, int | None]]:
-        """The splits and levels of its task that must have a problem."""
+        """The splits and levels of its task that it asks, which must have a problem."""
         return ()
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:

@@ -202,7 +202,8 @@ class RLStage(ReferenceStage):
 
     def splits(self) -> list[tuple[str, int | None]]:
         train = [("train", level) for level in self.task.levels] if not self.problems else []
-        return [*train, *([("test", None)] if self.measure_problems else [])]
+        asked = self.evaluate_every > 0 and len(self.task.problems("test")) > 0
+        return [*train, *([("test", None)] if self.measure_problems or asked else [])]
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)

@@ -18,6 +18,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.rloo import RLOO
+from posttrain.commands.inspect import evaluate
 from posttrain.errors import Interrupted, UserError
 from posttrain.loop import Stop
 from posttrain.models.load import Reader, stop_ids
@@ -43,6 +44,7 @@ from posttrain.stages.reward_sources import (
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Generate
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Message, Problem, Rollout, Sampling
 from tests.faults.harness import fingerprint
@@ -394,3 +396,17 @@ def test_a_kl_ends_the_stage_in_the_step_that_passes_it_and_the_run_goes_on(tmp_
     )
     with pytest.raises(UserError, match=r"rl: stop\.kl needs samples and a reference"):
         stage(algorithm=GRPO(group=2, beta=0.0), stop=Stop(kl=1.0))
+
+
+def test_prompts_that_the_vocabulary_lacks_are_said_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, questions in {"train": ["1+1=", "one plus öne?"], "test": ["2+2=", "2+ß="]}.items():
+        rows = [json.dumps({"question": question, "answer": "2"}) + "\n" for question in questions]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    task = Jsonl(file=str(tmp_path / "train.jsonl"), test_file=str(tmp_path / "test.jsonl"), reward="answer")
+    directory = run(tmp_path / "run", stage(task=task, steps=1, evaluate_every=1))
+    said = capsys.readouterr().out
+    line = "rl: warning: of the first 4 prompts, 2 characters or words in 2 texts are not in the vocabulary, first in "
+    assert said.count(line) == 1 and "<|unk|>ne?" in said and said.index(line) < said.index("reward")
+    files = [f"task.{key}={getattr(task, key)}" for key in ("file", "test_file", "reward")]
+    report = evaluate(str(directory), "jsonl", [*files, "problems=2"])
+    assert [line for line in report.models[0].notes if "of the first 2 prompts, 1 characters or words" in line]
