@@ -110,6 +110,18 @@ def test_an_unknown_lesson_or_file_is_one_line_and_the_list(capsys: pytest.Captu
         assert said in (out := capsys.readouterr().err) and "kl_bug" in out
 
 
+def test_an_endless_loop_is_ended_and_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checker.bounded(["kl_bug", str(LESSONS / "solutions/kl_bug.py")]) == 0 and "is solved" in capfd.readouterr().out
+    mine = tmp_path / "mine.py"
+    mine.write_text("def kl(*given):\n    while True:\n        pass")
+    monkeypatch.setattr(checker, "SECONDS", 1.0)
+    assert checker.bounded(["kl_bug", str(mine)]) == 1
+    line = capfd.readouterr().out.splitlines()[-1]
+    assert line == f"wrong  the check that comes next did not end within 1 s; look for an endless loop in {mine}"
+
+
 def test_the_solutions_are_what_the_package_computes() -> None:
     def solution(name: str) -> ModuleType:
         return load_script(f"lessons/solutions/{name}.py", f"lesson_{name}")

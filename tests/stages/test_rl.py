@@ -398,7 +398,9 @@ def test_a_kl_ends_the_stage_in_the_step_that_passes_it_and_the_run_goes_on(tmp_
         stage(algorithm=GRPO(group=2, beta=0.0), stop=Stop(kl=1.0))
 
 
-def test_prompts_that_the_vocabulary_lacks_are_said_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_the_vocabulary_lacks_are_said_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, questions in {"train": ["1+1=", "one plus öne?"], "test": ["2+2=", "2+ß="]}.items():
         rows = [json.dumps({"question": question, "answer": "2"}) + "\n" for question in questions]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
