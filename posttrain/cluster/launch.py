@@ -271,9 +271,10 @@ def _wait(started: Sequence[Started]) -> Started | None:
         return failures[0] if failures else failed
     if started[0].process.returncode == 0:
         return None  # as it should, in the middle of a run: it waits for people, and the others noticed its end
-    for one in (one for one in started if one.process.poll() is None):
-        one.fate, failed = HANGS, one
-    return failed
+    hanging = [one for one in started if one.process.poll() is None]
+    for one in hanging:
+        one.fate = HANGS
+    return hanging[0] if hanging else failed
 
 
 def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
@@ -288,7 +289,11 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could do more than end
         write_text("posttrain: interrupted\n", sys.stderr)
         return INTERRUPTED
-    text = f"process {failed.rank} of {len(started)} {failed.ended()}; the others were stopped"
+    text = f"process {failed.rank} of {len(started)} {failed.ended()}"
+    hanging = [str(one.rank) for one in started if one.fate == HANGS]
+    if len(hanging) > 1:  # which of them the others wait for is not known
+        text = f"one of the processes {', '.join(hanging)} of {len(started)} {HANGS}"
+    text += "; the others were stopped"
     if (directory / CONFIG).is_file():
         text += f"; continue with: posttrain resume {directory}"
     write_text(f"posttrain: {text}\n", sys.stderr)

@@ -76,6 +76,12 @@ def alive(folder: Path) -> list[int]:
             1,
             "posttrain: process 1 of 2 does not answer (the others wait for 1800 s",
         ),
+        # where several are left, none is named alone: some of them may wait too
+        (
+            [f"sys.exit({PEER_FAILED})", WAIT, WAIT],
+            1,
+            "posttrain: one of the processes 1, 2 of 3 does not answer (the others wait for 1800 s",
+        ),
         # Ctrl-C before a process can do more than end
         ([ENDED_BY_SIGINT, WAIT], 130, "posttrain: interrupted\n"),
         ([WAIT, "sys.exit('out of memory')"], 1, "out of memory\nposttrain: process 1 of 2 ended with exit code 1"),
@@ -92,7 +98,7 @@ def test_one_that_ends_ends_the_others(
     does: list[str], code: int, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    assert launcher.launch([str(tmp_path), *does], 2, tmp_path / "run") == code
+    assert launcher.launch([str(tmp_path), *does], len(does), tmp_path / "run") == code
     assert time.monotonic() - began < 30
     said = capfd.readouterr().err
     assert said.startswith(line) if line else not said
