@@ -91,13 +91,12 @@ class Projection:
         found = [getattr(m, "base_layer", m) for m in self.modules]
         return found if all(isinstance(layer, Linear4bit) for layer in found) else []
 
-    def weight(self, factor_I: Tensor | None = None) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself where there is one layer. Those in 4 bits are made anew, times a factor of
-        each input where there is one."""
+    def weight(self) -> Tensor:
+        """[outputs of all, inputs]; the parameter itself where there is one layer. Those in 4 bits are made anew."""
         if narrow := self.narrow:
             out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
             for layer, part in zip(narrow, out.split_with_sizes(self.sizes), strict=True):
-                layer.write(part, factor_I)
+                layer.write(part)
             return out
         weights = [m.weight for m in self.modules]
         return weights[0] if len(weights) == 1 else torch.cat(weights)

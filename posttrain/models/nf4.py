@@ -47,22 +47,20 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantize(code: Tensor, scale: Tensor, out: Tensor, factor_I: Tensor | None = None) -> Tensor:
-    """Write the weights that the codes stand for, in the dtype of the scales, into [outputs, inputs]; then times a factor of each
-    column, where there is one. On CUDA in one pass over memory."""
+def dequantize(code: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Write the weights that the codes stand for, in the dtype of the scales, into [outputs, inputs]. On CUDA in one pass over
+    memory."""
     pairs = _pairs(code.device, scale.dtype)
     if code.is_cuda:
         from posttrain.ops import triton_training
 
         size, part = code.numel(), 2048
-        columns = scale if factor_I is None else factor_I
-        given = (code, scale, pairs, columns, out, size, out.shape[-1])
-        flags = (factor_I is not None, BLOCK // 2, part)
-        triton_training.dequantize_kernel[(-(-size // part),)](*given, *flags)
+        given = (code, scale, pairs, out, size, BLOCK // 2, part)
+        triton_training.dequantize_kernel[(-(-size // part),)](*given)
         return out
     level = F.embedding(code.int(), pairs)
     torch.mul(level.view(-1, BLOCK), scale[:, None], out=out.view(-1, BLOCK))
-    return out if factor_I is None else torch.mul(out, factor_I, out=out)
+    return out
 
 
 class _Product(torch.autograd.Function):
@@ -99,8 +97,8 @@ class Linear4bit(nn.Linear):
         """Made anew at each use, in the dtype of the scales."""
         return self.write(self.scale.new_empty(self.out_features, self.in_features))
 
-    def write(self, out: Tensor, factor_I: Tensor | None = None) -> Tensor:
-        return dequantize(self.code, self.scale, out, factor_I)
+    def write(self, out: Tensor) -> Tensor:
+        return dequantize(self.code, self.scale, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, lambda: self.weight, self.bias)

@@ -453,16 +453,12 @@ def dequantize_kernel(
     code_ptr,
     scale_ptr,
     pairs_ptr,
-    factor_ptr,
     out_ptr,
     size,
-    width,
-    FACTOR: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Two weights for each byte: its pair of levels, times the scale that SHARED bytes have in common; FACTOR: times that of the
-    column, of which a row has `width`."""
+    """Two weights for each byte: its pair of levels, times the scale that SHARED bytes have in common."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     code = tl.load(code_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -471,7 +467,4 @@ def dequantize_kernel(
     second = tl.load(pairs_ptr + 2 * code + 1).to(tl.float32) * scale
     both = tl.interleave(first, second).to(out_ptr.dtype.element_ty)
     place = tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    if FACTOR:
-        factor = tl.load(factor_ptr + place % width).to(tl.float32)
-        both = (both.to(tl.float32) * factor).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, both, mask=place < 2 * size)

@@ -36,8 +36,6 @@ def test_every_weight_becomes_the_nearest_level_of_its_block() -> None:
     torch.testing.assert_close(found, grid.expand(-1, BLOCK, -1).gather(2, nearest)[..., 0])
     assert torch.equal(torch.stack(quantize(found.view_as(weight))[:1]), code[None]), "what is on the grid stays there"
     assert 0.05 < float((found.view_as(weight) - weight).norm() / weight.norm()) < 0.12, "seen 0.09"
-    factor = torch.randn(2 * BLOCK)
-    assert torch.equal(dequantize(code, scale, torch.empty_like(weight), factor), found.view_as(weight) * factor)
 
 
 @pytest.mark.parametrize("bias", [False, True])
