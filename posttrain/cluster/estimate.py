@@ -329,14 +329,10 @@ def best(shape: Shape, work: Work, gpu: GPU, gpus: int) -> Estimate | None:
     return min((one for one in found if one is not None), key=lambda one: one.step, default=None)
 
 
-def fewest(shape: Shape, work: Work, gpu: GPU, limit: int = 1 << 14) -> int | None:
-    """The smallest number of GPUs, by powers of 2, on which it fits."""
-    count = 1
-    while count <= limit:
-        if best(shape, work, gpu, count) is not None:
-            return count
-        count *= 2
-    return None
+def fewest(shape: Shape, work: Work, gpu: GPU) -> int | None:
+    """The smallest number of GPUs, by powers of 2 up to 16,384, on which it fits."""
+    counts = (1 << power for power in range(15))
+    return next((n for n in counts if best(shape, work, gpu, n) is not None), None)
 
 
 # What textbooks and guides say of a few runs, as GPUs of 80 GB, from and to.

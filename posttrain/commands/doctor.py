@@ -41,9 +41,9 @@ def finding(name: str, text: str, fix: str = "", state: str = NOTE) -> Finding:
     return Finding(name, state if fix else OK, text, fix)
 
 
-def examine(folder: Path | None = None) -> list[Finding]:
-    """Run all checks; `folder` is where runs will be written."""
-    folder = folder or Path.cwd()
+def examine() -> list[Finding]:
+    """Run all checks. Runs will be written in the folder that it is called in."""
+    folder = Path.cwd()
     here = [python(), packages(), accelerator(), threads(), memory(), disk(folder), writing(folder)]
     return [*here, sandbox(), extras(), hub()]
 

@@ -18,6 +18,8 @@ from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.ops.kl import best_of_n_kl
 from posttrain.types import Group
 
+GOLD = "task"  # the part of a score that is the gold reward
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -68,23 +70,21 @@ def chances(samples: int, n: int) -> np.ndarray:
     return chance_N
 
 
-def frontier(
-    groups: Sequence[Group], gold: str = "task", ns: Sequence[int] | None = None
-) -> list[Point]:
-    """The reward-KL curve of best-of-n, from groups of N rated samples: a score's value is the proxy, its part `gold` the gold reward
+def frontier(groups: Sequence[Group], ns: Sequence[int] | None = None) -> list[Point]:
+    """The reward-KL curve of best-of-n, from groups of N rated samples: a score's value is the proxy, its part `task` the gold reward
     (as `rollouts.rate_groups` leaves them). Where no score has such a part, the value is both.
 
     Each problem is a curve of its own and the figures are means over problems. Samples without one of the two are left out; n goes
     as far as the smallest group.
     """
-    both = any(gold in r.score.parts for group in groups for r in group.rollouts)
+    both = any(GOLD in r.score.parts for group in groups for r in group.rollouts)
     curves, asked = [], []
     for group, key in zip(groups, prompts(groups), strict=True):
         scores = [r.score for r in group.rollouts if r.score.value is not None]
-        scores = [score for score in scores if not both or gold in score.parts]
+        scores = [score for score in scores if not both or GOLD in score.parts]
         proxy = [float(s.value or 0.0) for s in scores]
         if proxy:
-            true = [s.parts[gold] for s in scores] if both else proxy
+            true = [s.parts[GOLD] for s in scores] if both else proxy
             asked.append(key)
             curves.append((expected_best(proxy, proxy), expected_best(proxy, true)))
     if not curves:

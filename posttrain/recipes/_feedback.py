@@ -99,9 +99,7 @@ def fit(
     )
 
 
-def optimise(
-    scale: Scale, reward: RewardSource | None = None, critic: str = "reward", evaluate: int = 0
-) -> RLStage:
+def optimise(scale: Scale, reward: RewardSource | None = None, critic: str = "reward") -> RLStage:
     """PPO against the reward model, or another `reward`. The critic begins as a reward model."""
     stage = RLStage(
         name="rl",
@@ -116,7 +114,7 @@ def optimise(
         pretraining=scale.ordinary if scale.algorithm.ptx else (),
         optimizer=scale.policy,
         critic_optimizer=scale.critic,
-        evaluate_every=evaluate,
+        evaluate_every=0,
         checkpoint_every=scale.checkpoint_every,
     )
     return replace(stage, stop=replace(stage.stop, kl=scale.max_kl))

@@ -50,11 +50,9 @@ def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     ]
 
 
-def comparisons(name: str, model: str, prompts: int = 2000, skip: int = 0) -> ComparisonsStage:
+def comparisons(name: str, model: str, prompts: int) -> ComparisonsStage:
     """The simulated annotator compares two answers of `model` to each prompt."""
-    return ComparisonsStage(
-        name=name, model=model, task=TASK, prompts=prompts, skip=skip, sampling=SAMPLING
-    )
+    return ComparisonsStage(name=name, model=model, task=TASK, prompts=prompts, sampling=SAMPLING)
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:

@@ -15,13 +15,11 @@ SENTENCES = Sentiment()
 TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
 
 
-def favourites(
-    name: str, model: str, tokens: int, prompts: int = 600, task: Task = SENTENCES
-) -> SampleStage:
+def favourites(name: str, model: str, tokens: int, task: Task = SENTENCES) -> SampleStage:
     """The best of four answers of `model` to each prompt, where the simulated annotator gives it 0.7 or more."""
     sampling = Sampling(max_new_tokens=tokens)
     return SampleStage(
-        name=name, model=model, task=task, prompts=prompts, min_score=0.7, sampling=sampling
+        name=name, model=model, task=task, prompts=600, min_score=0.7, sampling=sampling
     )
 
 

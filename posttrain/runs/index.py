@@ -382,12 +382,12 @@ class Index:
         parts = self._get(f"SELECT DISTINCT key FROM {some} LIMIT 50")
         return {**found, "part": [name for (name,) in parts]}
 
-    def questions(self, text: str = "", limit: int = 200) -> list[str]:
+    def questions(self, text: str = "") -> list[str]:
         """Questions that have the text, those first that were asked at most steps."""
         has = "instr(lower(question), ?)" if text else "? = ''"
-        order = "GROUP BY question ORDER BY count(DISTINCT step) DESC, question LIMIT ?"
+        order = "GROUP BY question ORDER BY count(DISTINCT step) DESC, question LIMIT 200"
         asked = f"SELECT question FROM rollouts WHERE {has} {order}"
-        return [str(question) for (question,) in self._get(asked, [text.lower(), limit])]
+        return [str(question) for (question,) in self._get(asked, [text.lower()])]
 
     def rollout_steps(self, stage: str) -> list[tuple[int, int, float | None, float | None]]:
         """Step, number of rollouts, mean reward and mean length of each step that has some."""

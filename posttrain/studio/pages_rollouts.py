@@ -227,7 +227,7 @@ async def _ask(studio: Studio, request: Request) -> Response:
     return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt, gold)})
 
 
-def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str = "") -> list[JSON]:
+def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str) -> list[JSON]:
     """The same prompt, seed and temperature for the model of every stage, and what each answer would be paid."""
     server = studio.models.of_run(directory)
     said, found = [{"role": "user", "content": prompt}], []
