@@ -109,7 +109,7 @@ def changed(stages: Any, settings: dict[str, str]) -> Any:
     """The stages with settings of single ones, such as rl.lr=1e-5, as the command line takes them."""
     if not settings:
         return stages
-    from posttrain.config import override, pair
+    from posttrain.config_tree import override, pair
 
     return override(stages, dict(pair(f"{key}={value}") for key, value in settings.items()))
 

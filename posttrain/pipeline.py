@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from posttrain import __version__ as VERSION
-from posttrain import config
+from posttrain import config, config_tree
 from posttrain.cluster.placement import Placement, Resources
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.config import Settings
@@ -142,7 +142,7 @@ def settings_of(
 ) -> tuple[Settings, dict[str, JSON]]:
     """The settings of a run that goes on, and those of them that were given now."""
     check_format(run)
-    pairs = dict(config.pair(argument) for argument in arguments)
+    pairs = dict(map(config_tree.pair, arguments))
     place = str(run.directory / CONFIG)
     return config.from_config(run.config, place, pairs, allow_code), pairs
 

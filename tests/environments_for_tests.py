@@ -11,7 +11,7 @@ import pytest
 import yaml
 from sampler_for_tests import ScriptedSampler, completion
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.models.tiny import character_tokenizer
@@ -47,4 +47,4 @@ def page_task(task: str, **more: Any) -> Task:
     text = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text()
     trees = [yaml.safe_load(block)["task"] for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
     (tree,) = (tree for tree in trees if tree["name"].split(":")[0] == task)
-    return config.from_tree(tree | more, Task, "task")
+    return config_tree.from_tree(tree | more, Task, "task")

@@ -55,10 +55,12 @@ MAY_IMPORT = {
     "loop": f"{LOOP} collect episodes monitor",
     "stages": f"{LOOP} runs collect episodes monitor loop cluster",
     "recipes": f"{LOOP} runs monitor stages",
-    "config": f"{LEAVES} catalogue algorithms system tasks stages recipes runs.layout data.safe_readers cluster.placement",
-    "pipeline": f"{LOOP} runs loop stages recipes config monitor cluster __version__",
-    "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config pipeline serve __version__",
-    "api": f"{LOOP} runs collect loop stages recipes config pipeline commands.compare commands.inspect commands.probe commands.replay",
+    "config_tree": f"{LEAVES} catalogue algorithms tasks stages data.safe_readers",
+    "config": f"{LEAVES} catalogue config_tree system stages recipes runs.layout data.safe_readers cluster.placement",
+    "pipeline": f"{LOOP} runs loop stages recipes config config_tree monitor cluster __version__",
+    "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config config_tree pipeline serve __version__",
+    "api": f"{LOOP} runs collect loop stages recipes config config_tree pipeline commands.compare "
+    "commands.inspect commands.probe commands.replay",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
     "serve": f"{MODELS} engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
@@ -75,11 +77,11 @@ MAY_IMPORT = {
 NEVER = {
     "torch": "types errors events catalogue tasks rewards",
     "transformers": "types errors events catalogue tasks rewards runs ops algorithms",
-    "pydantic": " ".join(part for part in MAY_IMPORT if part not in ("config", "cli", "serve", "studio")),
+    "pydantic": " ".join(part for part in MAY_IMPORT if part not in ("config_tree", "cli", "serve", "studio")),
 }
 NOT_AT_IMPORT = {
-    "torch": "api cli config __init__ recipes runs",
-    "transformers": "api cli config __init__ recipes",
+    "torch": "api cli config config_tree __init__ recipes runs",
+    "transformers": "api cli config config_tree __init__ recipes",
     "pydantic": "api cli __init__",
     "matplotlib": " ".join(MAY_IMPORT),
     # Windows has none of these; rewards/sandbox/child.py is a program of its own for Linux

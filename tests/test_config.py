@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import cli, config
+from posttrain import cli, config, config_tree
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.data.safe_readers import read_yaml
@@ -25,7 +25,7 @@ FORMS: list[Any] = ["x.jsonl", ["x.jsonl"], [{"file": "x.jsonl"}], {"file": "x.j
 
 
 def stage(**tree: Any) -> Any:
-    return config.from_tree({"name": "s", "model": "m", **tree}, Stage, "stages[0]")
+    return config_tree.from_tree({"name": "s", "model": "m", **tree}, Stage, "stages[0]")
 
 
 def settings(*words: str, recipe: str = "quickstart") -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from posttrain import catalogue, config
+from posttrain import catalogue, config, config_tree
 from posttrain.algorithms.base import Algorithm
 from posttrain.api.inputs import (
     Files,
@@ -338,11 +338,11 @@ def arguments(**defaults: Any) -> dict[str, Any]:
         sys.stdout.write(f"{text}\n\n" + "".join(f"{k}={v}\n" for k, v in defaults.items()))
         raise SystemExit(0)
     found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in defaults.items()}
-    for key, value in map(config.pair, words):
+    for key, value in map(config_tree.pair, words):
         head, dot, rest = key.partition(".")
         inner = bool(dot) and isinstance(found.get(head), dict)
         place, name = (found[head], rest) if inner else (found, key)
-        place[name] = config.meant(value, str if isinstance(place.get(name), str) else Any)
+        place[name] = config_tree.meant(value, str if isinstance(place.get(name), str) else Any)
     return found
 
 
@@ -403,5 +403,5 @@ def _run(
 
 def _begun(recipe: Recipe, files: Files, callback: Callback | None, top: Mapping[str, Any]) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
-    config.refuse_unknown("setting", top, config.TOP, [files.name])
+    config_tree.refuse_unknown("setting", top, config.TOP, [files.name])
     return Run(files.directory, built(config.Settings, given, top, files.name), files, callback)

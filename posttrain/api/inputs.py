@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.api.run import Model, Run
 from posttrain.data.records import load_hub
 from posttrain.errors import UserError, called_here, require, unknown
@@ -158,7 +158,7 @@ def as_task(task: Any) -> Task:
     fine = isinstance(task, str | Mapping)
     require(fine, f"task: a name, settings or a Task, not {type(task).__name__}")
     tree = {"name": task} if isinstance(task, str) else dict(task)
-    made: Task = config.from_tree(tree, Task, "task")
+    made: Task = config_tree.from_tree(tree, Task, "task")
     return made
 
 
@@ -168,7 +168,7 @@ def with_tools(task: Task, tools: Any, settings: dict[str, Any]) -> Task:
     made = tuple(
         give_tool(one)
         if callable(one) or isinstance(one, Tool)
-        else config.from_tree(one, Tool, "tools")
+        else config_tree.from_tree(one, Tool, "tools")
         for one in several
     )
     names: list[str] = [f.name for f in fields(task) if f.init] if is_dataclass(task) else []
@@ -289,7 +289,7 @@ def as_judge(judge: Any) -> JudgeSettings | None:
     given = dict(judge) if isinstance(judge, Mapping) else {"model": judge}
     if "model" in given:
         given["model"] = as_model(given["model"])
-    made: JudgeSettings = config.from_tree(given, JudgeSettings, "judge")
+    made: JudgeSettings = config_tree.from_tree(given, JudgeSettings, "judge")
     return made
 
 
@@ -329,4 +329,4 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return value
     value = value.item() if hasattr(value, "item") else value
     plain = list(value) if isinstance(value, tuple) else value
-    return config.from_tree(plain, hint, where)
+    return config_tree.from_tree(plain, hint, where)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.collect import Prompt, generate_groups
 from posttrain.commands.inspect import MachineOptions, open_policy
 from posttrain.data.safe_readers import render_template
@@ -55,8 +55,8 @@ class HarnessOptions(MachineOptions):
 
 def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[str, JSON]:
     """The figures of each task by its name: the harness's value and, where it is a mean over documents, an interval over prompts."""
-    pairs = dict(config.pair(argument) for argument in settings)
-    options: HarnessOptions = config.from_tree(pairs, HarnessOptions, "eval")
+    pairs = dict(map(config_tree.pair, settings))
+    options: HarnessOptions = config_tree.from_tree(pairs, HarnessOptions, "eval")
     needs = "eval: --harness needs lm-evaluation-harness: pip install 'posttrain[harness]'"
     require(TemplateLM is not object, needs)
     from lm_eval.evaluator import simple_evaluate

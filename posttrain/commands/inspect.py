@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from posttrain import config
+from posttrain import config, config_tree
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
@@ -132,7 +132,7 @@ class Answer:
 def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
     """The options of a kind, taken out of the settings and checked."""
     tree = {field.name: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
-    made: Options = config.from_tree(tree, kind, where)
+    made: Options = config_tree.from_tree(tree, kind, where)
     return made
 
 
@@ -163,7 +163,7 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
     from posttrain.stages.versus import decided, tally, won_text
 
-    pairs = dict(config.pair(argument) for argument in settings)
+    pairs = dict(map(config_tree.pair, settings))
     options = _options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
         needs = f"eval: {judges[0]} decides who wins between two models"
@@ -220,7 +220,7 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
         group, _, name = key.partition(".")
         tree.setdefault(group, {})[name] = pairs.pop(key)
     keys = {f"eval.{key}": value for key, value in pairs.items()}
-    stage: Stage = config.override([config.from_tree(tree, Stage, "eval")], keys)[0]
+    stage: Stage = config_tree.override([config_tree.from_tree(tree, Stage, "eval")], keys)[0]
     return stage
 
 
@@ -256,9 +256,9 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 
 
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
-    pairs = dict(config.pair(argument) for argument in settings)
+    pairs = dict(map(config_tree.pair, settings))
     options = _options(pairs, SampleOptions, "sample")
-    return options, config.from_tree(pairs, Sampling, "sample")
+    return options, config_tree.from_tree(pairs, Sampling, "sample")
 
 
 def _asker(

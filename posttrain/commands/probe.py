@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain import catalogue, config
+from posttrain import catalogue
 from posttrain.commands.probe_answers import (
     GOLD,
     KINDS,
@@ -26,6 +26,7 @@ from posttrain.commands.probe_answers import (
     lookup_program,
     read_program_tests,
 )
+from posttrain.config_tree import from_tree, meant, pair, refuse_unknown
 from posttrain.errors import require
 from posttrain.rewards.base import Options, check
 from posttrain.rewards.compose import as_score
@@ -178,7 +179,7 @@ def probe(
 ) -> Report:
     """Score many kinds of answers to some problems of a task with a reward: a name of `posttrain list rewards` with its options,
     file.py:function, a function, the directory of a reward model, or None for the task's own."""
-    made: Task = config.from_tree({"name": task}, Task, "task") if isinstance(task, str) else task
+    made: Task = from_tree({"name": task}, Task, "task") if isinstance(task, str) else task
     judged = rewarded(made, reward, options or {})
     asks = isinstance(judged, Judged) and any(name == "judge" for name, _ in judged.rewards())
     count = problems or (JUDGED_PROBLEMS if asks else PROBLEMS)
@@ -376,16 +377,15 @@ def lines(report: Report) -> list[str]:
 def probe_named(reward: str | None, task: str, settings: Sequence[str]) -> Report:
     """`probe` from words: task.KEY and reward.KEY are settings of the task and options of the reward; problems, split and examples are
     those of the probe."""
-    typed = dict(config.pair(argument) for argument in settings)
-    pairs = {key: config.meant(value) for key, value in typed.items()}
+    pairs = {key: meant(value) for key, value in map(pair, settings)}
     inner, options = (
         {key.removeprefix(p): pairs.pop(key) for key in [*pairs] if key.startswith(p)}
         for p in ("task.", "reward.")
     )
     known = ["problems", "split", "examples", "task.KEY", "reward.KEY"]
-    config.refuse_unknown("setting of probe", pairs, known)
+    refuse_unknown("setting of probe", pairs, known)
     for key in ("problems", "examples"):
         fine = type(pairs.get(key, 0)) is int
         require(fine, f"probe: {key} is a whole number, not {pairs.get(key)!r}")
-    made: Task = config.from_tree({"name": task, **inner}, Task, "task")
+    made: Task = from_tree({"name": task, **inner}, Task, "task")
     return probe(reward, made, options=options, **pairs)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.commands.inspect import MachineOptions, open_policy, stage_models
 from posttrain.errors import Count, Range, check_fields, require
 from posttrain.runs.layout import CONFIG
@@ -71,8 +71,8 @@ def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Seque
     require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
     from posttrain.commands.rewards import run_rewards
 
-    pairs = dict(config.pair(argument) for argument in settings)
-    options: ServeOptions = config.from_tree(pairs, ServeOptions, "serve")
+    pairs = dict(map(config_tree.pair, settings))
+    options: ServeOptions = config_tree.from_tree(pairs, ServeOptions, "serve")
     folder = Path(model).expanduser()
     is_run = (folder / CONFIG).is_file()
     with run_rewards(folder, options.device) if is_run else nullcontext() as rewards:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import stdev
 
-from posttrain import config, pipeline
+from posttrain import config, config_tree, pipeline
 from posttrain.config import PASSING
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.statistics import mean_interval
@@ -141,7 +141,7 @@ def run(
     require(whole, "a sweep runs whole pipelines: leave out only and again")
     single = "the runs of a sweep have one process each: leave out processes"
     require(settings.processes == 1, f"{single}, or start them one by one")
-    out = dict(config.pair(argument) for argument in plain).get("out")
+    out = dict(map(config_tree.pair, plain)).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     check_tree(directory)
     planned = members(directory, found)

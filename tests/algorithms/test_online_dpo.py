@@ -14,7 +14,7 @@ from posttrain.algorithms.kto import KTO
 from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.algorithms.simpo import SimPO
 from posttrain.collect import Prompt, generate_groups
-from posttrain.config import from_tree, to_tree
+from posttrain.config_tree import from_tree, to_tree
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.train.optimizer import Optimization

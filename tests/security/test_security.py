@@ -24,7 +24,7 @@ import pytest
 import torch
 import yaml
 
-from posttrain import config, pipeline
+from posttrain import config, config_tree, pipeline
 from posttrain.errors import UserError
 from posttrain.events import printable
 from posttrain.models.load import load
@@ -293,7 +293,7 @@ def test_a_configuration_is_data(place: str, name: str, tmp_path: Path) -> None:
 def test_environment_variables_are_not_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     for text in ("${oc.env:HF_TOKEN}", "${HF_TOKEN}", "$HF_TOKEN", "{{ env.HF_TOKEN }}"):
-        assert config.pair(f"out={text}")[1] in (text, None) or SECRET not in str(config.pair(f"out={text}"))
+        assert config_tree.pair(f"out={text}")[1] in (text, None) or SECRET not in str(config_tree.pair(f"out={text}"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from posttrain import cli, config
+from posttrain import cli, config, config_tree
 from posttrain.algorithms.ipo import IPO
 from posttrain.errors import UserError
 from posttrain.evals.statistics import share_interval
@@ -199,7 +199,7 @@ def test_settings_come_back_from_the_configuration() -> None:
     stage = PreferenceStage(
         name="p", model="m", data=("a.jsonl", "b.jsonl"), algorithm=IPO(tau=0.2), held_out_data=("c.jsonl",)
     )
-    assert config.from_tree(config.to_tree(stage), Stage, "stages[0]") == stage
+    assert config_tree.from_tree(config_tree.to_tree(stage), Stage, "stages[0]") == stage
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain import catalogue, config
+from posttrain import catalogue, config_tree
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
 from posttrain.algorithms.reward_model import RewardModel
 from posttrain.algorithms.sft import SFT
@@ -310,5 +310,5 @@ def test_refusals(changes: dict, words: str) -> None:
 def test_it_is_found_by_name_and_survives_its_configuration() -> None:
     made = stage("pairs.jsonl", algorithm=RewardModel(margin=True), members=2)
     assert catalogue.load("stage", "reward_model", Stage) is RewardModelStage
-    again = config.from_tree(config.to_tree(made), Stage, "stages[0]")
+    again = config_tree.from_tree(config_tree.to_tree(made), Stage, "stages[0]")
     assert asdict(again) == asdict(made) and again == made

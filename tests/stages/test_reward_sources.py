@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain import catalogue, config
+from posttrain import catalogue, config, config_tree
 from posttrain.errors import RENAMED, UserError
 from posttrain.events import Event, Events
 from posttrain.rewards._functions import Function, Mix
@@ -152,7 +152,7 @@ def test_each_is_found_by_name_and_travels_as_plain_data() -> None:
     ]
     assert [one.name for one in made] == catalogue.names("reward_source")
     for one in made:
-        assert config.from_tree(config.to_tree(one), RewardSource, "reward") == one
+        assert config_tree.from_tree(config_tree.to_tree(one), RewardSource, "reward") == one
 
 
 def test_models_are_known_before_they_are_loaded() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from environments_for_tests import needs, page_task, play
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.errors import UserError
 from posttrain.tasks.base import Task
 from posttrain.tasks.gymnasium import Gymnasium, chosen
@@ -98,7 +98,7 @@ def test_splits_share_no_seed_and_loading_is_deterministic() -> None:
 
 
 def test_settings_that_cannot_work_are_one_line() -> None:
-    assert config.from_tree({"name": "gymnasium:FrozenLake-v1", "max_turns": 8}, Task, "task").env == "FrozenLake-v1"
+    assert config_tree.from_tree({"name": "gymnasium:FrozenLake-v1", "max_turns": 8}, Task, "task").env == "FrozenLake-v1"
     for task, words in [
         (Gymnasium("FrozenLak-v1"), "did you mean 'FrozenLake-v1'"),
         (Gymnasium("FrozenLake-v1", {"depth": 3}), "FrozenLake-v1 cannot be begun: TypeError"),

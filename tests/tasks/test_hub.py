@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.data import records as reader
 from posttrain.errors import UserError
 from posttrain.tasks.base import Task, validate
@@ -90,5 +90,5 @@ def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_can_be_written_in_a_configuration() -> None:
-    task = config.from_tree({"name": "hub", "dataset": "a/b", "reward": "answer"}, Task, "task")
-    assert isinstance(task, Hub) and config.to_tree(task)["test_split"] == "test"
+    task = config_tree.from_tree({"name": "hub", "dataset": "a/b", "reward": "answer"}, Task, "task")
+    assert isinstance(task, Hub) and config_tree.to_tree(task)["test_split"] == "test"

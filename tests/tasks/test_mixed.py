@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sampler_for_tests import ScriptedSampler, completion
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.errors import UserError
 from posttrain.models.tiny import character_tokenizer
 from posttrain.system.workers import WorkerPool
@@ -90,7 +90,7 @@ def test_settings_are_checked_and_travel_as_plain_data() -> None:
     ):
         with pytest.raises(UserError, match=words):
             Mixed(sources)
-    assert config.from_tree(config.to_tree(BOTH), Task, "task") == BOTH
+    assert config_tree.from_tree(config_tree.to_tree(BOTH), Task, "task") == BOTH
 
 
 @dataclass(frozen=True)

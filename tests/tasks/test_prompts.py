@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from posttrain import config, pipeline
+from posttrain import config, config_tree, pipeline
 from posttrain.errors import UserError
 from posttrain.runs.read import Run
+from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.types import Score
@@ -54,14 +55,14 @@ def test_without_a_reward_it_scores_nothing_and_a_stage_must(tmp_path: Path) -> 
     assert not task.score(task.problems("train")[0], "b").valid
     tree = {"stage": "rl", "name": "rl", "model": "tiny:nano", "task": {"name": "prompts", "file": task.file}}
     with pytest.raises(UserError, match="rl: the task scores nothing by itself; give it a reward"):
-        config.from_tree(tree, config.Stage, "rl")
+        config_tree.from_tree(tree, Stage, "rl")
     with pytest.raises(UserError, match="eval: the task scores nothing by itself"):
-        config.from_tree({**tree, "stage": "evaluate", "name": "eval"}, config.Stage, "eval")
+        config_tree.from_tree({**tree, "stage": "evaluate", "name": "eval"}, Stage, "eval")
 
 
 def test_the_name_of_a_file_is_enough(tmp_path: Path) -> None:
     file = written(tmp_path, [{"prompt": "a"}])
-    assert config.from_tree({"name": f"prompts:{file}"}, Task, "task") == Prompts(file)
+    assert config_tree.from_tree({"name": f"prompts:{file}"}, Task, "task") == Prompts(file)
 
 
 def test_a_shipped_reward_judges_answers(tmp_path: Path) -> None:

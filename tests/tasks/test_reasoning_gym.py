@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.errors import UserError
 from posttrain.tasks import reasoning_gym
 from posttrain.tasks.base import Task, validate
@@ -76,11 +76,11 @@ def test_bad_settings_are_one_line() -> None:
 
 
 def test_the_short_name_says_the_generator() -> None:
-    task = config.from_tree({"name": "reasoning_gym:leg_counting", "test": 7}, Task, "task")
+    task = config_tree.from_tree({"name": "reasoning_gym:leg_counting", "test": 7}, Task, "task")
     assert task == ReasoningGym("leg_counting", test=7)
-    assert config.from_tree(config.to_tree(task), Task, "task") == task
+    assert config_tree.from_tree(config_tree.to_tree(task), Task, "task") == task
     with pytest.raises(UserError, match="takes no value after its name"):
-        config.from_tree({"name": "arithmetic:3"}, Task, "task")
+        config_tree.from_tree({"name": "arithmetic:3"}, Task, "task")
     with pytest.raises(UserError, match="not for options"):
         ReasoningGym("leg_counting", {"seed": 1})
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from sampler_for_tests import ScriptedSampler, completion
 
-from posttrain import catalogue, cli, config
+from posttrain import catalogue, cli, config_tree
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
 from posttrain.errors import UserError
@@ -103,7 +103,9 @@ def test_the_page_gives_a_model_a_tool(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "program.py").write_text(program)
     run = runpy.run_path("program.py")["run"]
     assert len(run.metrics) == 2 and run.metrics[-1]["failed"] == 0
-    task = config.from_tree(yaml.safe_load(blocks("tools.md", "yaml")[0].replace("gsm8k", "arithmetic"))["task"], Task, "task")
+    task = config_tree.from_tree(
+        yaml.safe_load(blocks("tools.md", "yaml")[0].replace("gsm8k", "arithmetic"))["task"], Task, "task"
+    )
     assert [type(tool).__name__ for tool in task.tools] == ["Calculator", "Python", "Function"] and task.max_turns == 6
     task = ToolUse(Sum(), (Function("mine.py:population"), Function("mine.py:Notes")))
     rollout, _ = episode(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from posttrain import config
+from posttrain import config_tree
 from posttrain.data.calls import Call, calls, format_of
 from posttrain.errors import UserError
 from posttrain.rewards.sandbox import pool
@@ -369,15 +369,15 @@ def test_settings_name_tools_by_name_by_file_and_with_options(tmp_path: Path) ->
     tree = {"name": "tool_use", "task": "arithmetic", "tools": ["calculator", f"{place}:double", {"name": "python", "wall": 2}]}
     from posttrain.tasks.base import Task
 
-    task = config.from_tree(tree, Task, "task")
+    task = config_tree.from_tree(tree, Task, "task")
     assert task.tools == (Calculator(), Function(f"{place}:double"), Python(wall=2))
-    assert config.from_tree(config.to_tree(task), Task, "task") == task
+    assert config_tree.from_tree(config_tree.to_tree(task), Task, "task") == task
     (found, again), _ = said([Function(f"{place}:Counter")], "<counter>a</counter>", "<counter>a</counter>")
     assert (found, again) == (["1"], ["2"])
     with pytest.raises(UserError, match="unknown tool 'calculater'; did you mean 'calculator'"):
-        config.from_tree({**tree, "tools": ["calculater"]}, Task, "task")
+        config_tree.from_tree({**tree, "tools": ["calculater"]}, Task, "task")
     with pytest.raises(UserError, match="tool_use: give at least one tool"):
-        config.from_tree({**tree, "tools": []}, Task, "task")
+        config_tree.from_tree({**tree, "tools": []}, Task, "task")
 
 
 def test_the_prompt_explains_tools_where_the_template_does_not() -> None:
