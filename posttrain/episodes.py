@@ -8,7 +8,6 @@ where the task is isolated.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from posttrain.data.chat import check_continues, render_prompt, render_prompts, render_turn
+from posttrain.data.rendering import Renderer
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
@@ -43,7 +42,6 @@ from posttrain.types import (
     UNSCORED,
     Completion,
     Group,
-    Message,
     Metric,
     Problem,
     Request,
@@ -58,7 +56,6 @@ from posttrain.types import (
 POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
 PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
-MAX_GIVEN = 1_000_000  # characters that a task may give at once
 Result = TypeVar("Result")
 
 
@@ -108,7 +105,7 @@ def rollout_groups(
     require(workers is not None or not isolated, text)
     every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
     asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
-    episodes = _Episodes(task, sampler, decoder, *asked)
+    episodes = Episodes(task, sampler, decoder, *asked)
     found = [group for groups in _run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
@@ -137,7 +134,7 @@ def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 class Episode:
     """One conversation of an episode with the policy: what `Task.run` calls `generate`; see tasks/base.py."""
 
-    episodes: _Episodes
+    episodes: Episodes
     draw: int  # the problem's place
     sample: int
     number: int  # unique among all conversations: the sampler's session
@@ -190,7 +187,7 @@ class Episode:
         sampling = self.sampling(max_new_tokens)
         segment = episodes.given(self, given, tools)
         shared = given is None and not turn  # one tuple for all samples: compared by identity
-        ids = episodes.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
+        ids = episodes.rendered.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
         if turn == self.first:  # of a session that was given up, all of it again
             ids = (*(i for s in self.segments for i in s.ids.tolist()), *ids) if turn else ids
         # first turns with the same prompt are prefilled once
@@ -274,7 +271,7 @@ class _Turn:
 
 
 @dataclass(eq=False)
-class _Episodes:
+class Episodes:
     """The episodes of one call of `rollout_groups`, run together until all have ended and are scored."""
 
     task: Task
@@ -292,10 +289,8 @@ class _Episodes:
     shared: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
-        self.prompts: dict[int, Segment] = {}  # by the problem's place
-        # other messages that were rendered, by the place of the problem (-1: after a turn), the token that ended the turn, tools
-        self.rendered: dict[tuple[int, int | None, tuple[Message, ...], str], Segment] = {}
-        self.prompt_ids: dict[int, tuple[int, ...]] = {}
+        plain = type(self.task).run is Task.run
+        self.rendered = Renderer(self.decoder, self.problems, self.task.prompt, plain)
         self.sessions = count(self.session)
         # by the problem's place and the prompt
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -366,7 +361,7 @@ class _Episodes:
                     self.hand_over([turn])
                 return
             request = turns[0].request
-            if request.ids is self.prompt_ids.get(turns[0].episode.draw):
+            if request.ids is self.rendered.prompt_ids.get(turns[0].episode.draw):
                 raise
             del self.submitted[request.session, request.turn]
             self.deliver(turns[0], ContextFull(str(error)))
@@ -441,56 +436,22 @@ class _Episodes:
         self, episode: Episode, given: Given | None, tools: Sequence[JSON] | None = None
     ) -> Segment:
         """What the policy reads before a turn, as ids that are appended to the history."""
-        where, first = f"problem {episode.problem.id}", not episode.segments
-        tokenizer = self.decoder.tokenizer
+        first, draw = not episode.segments, episode.draw
         if tools is not None and not first:
             raise TypeError("generate takes tools with the first turn")
         if given is None and first:
             if tools is None:
-                return self.prompt(episode.draw)
+                return self.prompt(draw)
             given = self.task.prompt(episode.problem)
-        items: tuple[Any, ...] = () if given is None or isinstance(given, str) else tuple(given)
-        # by kind: to ask each of many ids for its own takes as long as a turn's decoding to text
-        if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
-            return self.segment([*map(int, items)])
-        messages = tuple(item for item in items if isinstance(item, Message))
-        size = len(given) if isinstance(given, str) else sum(len(m.content) for m in messages)
-        if size > MAX_GIVEN:
-            raise ValueError(f"the task gives {size:,} characters at once, more than {MAX_GIVEN:,}")
-        if isinstance(given, str):
-            return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"])
-        if not messages or len(messages) < len(items):
-            raise TypeError("generate takes messages, text or ids")
-        last = episode.segments[-1] if episode.segments else None
-        stop = int(last.ids[-1]) if last is not None and last.finish == "stop" else None
-        key = (episode.draw if first else -1, stop, messages, json.dumps(tools))
-        if key not in self.rendered:
-            if first:
-                shown = list(tools) if tools else None
-                ids = render_prompt(tokenizer, messages, where, shown)
-            else:
-                check_continues(tokenizer, sorted({m.role for m in messages}))
-                ids = render_turn(tokenizer, messages, stop, where)
-            self.rendered[key] = self.segment(ids)
-        return self.rendered[key]
+        last = None if first else episode.segments[-1]
+        return self.rendered.given(draw, last, () if given is None else given, tools)
 
     def prompt(self, draw: int) -> Segment:
         """The task's prompt, rendered once for all episodes of a problem; where every episode asks for it, at once with all others."""
-        if draw not in self.prompts:
-            now = time.perf_counter()
-            every = type(self.task).run is Task.run
-            draws = range(len(self.problems)) if every else (draw,)
-            problems = [self.problems[n] for n in draws]
-            given = ((f"problem {p.id}", tuple(self.task.prompt(p))) for p in problems)
-            rendered = render_prompts(self.decoder.tokenizer, given)
-            for n, ids in zip(draws, rendered, strict=True):
-                self.prompts[n], self.prompt_ids[n] = self.segment(ids), ids
-            self.seconds.generate += time.perf_counter() - now
-        return self.prompts[draw]
-
-    def segment(self, ids: Sequence[int]) -> Segment:
-        text, offsets = self.decoder.decode(ids)
-        return Segment(np.array(ids, dtype=np.int64), text, sampled=False, offsets=offsets)
+        now = time.perf_counter()
+        found = self.rendered.prompt(draw)
+        self.seconds.generate += time.perf_counter() - now
+        return found
 
     async def draw(self, draw: int) -> list[Group]:
         """All episodes of a problem as groups, one of each role, in the order in which roles first come."""

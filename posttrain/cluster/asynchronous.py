@@ -25,7 +25,7 @@ from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.cluster.remote import RemoteSampler
 from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
-from posttrain.episodes import Seconds, _Episodes
+from posttrain.episodes import Episodes, Seconds
 from posttrain.errors import GuardStop
 from posttrain.system.world import current
 from posttrain.tasks._rollouts import group_of_rows, rollout_row
@@ -64,7 +64,7 @@ class Producer:
         self.results: SimpleQueue[tuple[Together, Made | BaseException]] = SimpleQueue()
         self.numbers = count()
         # by number: their sessions begin at that times SESSIONS
-        self.units: dict[int, _Episodes] = {}
+        self.units: dict[int, Episodes] = {}
         self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
         self.active = time.monotonic()  # when a group was begun or a turn came last
@@ -77,7 +77,7 @@ class Producer:
 
     # --- called by the trainer's thread ---------------------------------------------------------------------------------
 
-    def begin(self, groups: Together, make: Callable[[int], _Episodes]) -> None:
+    def begin(self, groups: Together, make: Callable[[int], Episodes]) -> None:
         """Run the episodes of some groups, which `make` makes, given the number of their first session."""
         self.active = time.monotonic()
         self._soon(self._begin, groups, make)
@@ -175,7 +175,7 @@ class Producer:
                 unit.receive([(request, completion)])
                 unit.changed.set()
 
-    def _begin(self, groups: Together, make: Callable[[int], _Episodes]) -> None:
+    def _begin(self, groups: Together, make: Callable[[int], Episodes]) -> None:
         number = next(self.numbers)
         self.units[number] = unit = make(number * SESSIONS)
         self.tasks[groups] = task = self.loop.create_task(unit.run())
@@ -306,13 +306,13 @@ class Asynchronous(Rollouts):
             if groups[0].number % current().size == current().rank:
                 self.producer.begin(groups, self.episodes(groups))
 
-    def episodes(self, groups: Together) -> Callable[[int], _Episodes]:
+    def episodes(self, groups: Together) -> Callable[[int], Episodes]:
         """Makes the episodes of groups that are run together."""
         drawn, samples = [self.drawn[group.number] for group in groups], self.samples
         seed = derive(self.seed, drawn[0].step, drawn[0].attempt)
 
-        def make(session: int) -> _Episodes:
-            return _Episodes(
+        def make(session: int) -> Episodes:
+            return Episodes(
                 self.task,
                 self.sampler,
                 self.decoder,
