@@ -34,10 +34,10 @@ def step_kl(batch: Batch, mask_T: Tensor) -> Tensor:
     return kl_estimate("k1", *both)
 
 
-@dataclass(frozen=True)
-class Corrections:
-    """The policy's loss of token t of response i is c_it l(rho_it, A_it), for a sampler whose policy mu may not be the policy
-    pi_prox at the start of the step (another engine, other rounding, stale weights):
+@dataclass(frozen=True, kw_only=True)
+class ReusedSamples:
+    """An algorithm whose samples are reused, or of another policy. Its loss of token t of response i is c_it l(rho_it, A_it), for a
+    sampler whose policy mu may not be the policy pi_prox at the start of the step (another engine, other rounding, stale weights):
 
         correction = none         rho = pi / mu,         c = 1
         correction = proximal     rho = pi / pi_prox,    c = 1
@@ -51,20 +51,25 @@ class Corrections:
 
     `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
     noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
-    for that alone; with stale weights it is biased. In one update a rollout (`once`) pi_prox is the policy that learns, by any
-    correction: rho is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
+    for that alone; with stale weights it is biased. In one update a rollout pi_prox is the policy that learns, by any correction: rho
+    is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
     """
 
-    correction: str
-    cap: float
-    drop: str
-    bound: float
-    once: bool
-    mask_low: float
-    mask_high: float
+    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
+    correction: Correction = "none"
+    cap: Positive = DEFAULT_CAP
+    drop: Drop = "none"
+    bound: float = 0.0
+    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
+    # the highest ratio of a token to the sampler that is trained on; 0: any
+    mask_high: float = 0.0
+    epochs: Count = 1  # passes over a rollout
+    mini_batches: Count = 1  # optimizer steps a pass
 
     def mistakes(self) -> Iterator[str]:
         """Numbers without the choice that they belong to."""
+        if self.dual_clip and not self.dual_clip > 1:  # or negative advantages would teach nothing
+            yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {self.dual_clip}"
         if self.correction not in ("token", "sequence") and self.cap != DEFAULT_CAP:
             yield "cap cuts the weights of correction=token and sequence; there are none"
         if not (self.bound > 0 if self.drop != "none" else self.bound == 0):
@@ -74,37 +79,45 @@ class Corrections:
             yield f"mask_low must lie in [0, 1) and mask_high above 1 (both 0: no mask), not {low} and {high}"
 
     @property
-    def weighs(self) -> bool:
+    def reuse(self) -> Reuse:
+        return Reuse(epochs=self.epochs, mini_batches=self.mini_batches)
+
+    def corrected(self, correction: Correction) -> Self:
+        keeps = correction == "none" or self.weighs_samples
+        return self if keeps else replace(self, correction=correction)
+
+    @property
+    def weighs_samples(self) -> bool:
         """Whether there is a c other than 1."""
         left_out = self.drop != "none" or self.mask_high > 0
         return self.correction not in ("none", "proximal") or left_out
 
     @property
-    def roles(self) -> frozenset[str]:
+    def correction_roles(self) -> frozenset[str]:
         """`proximal`, where the log-probs of the policy at the start of the step are needed."""
-        needed = self.weighs or self.correction == "proximal"
-        return frozenset({"proximal"}) if needed and not self.once else frozenset()
+        needed = self.weighs_samples or self.correction == "proximal"
+        return frozenset({"proximal"}) if needed and not self.reuse.once else frozenset()
 
-    def start(self, logprob_T: Tensor, batch: Batch) -> Tensor:
-        """[T]: log-probs of the policy at the start of the step."""
-        return logprob_T.detach() if self.once else batch.proximal_T
+    def start_logprobs(self, logprob_T: Tensor, batch: Batch) -> Tensor:
+        """[T]: log pi_prox, of the policy at the start of the step."""
+        return logprob_T.detach() if self.reuse.once else batch.proximal_T
 
-    def old(self, logprob_T: Tensor, batch: Batch) -> Tensor:
+    def old_logprobs(self, logprob_T: Tensor, batch: Batch) -> Tensor:
         """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
         none = self.correction == "none"
-        old_T = batch.behaviour_T if none else self.start(logprob_T, batch)
+        old_T = batch.behaviour_T if none else self.start_logprobs(logprob_T, batch)
         return old_T.where(batch.mask_T, 0.0)
 
-    def apply(
+    def corrected_loss(
         self, policy_T: Tensor, logprob_T: Tensor, batch: Batch
     ) -> tuple[Tensor, list[Metric]]:
         """c_it l_it, and the metrics of c; l_it as it is where nothing is corrected."""
-        if not self.weighs:
+        if not self.weighs_samples:
             return policy_T, []
-        factor_T, metrics = self.factors(self.start(logprob_T, batch), batch)
+        factor_T, metrics = self.correction_factors(self.start_logprobs(logprob_T, batch), batch)
         return factor_T * policy_T, metrics
 
-    def factors(self, start_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
+    def correction_factors(self, start_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
         """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where it is masked or its response
         is dropped."""
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
@@ -124,37 +137,3 @@ class Corrections:
             metrics.append(Metric("masked", (far_T & mask_T).sum(), mask_T.sum()))
             factor_T = factor_T.where(~far_T, 0.0)
         return factor_T, metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReusedSamples:
-    """The settings of an algorithm whose samples are reused or of another policy; `Corrections` says what they do."""
-
-    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
-    correction: Correction = "none"
-    cap: Positive = DEFAULT_CAP
-    drop: Drop = "none"
-    bound: float = 0.0
-    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
-    # the highest ratio of a token to the sampler that is trained on; 0: any
-    mask_high: float = 0.0
-    epochs: Count = 1  # passes over a rollout
-    mini_batches: Count = 1  # optimizer steps a pass
-
-    def mistakes(self) -> Iterator[str]:
-        if self.dual_clip and not self.dual_clip > 1:  # or negative advantages would teach nothing
-            yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {self.dual_clip}"
-        yield from self.corrections.mistakes()
-
-    @property
-    def reuse(self) -> Reuse:
-        return Reuse(epochs=self.epochs, mini_batches=self.mini_batches)
-
-    @property
-    def corrections(self) -> Corrections:
-        given = (self.correction, self.cap, self.drop, self.bound)
-        return Corrections(*given, self.reuse.once, self.mask_low, self.mask_high)
-
-    def corrected(self, correction: Correction) -> Self:
-        keeps = correction == "none" or self.corrections.weighs
-        return self if keeps else replace(self, correction=correction)

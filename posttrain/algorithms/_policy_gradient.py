@@ -91,7 +91,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     @property
     def roles(self) -> frozenset[str]:
-        return self.corrections.roles | ({"reference"} if self.beta > 0 else frozenset())
+        return self.correction_roles | ({"reference"} if self.beta > 0 else frozenset())
 
     @property
     def compares_episodes(self) -> bool:
@@ -173,11 +173,11 @@ class PolicyGradient(ReusedSamples, Algorithm):
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
-        old_T = self.corrections.old(logprob_T, batch)
+        old_T = self.old_logprobs(logprob_T, batch)
         ratio_T = self.ratio(logprob_T, old_T, batch)
         policy_T, stopped_T = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
         count = mask_T.sum()
-        policy_T, corrections = self.corrections.apply(policy_T, logprob_T, batch)
+        policy_T, corrections = self.corrected_loss(policy_T, logprob_T, batch)
         moved = ratio_range(ratio_T)
         metrics = [Metric("clip_fraction", stopped_T.sum(), count), *moved, *corrections]
         terms = [Term("policy", policy_T, batch.weight_T)]

@@ -114,7 +114,7 @@ class PPO(ReusedSamples, Algorithm):
     @property
     def roles(self) -> frozenset[str]:
         wanted = {"critic": True, "reference": self.beta > 0, "pretraining": self.ptx > 0}
-        return self.corrections.roles | {name for name, needed in wanted.items() if needed}
+        return self.correction_roles | {name for name, needed in wanted.items() if needed}
 
     @property
     def reuse(self) -> Reuse:
@@ -197,10 +197,10 @@ class PPO(ReusedSamples, Algorithm):
         # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
-        ratio_T = importance_ratio(logprob_T, self.corrections.old(logprob_T, batch))
+        ratio_T = importance_ratio(logprob_T, self.old_logprobs(logprob_T, batch))
         given = (ratio_T, advantage_T, self.clip, self.clip, self.dual_clip)
         count = mask_T.sum()
-        policy_T, corrections = self.corrections.apply(clipped_surrogate(*given), logprob_T, batch)
+        policy_T, corrections = self.corrected_loss(clipped_surrogate(*given), logprob_T, batch)
         terms = [Term("policy", policy_T, batch.weight_T)]
         if self.kl_in == "loss":
             reference_T = batch.reference_T.where(mask_T, 0.0)
