@@ -149,7 +149,7 @@ class Step:
 
     def __call__(self) -> dict[str, float]:
         algorithm, marks = self.trainer.algorithm, [clock()]
-        filled = self.trainer.fill(self.batch)
+        filled = self.trainer.fill(self.batch, state=algorithm.start())
         marks.append(clock())
         prepared = algorithm.prepare(filled, algorithm.start())
         marks.append(clock())

@@ -2,11 +2,12 @@
 tokenizer, its chat template, a math reward, metrics, monitors and written rollouts.
 
     python benchmarks/product_step.py --model folder --data folder   # with gsm8k-train.jsonl.gz and gsm8k-test.jsonl.gz in it
+    python benchmarks/product_step.py --model folder --data folder --algorithm ppo --seconds 30     # no step begins after so long
     python benchmarks/product_step.py --tiny                         # a toy model on sums, on a CPU: does the script work?
 
 The stage runs as the command line runs it. What it asked of the sampler and of the trainer is recorded, and then asked of both once
-more without anything else: the same requests, the same prepared batches. The bare step is the sum of these two times. Prints a table,
-then one JSON line.
+more without anything else: the same requests, the same prepared batches, and what a critic learns before them. The bare step is the sum
+of these two times. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class Noted:
     def __init__(self) -> None:
         self.requests: list[list[Any]] = []
         self.updates: list[list[tuple[Any, ...]]] = []
+        self.filled: tuple[Any, ...] = ()  # what was last asked to be filled
         self.trainer: Trainer | None = None
         self.engine: Engine | None = None
 
     def watch(self) -> None:
-        noted, submit, update = self, Engine.submit, Trainer.update
+        noted, submit, fill, update = self, Engine.submit, Trainer.fill, Trainer.update
 
         def noting_submit(engine: Engine, requests: Any) -> None:
             noted.engine = engine
@@ -61,18 +63,21 @@ class Noted:
             noted.requests[-1] += requests
             submit(engine, requests)
 
+        def noting_fill(trainer: Trainer, *given: Any) -> Any:
+            noted.filled = given
+            return fill(trainer, *given)
+
         def noting_update(trainer: Trainer, *given: Any, **more: Any) -> Any:
             noted.trainer = trainer
-            noted.updates[-1].append(given[:2])  # the batch and the rate
+            noted.updates[-1].append((*given[:2], noted.filled if given[0].learned else ()))  # the batch and the rate
             return update(trainer, *given, **more)
 
-        Engine.submit, Trainer.update = noting_submit, noting_update  # type: ignore[method-assign]
-        self.plain = submit, update
+        Engine.submit, Trainer.fill, Trainer.update = noting_submit, noting_fill, noting_update  # type: ignore[method-assign]
+        self.plain = submit, fill, update
 
     def again(self) -> list[tuple[float, float]]:
         """Seconds of bare generation and of bare training, step by step."""
-        submit, update = self.plain
-        Engine.submit, Trainer.update = submit, update  # type: ignore[method-assign]
+        Engine.submit, Trainer.fill, Trainer.update = self.plain  # type: ignore[method-assign]
         assert self.engine is not None and self.trainer is not None
         engine, found = self.engine, []
         for requests, updates in zip(self.requests, self.updates, strict=True):
@@ -81,8 +86,10 @@ class Noted:
             while left:
                 left -= len(engine.poll())
             middle = clock()
-            for given in updates:
-                self.trainer.update(*given)
+            for batch, rate, filled in updates:
+                if filled:
+                    self.trainer.fill(*filled)
+                self.trainer.update(batch, rate)
             found.append((middle - began, clock() - middle))
         return found
 
@@ -96,15 +103,16 @@ def stage(arguments: argparse.Namespace) -> dict[str, Any]:
         "checkpoint_every": 0,
         "watch_kl": True,
         "steps": arguments.steps,
+        "seconds": arguments.seconds,
     }
     if arguments.tiny:
         task = {"name": "arithmetic", "level": 1}
         return {**common, "model": "tiny:nano", "task": task, "prompts": 4, "sampling": {"max_new_tokens": 12},
-                "algorithm": {"name": arguments.algorithm}, "optimizer": {"lr": 1e-12}}  # fmt: skip
+                "algorithm": {"name": arguments.algorithm, "epochs": 1}, "optimizer": {"lr": 1e-12}}  # fmt: skip
     return {**common, "model": arguments.model, "task": {"name": "gsm8k", "data": arguments.data}, "prompts": arguments.prompts,
             "sampling": {"max_new_tokens": arguments.tokens},
-            "algorithm": {"name": arguments.algorithm, "group": arguments.group, "beta": 0.0},
-            "optimizer": {"lr": 1e-12, "token_budget": 32768}}  # fmt: skip
+            "algorithm": {"name": arguments.algorithm, "group": arguments.group, "beta": 0.0, "epochs": 1},
+            "optimizer": {"lr": 1e-12}}  # fmt: skip
 
 
 def main() -> None:
@@ -113,6 +121,7 @@ def main() -> None:
     parser.add_argument("--data", default="")
     parser.add_argument("--algorithm", default="grpo")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.0, help="no step begins after so long; 0: all steps are made")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=320)

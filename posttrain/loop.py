@@ -223,7 +223,7 @@ class Loop:
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
         usable = monitor.before(step, collected)
         shown = is_due(step, schedule.rollouts_every) or step in (1, schedule.steps)
-        filled = trainer.fill(collected.batch, shown and bool(groups), groups)
+        filled = trainer.fill(collected.batch, shown and bool(groups), groups, self.state)
         metrics += trainer.role_metrics(filled)
         rate = trainer.settings.rate(self.step, schedule.steps)
         figures: dict[str, float] = {}

@@ -425,6 +425,7 @@ class Batch(_Columns):
     truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
     resting: frozenset[str] = frozenset()  # learners that this step leaves as they are, by name
+    learned: frozenset[str] = frozenset()  # learners whose gradient of the step is there already
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     # host copies, so that a micro-batch can be laid out while the device is still at work on the one before
     ids: np.ndarray | None = None  # of ids_T

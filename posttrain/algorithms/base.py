@@ -138,6 +138,15 @@ class Algorithm(Checked):
         """Which groups to train on, or a request for more; none of them leaves the step out. No tensors yet."""
         return Selection(tuple(groups))
 
+    def early(self, step: Batch, state: State) -> Batch | None:
+        """The step with what `early_terms` needs of all of it, where a role that learns may do so while it fills its columns: where
+        its loss needs no other model, and nothing reads its columns once it has moved. None: in the update, with the others."""
+        return None
+
+    def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        """The losses of one micro-batch of an early step, from the outputs of the role alone."""
+        raise NotImplementedError
+
     def prepare(self, step: Batch, state: State) -> Batch:
         """Without gradient, for the whole optimizer step: rewards to advantages, and the weight of every term."""
         raise NotImplementedError

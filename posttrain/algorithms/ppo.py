@@ -137,28 +137,51 @@ class PPO(ReusedSamples, Algorithm):
         beta = Metric("beta", state.get("beta", self.beta), 1)
         return Selection(tuple(groups), metrics=(Metric("responses", responses, None), beta))
 
+    def early(self, step: Batch, state: State) -> Batch | None:
+        """With one update of a rollout the critic that learns is the one before the step: its returns are known sequence by
+        sequence, so that one pass gives its values and its gradient."""
+        warming_up = state.get("steps", 0) < self.critic_warmup
+        return self.priced(step, state) if self.reuse.once and not warming_up else None
+
+    def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
+        mask_T = scored_tokens(batch)
+        batch = batch.replace(value_T=outputs.value_T.detach(), mask_T=mask_T)
+        terms, metrics = self.value_terms(
+            outputs, batch.replace(return_T=self.estimates(batch, self.lam)[1])
+        )
+        return Terms(tuple(terms), tuple(metrics))
+
     def prepare(self, step: Batch, state: State) -> Batch:
-        mask_T = step.mask_T & step.valid_N[step.sequence_T]
-        weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
-        reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
-        if self.whiten_rewards:
-            reward_T = whiten(reward_T, mask_T, shift=False)
-        over = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
-        given = (reward_T, step.value_T, mask_T, step.sequence_T, step.sequences, self.gamma)
-        advantage_T, return_T = over(*given, self.lam)
+        step = self.priced(step, state).replace(mask_T=scored_tokens(step))
+        mask_T = step.mask_T
+        advantage_T, return_T = self.estimates(step, self.lam)
         if self.lam_alpha > 0:
             length_N = sequence_lengths(mask_T, step.sequence_T, step.sequences)
-            advantage_T, _ = over(*given, length_adaptive(length_N, self.lam_alpha))
+            advantage_T, _ = self.estimates(step, length_adaptive(length_N, self.lam_alpha))
         if self.whiten_advantages:
             advantage_T = whiten(advantage_T, mask_T)
         warming_up = state.get("steps", 0) < self.critic_warmup
         return step.replace(
-            mask_T=mask_T,
-            weight_T=weight_T,
+            paid_by_token_T=None,
             return_T=return_T,
             advantage_T=None if warming_up else advantage_T,
             resting=frozenset({"policy"} if warming_up else ()),
         )
+
+    def priced(self, step: Batch, state: State) -> Batch:
+        """The step with the weight and the reward of every token, which need no values."""
+        mask_T = scored_tokens(step)
+        weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
+        reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
+        if self.whiten_rewards:
+            reward_T = whiten(reward_T, mask_T, shift=False)
+        return step.replace(weight_T=weight_T, paid_by_token_T=reward_T)
+
+    def estimates(self, step: Batch, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of a priced step."""
+        over = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
+        given = (step.paid_by_token_T, step.value_T, step.mask_T, step.sequence_T, step.sequences)
+        return over(*given, self.gamma, lam)
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
         """The reward of every token: -beta k1 with the log-probs that were sampled with, a step's value where the step ends, and the
@@ -181,7 +204,9 @@ class PPO(ReusedSamples, Algorithm):
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        terms, metrics = self.value_terms(outputs, batch)
+        terms, metrics = list[Term](), list[Metric]()
+        if "critic" not in batch.learned:
+            terms, metrics = self.value_terms(outputs, batch)
         if "policy" not in batch.resting:
             more, figures = self.policy_terms(outputs, batch)
             terms, metrics = more + terms, figures + metrics
@@ -242,3 +267,8 @@ class PPO(ReusedSamples, Algorithm):
             error = min(max(error, -STEP_LIMIT), STEP_LIMIT)
             beta *= 1 + error * min(1.0, responses / self.kl_horizon)
         return {"beta": beta, "steps": state["steps"] + 1}
+
+
+def scored_tokens(step: Batch) -> Tensor:
+    """[T]: the loss tokens of the responses that could be scored."""
+    return step.mask_T & step.valid_N[step.sequence_T]

@@ -235,7 +235,9 @@ class ReplayLoop(Loop):
             return super().apply(prepared, rate, meanwhile, groups)
         self.question.say("the parts of the gradient")
         with torch.random.fork_rng():
-            seen = self.seen = self.look(prepared, rate)
+            seen = self.seen = self.look(prepared.replace(learned=frozenset()), rate)
+            if prepared.learned:
+                self.trainer.learn_again()
         done = super().apply(prepared, rate, meanwhile, groups)
         seen.change, seen.levels["after"] = self.change(seen), self.levels(seen)
         return done

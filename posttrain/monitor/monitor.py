@@ -261,7 +261,8 @@ class StageMonitor:
         if not coefficients(self.trainer.algorithm):
             self.monitor.coefficients_checked = True
             return
-        piece = micro_batches(filled, self.trainer.token_budget)[0]
+        whole = filled.replace(learned=frozenset())  # terms of the roles that have learned, too
+        piece = micro_batches(whole, self.trainer.token_budget)[0]
         with torch.no_grad():
             outputs = self.trainer.outputs(piece)
         dead = dead_coefficients(self.trainer.algorithm, piece, outputs, state, groups, metrics)

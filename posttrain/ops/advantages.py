@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from posttrain.ops.weights import loss_token_rows, sequence_sums
 
@@ -250,16 +251,30 @@ def generalised_advantages(
     reward_NL[row, column], value_NL[row, column] = reward_T[at].to(wide), value_T[at].to(wide)
     # beyond a sequence's end rewards and values are 0, and so is every sum that starts there
     delta_NL = reward_NL[:, :-1] + gamma * value_NL[:, 1:] - value_NL[:, :-1]
-    advantage_NL = torch.zeros_like(delta_NL)
-    following_N = torch.zeros(sequences, dtype=wide, device=device)
-    decay = gamma * lam
-    for t in range(longest - 1, -1, -1):
-        following_N = delta_NL[:, t] + decay * following_N
-        advantage_NL[:, t] = following_N
-    advantage_M = advantage_NL[row, column]
+    summed = _summed_by_doubling if value_T.is_cuda else _summed_by_token
+    advantage_M = summed(delta_NL, gamma * lam)[row, column]
     replace_M = advantage_M + value_NL[row, column]
     advantage_M, replace_M = advantage_M.to(value_T.dtype), replace_M.to(value_T.dtype)
     return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, replace_M)
+
+
+def _summed_by_token(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
+    """[N, L]: A_t = delta_t + decay A_t+1, from the last token on; `decay` may be [N]."""
+    advantage_NL, following_N = torch.zeros_like(delta_NL), torch.zeros_like(delta_NL[:, 0])
+    for t in range(delta_NL.shape[1] - 1, -1, -1):
+        following_N = delta_NL[:, t] + decay * following_N
+        advantage_NL[:, t] = following_N
+    return advantage_NL
+
+
+def _summed_by_doubling(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
+    """The same in as many kernels as a length has bits: sums of 1, 2, 4, ... tokens."""
+    advantage_NL, width = delta_NL, 1
+    decay_N1 = torch.as_tensor(decay, dtype=delta_NL.dtype, device=delta_NL.device).reshape(-1, 1)
+    while width < delta_NL.shape[1]:
+        more_NL = pad(decay_N1 * advantage_NL[:, width:], (0, width))
+        advantage_NL, decay_N1, width = advantage_NL + more_NL, decay_N1**2, 2 * width
+    return advantage_NL
 
 
 def length_adaptive(length_N: Tensor, alpha: float) -> Tensor:

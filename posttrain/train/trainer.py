@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import GuardStop, OutOfMemory, require
 from posttrain.events import Events
 from posttrain.models.policy import Policy
@@ -30,7 +30,7 @@ from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
 from posttrain.train.roles.base import Addition, Role
-from posttrain.types import Batch, Group, Metric, Outputs
+from posttrain.types import Batch, Group, Metric, Outputs, Term
 
 Result = TypeVar("Result")
 SHOWN_TOKENS = 1 << 16  # of a step that are measured where nothing is learned from it
@@ -92,6 +92,8 @@ class Trainer:
         if self.sharded and HALVED in os.environ and self.token_budget > 1:
             self.token_budget //= 2
         self.checkpointed = self._set_checkpointing(layered, have)
+        self.early = list[Metric]()  # figures of what was learned while columns were filled
+        self.learn_again: Callable[[], object] = lambda: None  # where its gradient was dropped
 
     def _need(self, checkpointed: bool, tokens: int) -> float:
         """Bytes that a step with micro-batches of so many tokens takes, with what others take."""
@@ -112,10 +114,13 @@ class Trainer:
             self.events.emit("memory", text)
         return on
 
-    def _within_memory(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives; where memory runs out in it, with all gradients dropped and half the token budget, once in the trainer's
-        life. The weights of the loss are those of the whole step, so that smaller pieces add up to the same gradient. All processes
-        do so, where it happens in one; with sharded weights the others are in the middle of a pass, and all are started again."""
+    def _within_memory(
+        self, work: Callable[[], Result], before: Callable[[], object] = lambda: None
+    ) -> Result:
+        """What `work` gives; where memory runs out in it, with all gradients dropped, those of `before` made again, and half the token
+        budget, once in the trainer's life. The weights of the loss are those of the whole step, so that smaller pieces add up to the
+        same gradient. All processes do so, where it happens in one; with sharded weights the others are in the middle of a pass, and
+        all are started again."""
         found, seen = list[Result](), ""
         try:
             found.append(work())
@@ -137,6 +142,7 @@ class Trainer:
         text = f"memory: out of memory in training ({seen or 'in another process'}); token_budget is halved to {self.token_budget}"
         text += " for the rest of the run, and the step is done again: the gradient is the same; the next time stops"
         self.events.emit("memory", text)
+        before()
         return work()
 
     def _drop(self) -> None:
@@ -147,15 +153,29 @@ class Trainer:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def fill(self, batch: Batch, shown: bool = False, groups: Sequence[Group] = ()) -> Batch:
+    def fill(
+        self,
+        batch: Batch,
+        shown: bool = False,
+        groups: Sequence[Group] = (),
+        state: State | None = None,
+    ) -> Batch:
         """Add the columns of the roles, before anything moves; `groups` are those of the batch's rollouts. `shown` says that these are
-        written down: some columns serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean."""
-        for role in self.roles:
+        written down: some columns serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean.
+        With the algorithm's `state`, a role that may learn meanwhile does so, last: the update of the step must follow."""
+        for role in sorted(self.roles, key=lambda role: role.learner is not None):
             role.read(groups)
             if role.columns and batch.sequences and (shown or not role.only_shown):
                 part = first_tokens(batch, SHOWN_TOKENS) if role.only_shown else batch
+                work: Callable[[], list[Mapping[str, Tensor]]] = partial(self._fill, role, part)
+                learner, early = role.learner, None
+                if learner is not None and state is not None:
+                    early = self.algorithm.early(batch, state)
+                if learner is not None and early is not None:
+                    batch = batch.replace(learned=batch.learned | {learner.name})
+                    work = self.learn_again = partial(self._learn, role, learner, early)
                 with role.resident(batch.ids_T.device):
-                    parts = self._within_memory(partial(self._fill, role, part))
+                    parts = self._within_memory(work)
                 columns = {n: torch.cat([one[n] for one in parts]) for n in role.columns if parts}
                 columns = parallel.join_columns(columns, part)
                 rest = (0, batch.tokens - part.tokens)
@@ -167,6 +187,23 @@ class Trainer:
         """The columns of this process's share."""
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
         return [role.fill(piece) for piece in (*pieces, *idle)][: len(pieces)]
+
+    @torch.enable_grad()
+    def _learn(self, role: Role, learner: Learner, batch: Batch) -> list[Mapping[str, Tensor]]:
+        """The columns of this process's share, and its part of the role's gradient, which is then in the role's optimizer."""
+        learner.optimizer.zero()
+        learner.network.model.train()
+        pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
+        found, self.early = list[Mapping[str, Tensor]](), []
+        for number, piece in enumerate((*pieces, *idle)):
+            outputs = role.outputs(piece)
+            own = number < len(pieces)
+            terms = self.algorithm.early_terms(outputs, piece)
+            figures = [*backward(terms.terms, 1.0 if own else 0.0), *terms.metrics]
+            if own:
+                found.append({name: outputs.columns[name].detach() for name in role.columns})
+                self.early += figures
+        return found
 
     def role_metrics(self, filled: Batch) -> list[Metric]:
         return [metric for role in self.roles for metric in role.metrics(filled)]
@@ -186,7 +223,9 @@ class Trainer:
             live = self._balanced(live)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        found = self._within_memory(lambda: self.accumulate(live, added, meanwhile))
+        before = self.learn_again if live.learned else lambda: None
+        found = self._within_memory(lambda: self.accumulate(live, added, meanwhile), before)
+        found[0][1].extend(self.early if live.learned else ())
         metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
         # beyond the work that may be done again: here processes wait for each other
         for name, own in found:
@@ -256,7 +295,8 @@ class Trainer:
         """What the algorithm sees of a micro-batch, with gradients."""
         found = PASSES[self.algorithm.trains](self.policy, piece)
         for role in self.roles:
-            found = found.join(role.outputs(piece))
+            if role.learner is None or role.learner.name not in piece.learned:
+                found = found.join(role.outputs(piece))
         return found
 
     def forward_backward(
@@ -272,17 +312,14 @@ class Trainer:
                 more = mismatch(outputs.logprob_T.detach(), piece)
         else:
             terms = algorithm.terms(PASSES[algorithm.trains](self.policy, piece), piece)
-        losses = [(term.name, (term.weight * term.loss).sum()) for term in terms.terms]
+        every = list(terms.terms)
         if algorithm is None and "balance_T" in outputs.columns:
             balance_T = outputs.balance_T
             more.append(Metric("router/balance", balance_T.detach().sum(), piece.tokens))
             more += rerouted(outputs, piece) if self.policy.router_replay else []
             if ROUTER_WEIGHT in piece.columns:
-                losses.append(("router", (piece.router_weight_T * balance_T).sum()))
-        total = torch.stack([loss for _, loss in losses]).sum()
-        (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]
-        named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
-        return [Metric("loss", total.detach(), None), *named, *terms.metrics, *more]
+                every.append(Term("router", balance_T, piece.router_weight_T))
+        return [*backward(every, factor), *terms.metrics, *more]
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -341,6 +378,15 @@ class Trainer:
         weights, moments = dict(weights), dict(moments)
         for learner in reversed(self.learners):  # the first, without a prefix, takes what is left
             learner.restore(_split(weights, learner.prefix), _split(moments, learner.prefix))
+
+
+def backward(terms: Sequence[Term], factor: float) -> list[Metric]:
+    """Add the gradient of `factor` times the terms' sum; their losses."""
+    losses = [(term.name, (term.weight * term.loss).sum()) for term in terms]
+    total = torch.stack([loss for _, loss in losses]).sum()
+    (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]
+    named = [Metric(f"loss/{name}", loss.detach(), None) for name, loss in losses]
+    return [Metric("loss", total.detach(), None), *named]
 
 
 def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:

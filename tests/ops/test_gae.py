@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from posttrain.ops import advantages
 from posttrain.ops.advantages import generalised_advantages, last_tokens, whiten
 
 WIDE = torch.float64
@@ -84,6 +85,15 @@ def test_vectorised_gae_equals_the_loop(lengths: list[int], seed: int, gamma: fl
     expected = by_loop(reward_T.numpy(), value_T.numpy(), mask_T.numpy(), sequence_T.numpy(), gamma, lam)
     for found, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 64, 321])
+def test_sums_by_doubling_are_those_by_token(length: int) -> None:
+    """What a GPU does in place of a loop over the tokens."""
+    delta_NL = torch.from_numpy(np.random.default_rng(0).normal(size=(3, length)))
+    for decay in (0.0, 0.95, 1.0, torch.tensor([0.3, 0.99, 1.0], dtype=WIDE)):
+        expected = advantages._summed_by_token(delta_NL, decay)
+        torch.testing.assert_close(advantages._summed_by_doubling(delta_NL, decay), expected, rtol=1e-12, atol=1e-12)
 
 
 @quick

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,14 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.models.scorer import from_policy
 from posttrain.ops.kl import kl_estimate
 from posttrain.runs.layout import TokenArrays
+from posttrain.runs.metrics import merge
 from posttrain.train.checkpoint import with_arrays, without_arrays
 from posttrain.train.optimizer import Optimization
+from posttrain.train.pack import micro_batches
 from posttrain.train.roles.critic import Critic
 from posttrain.train.roles.reference import MovingReference, Reference
 from posttrain.train.trainer import Trainer
-from posttrain.types import Example
+from posttrain.types import Example, Metric
 
 TEXT = [Example(np.array([3, 4, 5, 6]), np.arange(4) > 0), Example(np.array([7, 8, 9]), np.arange(3) > 0)]
 
@@ -130,3 +134,66 @@ def test_small_steps_of_a_reference_of_16_bits_are_not_rounded_away_and_are_in_i
     pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert all(torch.equal(mean, other.means[name]) for name, mean in role.means.items())
+
+
+def one_update(algorithm: PPO, early: bool, budget: int = 15) -> tuple[Trainer, dict[str, float]]:
+    """A trainer after one step, whose critic learned before the policy or beside it, and the step's figures."""
+    policy, settings = small_policy(), Optimization(lr=1e-2, token_budget=budget)
+    trainer = Trainer(policy, algorithm, settings, roles_for(algorithm, policy, settings, shared_policy(1)))
+    state, step = algorithm.start(), material(algorithm).replace(value_T=None, reference_T=None)
+    filled = trainer.fill(step, state=state if early else None)
+    assert filled.learned == ({"critic"} if early and algorithm.reuse.once else frozenset())
+    return trainer, dict(merge(trainer.update(algorithm.prepare(filled, state), 1e-2).metrics))
+
+
+EARLY = [
+    {},
+    {"beta": 0.0, "lam_alpha": 0.05, "lam": 1.0},
+    {"whiten_rewards": True, "credit": "turn"},
+    {"kl_in": "loss", "entropy": 0.1, "clip_value": 0.0},
+    {"supervision": "both", "reduction": "sequence_mean", "missing_eos": 0.3},
+]
+
+
+@pytest.mark.parametrize("settings", EARLY, ids=str)
+def test_a_critic_that_learns_while_it_gives_its_values_learns_the_same(settings: dict[str, Any]) -> None:
+    """Values and gradient of one pass are those of two: in several micro-batches, one with a response that has no score."""
+    algorithm = PPO(group=4, epochs=1, **settings)
+    assert len(micro_batches(material(algorithm), 15)) > 2
+    (one, figures), (two, expected) = (one_update(algorithm, early) for early in (True, False))
+    for name, weight in two.weights().items():
+        torch.testing.assert_close(one.weights()[name], weight, rtol=0, atol=1e-12)
+    assert figures == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
+def test_a_critic_that_learns_early_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = [], Critic.outputs
+    monkeypatch.setattr(Critic, "outputs", lambda role, piece: asked.append(piece.tokens) or plain(role, piece))
+    monkeypatch.setattr(Critic, "fill", None)
+    algorithm = PPO(group=4, epochs=1)
+    one_update(algorithm, True)
+    assert sum(asked) == material(algorithm).tokens
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 2}, {"epochs": 1, "mini_batches": 2}, {"epochs": 1, "critic_warmup": 3}])
+def test_a_critic_whose_values_are_read_again_learns_in_the_update(settings: dict[str, int]) -> None:
+    algorithm = PPO(group=4, **settings)
+    assert algorithm.early(material(algorithm), algorithm.start()) is None
+
+
+def test_where_memory_runs_out_in_the_update_what_was_learned_early_is_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = PPO(group=4, epochs=1)
+    budget, plain, failed = material(algorithm).tokens, Trainer.forward_backward, []
+
+    def forward_backward(trainer: Trainer, *given: Any) -> list[Metric]:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("full")
+        return plain(trainer, *given)
+
+    expected = one_update(algorithm, False, budget)[0].weights()
+    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    found = one_update(algorithm, True, budget)[0]
+    assert failed and found.token_budget == budget // 2
+    for name, weight in expected.items():
+        torch.testing.assert_close(found.weights()[name], weight, rtol=0, atol=1e-12)
