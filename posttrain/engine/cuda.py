@@ -30,6 +30,7 @@ from posttrain.ops.fused import power_of_two
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 BURST = 64  # max steps between two looks of the host
 STOPPABLE = 16  # the same where a response may end at any of them
+LOOK = 2  # steps of a burst that the device still has when the host looks which rows are done
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
@@ -251,6 +252,7 @@ class CUDABackend:
     def _forget_graphs(self) -> None:
         """What they read has moved."""
         self.graphs.clear()
+        self.missed: tuple[int, int] | None = None  # the shape of one that was not there
         self.memory: Any = None  # the graphs' common pool: they never run at the same time
 
     def fits(self, work: Work | None) -> bool:
@@ -346,10 +348,12 @@ class CUDABackend:
         self._reserve(steps)
         size = bucket(rows.count, self.capacity)
         shape = self._shape(np.arange(rows.count), size)
-        key = (*shape, self.queries, self.truncated)
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(*shape)
-            self.changed = True  # what the device knew was overwritten
+        missed, self.missed = self.missed or shape, None
+        for one in (missed, shape):
+            key = (*one, self.queries, self.truncated)
+            if key not in self.graphs:
+                self.graphs[key] = self._capture(*one)
+                self.changed = True  # what the device knew was overwritten
         if self.changed or shape != self.shape:
             self._upload(*shape)
             self.shape = shape
@@ -370,15 +374,18 @@ class CUDABackend:
         assert self.state is not None
         self.state.step.zero_()
         graph = self.graphs[(*self.shape, self.queries, self.truncated)]
-        for _ in range(steps):
-            graph.replay()
         self.drawn.reverse()
+        for step in range(1, steps + 1):
+            graph.replay()
+            if step == max(1, steps - LOOK):
+                self.drawn[0].look()
         self.drawn[0].take(steps)
 
     def ahead(self) -> bool:
-        """Rows that are done leave the device first, where the others have a smaller graph."""
+        """Rows that are done leave the device first, where the others have a smaller graph; those that end in the last steps, which
+        the device has while the host is here, a burst later."""
         last = self.drawn[0]
-        last.wait()
+        last.wait(last.looked)
         size, steps, before = self.shape[0], self._burst(last.steps), self.order
         stay = np.flatnonzero(last.done.numpy()[before] == 0)
         if steps < 1 or not len(stay):
@@ -388,6 +395,7 @@ class CUDABackend:
         leave = fewer < size and (size > FEW or 2 * fewer <= size)
         shape = self._shape(stay, fewer) if leave else self.shape
         if (*shape, self.queries, self.truncated) not in self.graphs:
+            self.missed = shape
             return False
         changed, self.changed = self.changed, False
         self._reserve(last.steps + steps)
@@ -399,7 +407,7 @@ class CUDABackend:
             assert self.state is not None
             table = np.zeros((size, self.table.shape[1]), np.int32)
             table[before] = self.table[: len(before)]
-            self.state.table[:size].copy_(torch.from_numpy(table).to(self.device))
+            self.state.table[:size].copy_(self._sent(table))
         self.changed |= changed
         self.shape = shape
         self._replay(steps)
@@ -410,7 +418,7 @@ class CUDABackend:
         """Let the device's state of these rows, which is newer than ours, be that of its first ones."""
         state, count = self.state, len(stay)
         assert state is not None
-        at = torch.from_numpy(self.order[stay]).to(self.device)
+        at = self._sent(self.order[stay])
         for part in (state.integers, state.floats):
             part[:, :count] = part[:, at]
         state["done"][count:size], state["slot"][count:size] = 1, 0
@@ -453,19 +461,25 @@ class CUDABackend:
 
     def _place(self, which: np.ndarray, size: int, tiles: int) -> None:
         """Tell the device where the tokens of these rows lie, and which of them share a prompt."""
-        state, device = self.state, self.device
+        state = self.state
         assert state is not None
         table = np.zeros((size, state.pages), np.int32)
         table[: len(which)] = self.table[which]
-        state.table[:size].copy_(torch.from_numpy(table).to(device))
+        state.table[:size].copy_(self._sent(table))
         if tiles:
             made = self._tiles(which)
             tile = np.zeros((3, tiles), np.int32)
             prompt = np.zeros((tiles, state.prompt_pages), np.int32)
             tile[:, : made.shape[1]] = made
             prompt[: made.shape[1]] = self.prompt_table[which[made[0]]]
-            state.tile[:, :tiles].copy_(torch.from_numpy(tile).to(device))
-            state.prompt_table[:tiles].copy_(torch.from_numpy(prompt).to(device))
+            state.tile[:, :tiles].copy_(self._sent(tile))
+            state.prompt_table[:tiles].copy_(self._sent(prompt))
+
+    def _sent(self, array: np.ndarray) -> Tensor:
+        """On the device, in its turn: from pinned memory, so that the host does not wait for the steps ahead of it."""
+        tensor = torch.from_numpy(array)
+        on_cuda = self.device.type == "cuda"
+        return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=True)
 
     def _step(self, size: int, tiles: int) -> None:
         """One token for each of the first rows."""

@@ -96,7 +96,8 @@ class Rows:
 
 
 class Drawn:
-    """What a burst drew, and which rows were done after it, on the host. `take` asks for it, `wait` ends when it is there."""
+    """What a burst drew, and which rows were done at a `look` before its end, on the host. `take` asks for it, `wait` ends when it
+    is there."""
 
     def __init__(self, rows: Rows):
         self.source, self.steps = rows, 0
@@ -105,22 +106,30 @@ class Drawn:
         self.ids, self.logprobs, self.done = (
             torch.empty(t.shape, dtype=t.dtype, pin_memory=self.on_cuda) for t in sources
         )
-        self.event = torch.cuda.Event() if self.on_cuda else None  # type: ignore[no-untyped-call]
+        self.looked, self.taken = (
+            torch.cuda.Event() if self.on_cuda else None  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def look(self) -> None:
+        self.done.copy_(self.source["done"], non_blocking=True)
+        if self.looked is not None:
+            self.looked.record()
 
     def take(self, steps: int) -> None:
         rows, self.steps = self.source, steps
         self.ids[:steps].copy_(rows.ids[:steps], non_blocking=True)
         self.logprobs[:steps].copy_(rows.logprobs[:steps], non_blocking=True)
-        self.done.copy_(rows["done"], non_blocking=True)
-        if self.event is not None:
-            self.event.record()
+        if self.taken is not None:
+            self.taken.record()
 
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+    @staticmethod
+    def wait(event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
 
     def of(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probs of these rows, [S, N]."""
-        self.wait()
+        self.wait(self.taken)
         ids, logprobs = (t[: self.steps].numpy() for t in (self.ids, self.logprobs))
         return ids[:, order], logprobs[:, order]

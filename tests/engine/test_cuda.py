@@ -17,7 +17,7 @@ from posttrain.engine import fused as fused_module
 from posttrain.engine.cuda import CUDABackend, Pages, bucket, pages_of
 from posttrain.engine.engine import Engine
 from posttrain.engine.fused import Fused
-from posttrain.engine.rows import PAGE, Rows
+from posttrain.engine.rows import PAGE, Drawn, Rows
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
 from posttrain.models import nf4
@@ -256,7 +256,7 @@ def test_the_next_burst_is_launched_before_the_last_one_is_read(policy: Policy, 
 def test_rows_that_are_done_leave_before_the_host_has_read_what_they_drew(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups, of which some rows go on: in the second call, whose graphs are there, nothing waits for the host."""
+    """In groups, of which some rows go on: in the third call, whose graphs are there, nothing waits for the host."""
     launches: list[int] = []
     launch = CUDABackend.launch
     monkeypatch.setattr(CUDABackend, "launch", lambda one: (launches.append(one.rows.count), launch(one))[1])
@@ -266,8 +266,25 @@ def test_rows_that_are_done_leave_before_the_host_has_read_what_they_drew(
     expected = ids(plain(policy, requests))
     assert len({len(one) for group in expected for one in group}) > 6
     assert ids(list(generate_groups(engine, requests))) == expected and len(launches) > 2
+    assert ids(list(generate_groups(engine, requests))) == expected
     launches.clear()
     assert ids(list(generate_groups(engine, requests))) == expected and all_free(engine) and launches == [12]
+
+
+def test_the_host_looks_while_the_device_has_steps_left(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of a burst; a row that ends in them goes on as one that is done, and what it drew is right."""
+    looks: list[int] = []
+    look = Drawn.look
+    monkeypatch.setattr(Drawn, "look", lambda one: (looks.append(int(one.source.step)), look(one))[1])
+    lengths = [64, 33, 32, 31, 18, 17]  # the first token is the prefill's
+    requests = [Prompt((5, 6, n), 1, n, Sampling(length, min_new_tokens=length)) for n, length in enumerate(lengths)]
+    monkeypatch.setattr(cuda, "BURST", 16)
+    monkeypatch.setattr(cuda, "FEW", 0)
+    engine = Engine(policy)
+    for _ in range(2):
+        looks.clear()
+        assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and all_free(engine)
+    assert looks == [14, 14, 14, 13]
 
 
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
