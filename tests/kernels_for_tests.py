@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engine import engine, fp8
+from posttrain.engine import engine, fp8, thin
 from posttrain.engine import fused as decoding
 from posttrain.engine.cuda import CUDABackend, as_bits
 from posttrain.engine.random import uniforms
@@ -139,6 +139,22 @@ def logprob_kept_kernel(grid: Grid, kept: Tensor, target: Tensor, shift: Tensor,
     gap = gap.where(~low, 0.0)
     factor.copy_(torch.exp(-gap))
     kept[torch.arange(len(kept)), target] = (torch.expm1(logprob) * torch.exp(gap)).to(kept.dtype)
+
+
+def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, out: Tensor, parts: Tensor, arrived: Tensor,
+                rows: int, epsilon: float, width: int, depth: int, tall: int, broad: int, deep: int, split: int, normed: bool,
+                shifted: bool, gate: bool, tanh: bool, biased: bool, add: bool, early: bool) -> None:  # fmt: skip
+    assert grid == (width // broad, split) and not (width % broad or depth % deep) and tall >= rows == len(x)
+    assert split == 1 or (len(parts) == split and not arrived[: grid[0]].any())
+    inner = normalised(x, norm, epsilon, shifted)[0] if normed else x
+    made, each = inner.float() @ weight.float().t(), -(-depth // deep // split) * deep
+    for part, one in enumerate(parts):
+        inside = slice(part * each, (part + 1) * each)
+        one.copy_(inner[:, inside].float() @ weight[:, inside].float().t())
+    if gate:
+        both, made = made.to(x.dtype), made[:, :width]
+        gated_kernel(grid, both, made, width, tanh, 0)
+    out.copy_(made + (bias.float() if biased else 0.0) + (out.float() if add else 0.0))
 
 
 def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
@@ -373,7 +389,7 @@ def decode_in_pages(patch: pytest.MonkeyPatch, on: bool = True) -> None:
     patch.setattr(CUDABackend, "_capture", lambda one, *sizes: Steps(lambda: one._step(*sizes)))
 
 
-decoding._triton = lambda: Kernels("posttrain.engine.triton_kernels")
+decoding._triton = thin._triton = lambda: Kernels("posttrain.engine.triton_kernels")
 decoding._sampling = lambda: Kernels("posttrain.engine.triton_sampling")
 fp8._triton = lambda: Kernels("posttrain.engine.triton_fp8")
 training._triton = lambda: Kernels("posttrain.ops.triton_training")

@@ -97,6 +97,116 @@ def rotate_store_kernel(
 
 
 @triton.jit
+def prefetch(ptr):
+    """Ask for lines of memory to be brought into the L2 cache."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def activated(x, TANH: tl.constexpr):
+    """silu, or gelu with its tanh approximation."""
+    if TANH:
+        return x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    else:
+        return x * tl.sigmoid(x)
+
+
+@triton.jit
+def row_factors(x_ptr, at, there, epsilon, DEPTH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(mean(x^2) + epsilon) of each row."""
+    squares = tl.zeros([BM, BK], tl.float32)
+    for k in tl.static_range(0, DEPTH, BK):
+        x = tl.load(x_ptr + at + k, mask=there, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 1) / DEPTH + epsilon)[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def thin_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    rows,
+    epsilon,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """y = x W^T [+ bias] of few rows, [of x normalised as `add_norm_kernel` does,] [added to `out`]; GATED: act(gate) * up, with the
+    weight of up below that of the gate, both rounded first. The inner dimension is cut into SPLIT parts, which the program that comes
+    last adds up in their order. EARLY: the weights are on their way to the L2 cache while the kernel ahead still computes x."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    at_m, at_n, at_k = tl.arange(0, BM), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
+    BLOCKS: tl.constexpr = (DEPTH // BK + SPLIT - 1) // SPLIT
+    first = part * BLOCKS * BK
+    end = tl.minimum(first + BLOCKS * BK, DEPTH)
+    there = (at_m < rows)[:, None]
+    weight_ptr += at_n[:, None] * DEPTH
+    narrow = x_ptr.dtype.element_ty
+    if EARLY:
+        gdc_launch_dependents()
+        line = tl.arange(0, BK // 64)[None, :] * 64
+        for k in range(first, end, BK):
+            prefetch(weight_ptr + k + line)
+            if GATED:
+                prefetch(weight_ptr + WIDTH * DEPTH + k + line)
+        gdc_wait()
+    at = at_m[:, None] * DEPTH + at_k[None, :]
+    if NORM:
+        factor = row_factors(x_ptr, at, there, epsilon, DEPTH, BM, BK)
+    acc = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    for k in range(first, end, BK):
+        x = tl.load(x_ptr + at + k, mask=there, other=0.0)
+        if NORM:
+            scale = tl.load(norm_ptr + k + at_k).to(tl.float32)[None, :]
+            if SHIFTED:
+                x = (x.to(tl.float32) * factor * (1.0 + scale)).to(narrow)
+            else:
+                x = ((x.to(tl.float32) * factor).to(narrow).to(tl.float32) * scale).to(narrow)
+        acc = tl.dot(x, tl.trans(tl.load(weight_ptr + k + at_k[None, :])), acc)
+        if GATED:
+            w = tl.load(weight_ptr + WIDTH * DEPTH + k + at_k[None, :])
+            up = tl.dot(x, tl.trans(w), up)
+    to = at_m[:, None] * WIDTH + at_n[None, :]
+    if GATED:
+        acc = activated(acc.to(narrow).to(tl.float32), TANH).to(narrow).to(tl.float32)
+        acc = acc * up.to(narrow).to(tl.float32)
+    if BIAS:
+        acc += tl.load(bias_ptr + at_n).to(tl.float32)[None, :]
+    last = True
+    if SPLIT > 1:
+        tl.store(parts_ptr + part * rows * WIDTH + to, acc, mask=there)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        if SPLIT > 1:
+            acc = tl.zeros([BM, BN], tl.float32)
+            for one in tl.static_range(SPLIT):
+                other = parts_ptr + one * rows * WIDTH + to
+                acc += tl.load(other, mask=there, other=0.0, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+        if ADD:
+            acc += tl.load(out_ptr + to, mask=there, other=0.0).to(tl.float32)
+        tl.store(out_ptr + to, acc.to(narrow), mask=there)
+
+
+@triton.jit
 def load_page(ptr, seen, wide, WHOLE: tl.constexpr):
     """Those tokens of a page that are seen; 0 for the others."""
     if WHOLE:

@@ -1,0 +1,67 @@
+"""Products of few rows, with the norm before them, the gate or the sum after them in one kernel: a step of few rows takes the time
+of its kernels' latencies, and each kernel less is a microsecond or two less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.models.layers import Norm
+from posttrain.ops.fused import power_of_two
+
+THIN = 64  # rows up to which these kernels are used; 0: never
+DEEP = 128  # inputs, and outputs of 32 of which there must be multiples
+STAGES = 4  # blocks of weights that are on their way at once
+
+
+def _triton() -> Any:
+    from posttrain.engine import triton_kernels
+
+    return triton_kernels
+
+
+def fits(x: Tensor, width: int) -> bool:
+    """Whether a product of these rows to so many outputs is one of few rows."""
+    narrow = x.dtype.itemsize == 2 and x.shape[1] % DEEP == 0 and width % 32 == 0
+    return len(x) <= THIN and narrow
+
+
+def tile(rows: int, width: int, depth: int) -> tuple[int, int, int, int]:
+    """(rows, outputs, inputs, parts of the inputs) of a program.
+
+    >>> tile(8, 1152, 896), tile(64, 4864, 896), tile(64, 896, 4864)
+    ((16, 16, 128, 1), (64, 32, 128, 1), (64, 32, 128, 8))
+    """
+    split = 1 if depth < 2048 else 8
+    return max(16, power_of_two(rows)), 16 if width <= 2048 and split == 1 else 32, DEEP, split
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    early: bool,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    gated: bool = False,
+    tanh: bool = False,
+    add: bool = False,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """out = x W^T + bias of x, or of x normalised; `gated`: act(gate) * up of the two halves of that; `add`: out += in its place.
+    `arrived` counts the parts of a cut product: [outputs] of 0, and 0 again afterwards."""
+    (rows, depth), width = x.shape, out.shape[1]
+    sizes = tile(rows, width, depth)
+    split = sizes[3]
+    parts = torch.empty(split if split > 1 else 0, rows, width, device=x.device)
+    weights = (weight, x if bias is None else bias, x if norm is None else norm.weight.detach())
+    epsilon, shifted = (0.0, False) if norm is None else (norm.epsilon, norm.shifted)
+    flags = (norm is not None, shifted, gated, tanh, bias is not None, add, early)
+    given = (x, *weights, out, parts, x if arrived is None else arrived, rows, epsilon)
+    how = {"num_warps": 4 if sizes[0] >= 64 else sizes[1] // 8, "num_stages": STAGES}
+    grid = (width // sizes[1], split)
+    _triton().thin_kernel[grid](*given, width, depth, *sizes, *flags, **how, launch_pdl=early)
+    return out
