@@ -60,6 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "logits written to memory": {"TALL": 1 << 30},
     "keys never cut": {"PROGRAMS": 1},
     "few rows by cuBLAS": {"THIN": 0},
+    "few rows with attention to prompts first": {"TOGETHER": 0},
     "no kernel begun early": {"_hopper": lambda device: False},
 }
 
@@ -122,7 +123,7 @@ def attention() -> dict[str, Any]:
     """Microseconds of one layer's attention in a decode step after prompts of 256 tokens, and its error where keys are cut."""
     found: dict[str, Any] = {}
     heads, rule = Heads(14, 2, 64), Rule(0.125)
-    for rows, group, own in ((1024, 8, 240), (128, 8, 4080), (256, 4, 400), (16, 1, 760)):
+    for rows, group, own in ((1024, 8, 240), (128, 8, 4080), (256, 4, 400), (64, 2, 760), (32, 1, 900), (16, 1, 760)):
         prompts, state = rows // group, Rows(rows, own // PAGE + 1, 32, 1, CUDA)
         pages = rows * state.pages + prompts * 4 + 1
         copies = max(1, 8 * 1024 * 256 // (rows * own))  # more than the cache holds
@@ -151,6 +152,7 @@ def attention() -> dict[str, Any]:
             "keys never cut": {"PROGRAMS": 1},
             "keys cut for 512 programs": {"PROGRAMS": 512},
             "prompts in 4": {"PROMPT_PARTS": 4},
+            "prompts first": {"TOGETHER": 0},
         }
         for way, values in ways.items():
             with changed(**values):

@@ -147,10 +147,7 @@ def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor, norm: Tenso
     assert grid == (width // broad, split) and not (width % broad or depth % deep) and tall >= rows == len(x)
     assert split == 1 or (len(parts) == split and not arrived[: grid[0]].any())
     inner = normalised(x, norm, epsilon, shifted)[0] if normed else x
-    made, each = inner.float() @ weight.float().t(), -(-depth // deep // split) * deep
-    for part, one in enumerate(parts):
-        inside = slice(part * each, (part + 1) * each)
-        one.copy_(inner[:, inside].float() @ weight[:, inside].float().t())
+    made = inner.float() @ weight.float().t()
     if gate:
         both, made = made.to(x.dtype), made[:, :width]
         gated_kernel(grid, both, made, width, tanh, 0)
@@ -248,6 +245,23 @@ def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found
                 found[ahead + part, n], lse[ahead + part, n] = own[0][0], own[1][0]
 
 
+def few_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found: Tensor, lse: Tensor, out: Tensor, arrived: Tensor,
+               tile: Tensor, prompt_table: Tensor, count: Tensor, done: Tensor, table: Tensor, scaling: float, softcap: float,
+               rows_in_all: int, tiles: int, prompt_pages: int, pages: int, tile_block: int, least: int, heads: int, key_heads: int,
+               width: int, wide: int, rows: int, page: int, capped: bool, precision: str, early: bool) -> None:  # fmt: skip
+    assert tiles == tile.shape[1] and prompt_pages == prompt_table.shape[1] and pages == table.shape[1] and not arrived.any()
+    assert len(found) == grid[2] and rows_in_all == grid[1] == len(query) and arrived.numel() >= grid[0] * grid[1]
+    out.zero_()
+    for number, (first, members, length) in enumerate(tile[:, :tile_block].t().tolist()):
+        for n in (n for n in range(first, first + members) if not done[n]):
+            slots = [
+                table_row[at // page].long() * page + at % page
+                for table_row, at in ((prompt_table[number], torch.arange(length)), (table[n], torch.arange(int(count[n]))))
+            ]
+            given = (query[n : n + 1], torch.cat(slots), (keys, values), None, scaling, softcap if capped else None)
+            out[n] = partial_attention(*given)[0][0].to(out.dtype)
+
+
 def merge_kernel(grid: Grid, found: Tensor, lse: Tensor, out: Tensor, *sizes: int) -> None:
     out.copy_(merge((found, lse))[0])
 
@@ -314,6 +328,9 @@ def _quantize_into(x: Tensor, q: Tensor, scale: Tensor) -> None:
         target.copy_(found)
 
 
+SCRATCH = {"thin_kernel": (5,), "few_kernel": (3, 4)}  # inputs that only the kernel's own programs read
+
+
 class Kernels:
     """A module of Triton kernels, of which those that get CPU tensors run here."""
 
@@ -343,6 +360,8 @@ class Kernel:
                 for own, other in found:
                     if globals()[self.name] is block_sums_kernel:  # for the next kernel
                         own.copy_(other)
+                    if any(own is inputs[n] for n in SCRATCH.get(self.name, ())):
+                        continue
                     if own.dtype == torch.float8_e4m3fn:  # which the interpreter rounds wrongly
                         continue
                     if self.name == "add_norm_backward_kernel" and own is inputs[6]:  # parts of a sum, cut otherwise

@@ -364,6 +364,9 @@ def attend_pages(
     o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
     """
     kernels, count, wide = _triton(), len(query_NHD), torch.float32
+    if count <= thin.TOGETHER and rule.sliding_window is None and store[0].dtype != fp8.E4M3:
+        early = _hopper(query_NHD.device)
+        return thin.attend(query_NHD, store, rows, heads, rule, tiles, early)
     own = parts(count * heads.keys, rows.pages)
     whole = own == 1
     ahead = 1 if whole else PROMPT_PARTS

@@ -1,5 +1,5 @@
-"""Products of few rows, with the norm before them, the gate or the sum after them in one kernel: a step of few rows takes the time
-of its kernels' latencies, and each kernel less is a microsecond or two less."""
+"""What a step of few rows computes, in few kernels: products with the norm before them, and the gate or the sum after them; and
+attention to prompts and own tokens at once. Such a step takes the time of its kernels' latencies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.models.layers import Norm
+from posttrain.engine.rows import PAGE, Rows
+from posttrain.models.attention import Rule
+from posttrain.models.layers import Heads, Norm
 from posttrain.ops.fused import power_of_two
 
 THIN = 64  # rows up to which these kernels are used; 0: never
+TOGETHER = 64  # rows up to which attention reads prompts and own tokens at once; 0: never
 DEEP = 128  # inputs, and outputs of 32 of which there must be multiples
+SPREAD = 512  # of attention, into which keys are cut
+LEAST = 2  # pages of one of them
 STAGES = 4  # blocks of weights that are on their way at once
 
 
@@ -64,4 +69,37 @@ def product(
     how = {"num_warps": 4 if sizes[0] >= 64 else sizes[1] // 8, "num_stages": STAGES}
     grid = (width // sizes[1], split)
     _triton().thin_kernel[grid](*given, width, depth, *sizes, *flags, **how, launch_pdl=early)
+    return out
+
+
+def attend(
+    query_NHD: Tensor,
+    store: tuple[Tensor, Tensor],
+    rows: Rows,
+    heads: Heads,
+    rule: Rule,
+    tiles: int,
+    early: bool,
+) -> Tensor:
+    """What `attend_pages` gives (engine/fused.py), each row reading its prompt itself. Keys are cut into parts, as many as a row has
+    pages for, which the last program of each row and key head merges."""
+    count, device = len(query_NHD), query_NHD.device
+    parts = min(16, max(1, SPREAD // (power_of_two(count) * heads.keys)))
+    found = torch.empty(parts, *query_NHD.shape, device=device)
+    lse = torch.empty(parts, count, heads.heads, device=device)
+    out = torch.empty(query_NHD.shape, dtype=query_NHD.dtype, device=device)
+    given = (query_NHD, *store, found, lse, out, rows.arrived, rows.tile, rows.prompt_table)
+    state = (rows["count"], rows["done"], rows.table, rule.scaling, rule.softcap or 1.0, count)
+    wide = max(16, power_of_two(heads.width))
+    sizes = (rows.capacity, rows.prompt_pages, rows.pages, tiles, LEAST)
+    shape = (heads.heads, heads.keys, heads.width, wide, max(16, power_of_two(heads.grouped)), PAGE)
+    precision = "ieee" if query_NHD.dtype == torch.float32 else "tf32"
+    flags = (rule.softcap is not None, precision, early)
+    page_bytes = PAGE * wide * store[0].dtype.itemsize
+    how = {
+        "num_warps": 2 if page_bytes <= 1 << 13 else 4,
+        "num_stages": 3 if page_bytes <= 1 << 15 else 2,
+    }
+    grid = (heads.keys, count, parts)
+    _triton().few_kernel[grid](*given, *state, *sizes, *shape, *flags, **how, launch_pdl=early)
     return out

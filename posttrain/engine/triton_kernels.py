@@ -482,3 +482,119 @@ def suffix_kernel(
     else:
         state += (ahead + part) * count * HEADS
         store_part(parts_ptr, lse_ptr, state, top, total, acc, mine, wide, WIDTH, at_d)
+
+
+@triton.jit
+def page_at(table_ptr, prompt_ptr, number, before):
+    """Where a page lies of those of a prompt, `before` in number, and then of a row's own tokens."""
+    own = number >= before
+    page = tl.load(table_ptr + number - before, mask=own, other=0)
+    return page + tl.load(prompt_ptr + number, mask=number < before, other=0)
+
+
+@triton.jit(do_not_specialize=["count", "tiles"])
+def few_kernel(
+    qkv_ptr,
+    keys_ptr,
+    values_ptr,
+    parts_ptr,
+    lse_ptr,
+    out_ptr,
+    arrived_ptr,
+    tile_ptr,
+    prompt_table_ptr,
+    count_ptr,
+    done_ptr,
+    table_ptr,
+    scaling,
+    softcap,
+    count,
+    tiles,
+    prompt_pages,
+    pages,
+    TILES: tl.constexpr,
+    LEAST: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Attention of one of few rows to its prompt and to the tokens it has written, of which each program takes LEAST pages or more;
+    the one that comes last merges them, in their order. EARLY: they are on their way to the L2 cache while the kernel ahead still
+    computes the query. Which pages these are does not depend on it."""
+    head, row, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    GROUPED: tl.constexpr = HEADS // KEYS
+    member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
+    mine, wide = member < GROUPED, at_d < WIDTH
+    at_t = tl.arange(0, TILES)
+    begins = (tl.load(tile_ptr + at_t) <= row) & (tl.load(tile_ptr + tiles + at_t) > 0)
+    tile = tl.maximum(tl.sum(begins.to(tl.int32), 0) - 1, 0)
+    prompt, length = tl.load(tile_ptr + 2 * tiles + tile), tl.load(count_ptr + row).to(tl.int32)
+    if tl.load(done_ptr + row) != 0:
+        prompt, length = 0, 0
+    table_ptr += row * pages
+    prompt_table_ptr += tile * prompt_pages
+    before = tl.cdiv(prompt, PAGE)
+    every = before + tl.cdiv(length, PAGE)
+    each = tl.maximum(tl.cdiv(every, tl.num_programs(2)), LEAST)
+    used = tl.maximum(tl.cdiv(every, each), 1)
+    start = part * each
+    end = tl.minimum(start + each, every)
+    if EARLY:
+        gdc_launch_dependents()
+        for number in range(start, end):
+            page = page_at(table_ptr, prompt_table_ptr, number, before).to(tl.int64)
+            token = ((page * PAGE + at_n) * KEYS + head) * WIDTH
+            for d in tl.static_range(0, WIDTH, 64):
+                prefetch(keys_ptr + token + d)
+                prefetch(values_ptr + token + d)
+        gdc_wait()
+    if part >= used:
+        return
+    query_head = head * GROUPED + member
+    both = mine[:, None] & wide[None, :]
+    place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
+    q = tl.load(qkv_ptr + place, mask=both, other=0.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+    odd = acc
+    coming = page_at(table_ptr, prompt_table_ptr, tl.minimum(start, every), before)
+    for number in range(start, end):
+        slot = coming.to(tl.int64) * PAGE + at_n
+        coming = page_at(table_ptr, prompt_table_ptr, tl.minimum(number + 1, end - 1), before)
+        first = tl.where(number < before, number, number - before) * PAGE
+        seen = first + at_n < tl.where(number < before, prompt, length)
+        token = slot * KEYS + head
+        at = token[:, None] * WIDTH + at_d[None, :]
+        k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
+        score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
+        score = tl.where(seen[None, :], score, -float("inf"))
+        top, total, acc, odd = add_page(
+            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, 1, PRECISION
+        )
+    state = row * HEADS + query_head
+    last = True
+    if used > 1:
+        to = state + part * count * HEADS
+        store_part(parts_ptr, lse_ptr, to, top, total, acc, mine, wide, WIDTH, at_d)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + row * KEYS + head, 1, sem="acq_rel") == used - 1
+    if last:
+        if used > 1:
+            tl.store(arrived_ptr + row * KEYS + head, 0)
+            top = tl.full([ROWS], -float("inf"), tl.float32)
+            total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+            for one in range(0, used):
+                at = state + one * count * HEADS
+                lse = tl.load(lse_ptr + at, mask=mine, other=-float("inf"), cache_modifier=".cg")
+                other = parts_ptr + at[:, None] * WIDTH + at_d[None, :]
+                other = tl.load(other, mask=both, other=0.0, cache_modifier=".cg")
+                top, total, acc = add_part(lse, other, top, total, acc)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out_ptr + state[:, None] * WIDTH + at_d[None, :]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=both)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import fused, thin
 from posttrain.engine.engine import Engine
-from posttrain.models.layers import Norm
+from posttrain.engine.rows import PAGE, Rows
+from posttrain.models.attention import Rule
+from posttrain.models.layers import Heads, Norm
 from posttrain.ops.fused import add_norm, gated
 from posttrain.types import Sampling
 
@@ -56,16 +59,54 @@ def test_the_sum_after(depth: int) -> None:
     assert not arrived.any()
 
 
+def paged(device: str, dtype: torch.dtype, heads: Heads) -> tuple[Tensor, tuple[Tensor, Tensor], Rows]:
+    """Six rows of three prompts, of which one row is done and one past the live ones; a prompt of one token, one of three pages."""
+    generator = torch.Generator().manual_seed(0)
+    state = Rows(8, 6, 3, 1, torch.device(device))
+    order = torch.randperm(8 * 6 + 3 * 3, generator=generator).int() + 1
+    state.table.copy_(order[: 8 * 6].view(8, 6))
+    state.prompt_table[:3].copy_(order[8 * 6 :].view(3, 3))
+    state.tile[:, :4] = torch.tensor([[0, 2, 3, 0], [2, 1, 3, 0], [1, PAGE, 2 * PAGE + 5, 0]], dtype=torch.int32)
+    state["count"][:7] = torch.tensor([1, PAGE, 3 * PAGE + 1, 5 * PAGE, 7, 2, 2])
+    state["position"][:6] = torch.tensor([1, PAGE, 4 * PAGE, 7 * PAGE + 4, 2 * PAGE + 11, 2 * PAGE + 6])
+    state["done"][:6] = torch.tensor([0, 0, 0, 0, 1, 0])
+    shape = (len(order) + 1) * PAGE, heads.keys, heads.width
+    store = torch.randn(2, *shape, generator=generator).to(device, dtype)
+    query = torch.randn(7, heads.heads + 2 * heads.keys, heads.width, generator=generator).to(device, dtype)
+    return query[:, : heads.heads], (store[0], store[1]), state
+
+
+def check_attention(device: str, dtype: torch.dtype, heads: Heads, tolerance: float) -> None:
+    """Prompts and own tokens at once give what they give one after the other; twice, as the counts are as before."""
+    query, store, state = paged(device, dtype, heads)
+    for softcap in (None, 5.0):
+        rule = Rule(0.3, softcap=softcap)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(thin, "TOGETHER", 0)
+            expected = fused.attend_pages(query, store, state, heads, rule, 4, fused.tile_rows(heads, 3)[1])
+        live = [0, 1, 2, 3, 5]
+        for programs, _ in product((512, 1), range(2)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(thin, "SPREAD", programs)
+                found = thin.attend(query, store, state, heads, rule, 4, fused._hopper(torch.device(device)))
+            torch.testing.assert_close(found[live], expected[live], rtol=tolerance, atol=tolerance)
+        assert not state.arrived.any()
+
+
+def test_attention_to_prompts_and_own_tokens_at_once() -> None:
+    check_attention("cpu", torch.float32, Heads(4, 2, 16), 1e-5)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="in bf16")
 def test_a_model_with_few_rows_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers by these kernels, and with more rows than they take by the others: log-probs are equal up to rounding."""
     decode_in_pages(monkeypatch)
     made: list[tuple[int, int]] = []
-    product = thin.product
+    plain = thin.product
 
     def counted(x: Tensor, weight: Tensor, out: Tensor, **what: Any) -> Tensor:
         made.append((len(x), out.shape[1]))
-        return product(x, weight, out, **(what | {"early": False}))
+        return plain(x, weight, out, **(what | {"early": False}))
 
     policy = small_policy(dtype=NARROW, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
     prompts = [Prompt((5, 6, 7), 2, 1, Sampling(12, min_new_tokens=12))]

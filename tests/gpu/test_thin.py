@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine.test_thin import check_attention
 from torch import Tensor
 
 from posttrain.engine import fused, thin
-from posttrain.models.layers import Norm
+from posttrain.models.layers import Heads, Norm
 from posttrain.ops.fused import add_norm, gated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,6 +46,13 @@ def test_few_rows(rows: int) -> None:
         check(total, expected)
         assert not arrived.any()
         x = (total / total.float().std()).bfloat16()
+
+
+def test_attention() -> None:
+    """Heads of Qwen2.5-0.5B, and of width 128."""
+    for heads in (Heads(14, 2, 64), Heads(16, 8, 128)):
+        check_attention("cuda", torch.bfloat16, heads, 2e-2)
+    check_attention("cuda", torch.float32, Heads(4, 2, 64), 1e-4)
 
 
 def test_the_same_bits_each_time() -> None:
