@@ -247,12 +247,17 @@ def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found
 
 def few_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found: Tensor, lse: Tensor, out: Tensor, arrived: Tensor,
                tile: Tensor, prompt_table: Tensor, count: Tensor, done: Tensor, table: Tensor, scaling: float, softcap: float,
-               rows_in_all: int, tiles: int, prompt_pages: int, pages: int, tile_block: int, least: int, heads: int, key_heads: int,
-               width: int, wide: int, rows: int, page: int, capped: bool, precision: str, early: bool) -> None:  # fmt: skip
+               rows_in_all: int, tiles: int, prompt_pages: int, pages: int, shown: int, tile_block: int, least: int, heads: int,
+               key_heads: int, width: int, wide: int, rows: int, page: int, capped: bool, precision: str, early: bool) -> None:  # fmt: skip
     assert tiles == tile.shape[1] and prompt_pages == prompt_table.shape[1] and pages == table.shape[1] and not arrived.any()
-    assert len(found) == grid[2] and rows_in_all == grid[1] == len(query) and arrived.numel() >= grid[0] * grid[1]
+    assert (
+        tile_block >= shown
+        and len(found) == grid[2]
+        and rows_in_all == grid[1] == len(query)
+        and arrived.numel() >= grid[0] * grid[1]
+    )
     out.zero_()
-    for number, (first, members, length) in enumerate(tile[:, :tile_block].t().tolist()):
+    for number, (first, members, length) in enumerate(tile[:, :shown].t().tolist()):
         for n in (n for n in range(first, first + members) if not done[n]):
             slots = [
                 table_row[at // page].long() * page + at % page

@@ -492,7 +492,7 @@ def page_at(table_ptr, prompt_ptr, number, before):
     return page + tl.load(prompt_ptr + number, mask=number < before, other=0)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["count", "tiles", "shown"])
 def few_kernel(
     qkv_ptr,
     keys_ptr,
@@ -512,6 +512,7 @@ def few_kernel(
     tiles,
     prompt_pages,
     pages,
+    shown,
     TILES: tl.constexpr,
     LEAST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -532,7 +533,8 @@ def few_kernel(
     member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
     mine, wide = member < GROUPED, at_d < WIDTH
     at_t = tl.arange(0, TILES)
-    begins = (tl.load(tile_ptr + at_t) <= row) & (tl.load(tile_ptr + tiles + at_t) > 0)
+    there = tl.load(tile_ptr + tiles + at_t, mask=at_t < shown, other=0) > 0
+    begins = there & (tl.load(tile_ptr + at_t, mask=there, other=0) <= row)
     tile = tl.maximum(tl.sum(begins.to(tl.int32), 0) - 1, 0)
     prompt, length = tl.load(tile_ptr + 2 * tiles + tile), tl.load(count_ptr + row).to(tl.int32)
     if tl.load(done_ptr + row) != 0:

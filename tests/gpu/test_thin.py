@@ -1,16 +1,16 @@
-"""The kernel for products of few rows on a CUDA device, against the products and kernels that it stands for. Run with `make test-gpu`."""
+"""The kernels of few rows on a CUDA device, against the products and kernels that they stand for. Run with `make test-gpu`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.test_thin import check_attention
 from torch import Tensor
 
 from posttrain.engine import fused, thin
 from posttrain.models.layers import Heads, Norm
 from posttrain.ops.fused import add_norm, gated
+from tests.engine.test_thin import check_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTH, INNER, QKV = 896, 4864, 1152
