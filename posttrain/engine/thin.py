@@ -17,14 +17,14 @@ THIN = 64  # rows up to which these kernels are used; 0: never
 TOGETHER = 64  # rows up to which attention reads prompts and own tokens at once; 0: never
 DEEP = 128  # inputs, and outputs of 32 of which there must be multiples
 SPREAD = 512  # programs of attention, for which keys are cut
-LEAST = 2  # pages of one of them
+MIN_PAGES = 2  # pages of one of them
 STAGES = 4  # blocks of weights that are on their way at once
 
 
 def _triton() -> Any:
-    from posttrain.engine import triton_kernels
+    from posttrain.engine import triton_thin
 
-    return triton_kernels
+    return triton_thin
 
 
 def fits(x: Tensor, width: int) -> bool:
@@ -92,7 +92,7 @@ def attend(
     state = (rows["count"], rows["done"], rows.table, rule.scaling, rule.softcap or 1.0, count)
     wide = max(16, power_of_two(heads.width))
     block = power_of_two(max(tiles, TOGETHER))
-    sizes = (rows.capacity, rows.prompt_pages, rows.pages, tiles, block, LEAST)
+    sizes = (rows.capacity, rows.prompt_pages, rows.pages, tiles, block, MIN_PAGES)
     shape = (heads.heads, heads.keys, heads.width, wide, max(16, power_of_two(heads.grouped)), PAGE)
     precision = "ieee" if query_NHD.dtype == torch.float32 else "tf32"
     flags = (rule.softcap is not None, precision, early)
