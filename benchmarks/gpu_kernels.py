@@ -188,7 +188,7 @@ def products() -> dict[str, Any]:
         inner = thin.product(x, both, x.new_empty(len(x), INNER), early=early, norm=norm, gated=True)
         thin.product(inner, down, x, early=early, add=True, arrived=arrived)
 
-    for rows in (8, 16, 32, 64, 128):
+    for rows in (8, 16, 32, 64):
         given, made = torch.randn(rows, HIDDEN, **bf16), []
         for name, way in (("cuBLAS", apart), ("one kernel each", within)):
             x = given.clone()
