@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -13,6 +13,7 @@ import torch
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.data.curriculum import CurriculumState
+from posttrain.data.rendering import Renderer
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
@@ -67,6 +68,9 @@ class Source:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """See what became of a step."""
+
+    def look_ahead(self) -> None:
+        """Make what the next step is going to need, while the device is at work; nothing is decided by it."""
 
     def state(self) -> JSON:
         return self.order.state()
@@ -154,6 +158,10 @@ class Rollouts(Source):
     problems: Mapping[int, Sequence[Problem]] = field(default_factory=dict)
     # kinds of failures, each of which is a message once
     reported: set[str] = field(default_factory=set, init=False)
+    # prompts that were rendered ahead, and of which levels and indices
+    looked_ahead: tuple[list[tuple[int, int]], Renderer | None] = field(
+        default=([], None), init=False
+    )
 
     def __post_init__(self) -> None:
         task, self.decoder = self.task, Decoder(self.tokenizer)
@@ -202,8 +210,23 @@ class Rollouts(Source):
         drawn = self.curriculum_state.draw(wanted)
         problems = [self.problems[level][index] for level, index in drawn]
         asked = (problems, len(samples), samples, derive(self.seed, step, attempt))
-        how = (self.workers, seconds, self.ordered)
+        places, renderer = self.looked_ahead
+        how = (self.workers, seconds, self.ordered, renderer if places == drawn else None)
         return rollout_groups(self.task, self.sampler, self.decoder, *asked, *how)
+
+    def look_ahead(self) -> None:
+        """Render the prompts of the problems that come next, if the curriculum does not move before: what is drawn then decides."""
+        if type(self.task).run is not Task.run:
+            return
+        before = self.curriculum_state.state()
+        drawn = self.curriculum_state.draw(self.prompts)
+        self.curriculum_state.restore(before)
+        own = current().share(len(drawn))
+        with suppress(Exception):  # the step that asks for the prompt says what is wrong with it
+            problems = [self.problems[level][index] for level, index in drawn[own.start : own.stop]]
+            made = Renderer(self.decoder, problems, self.task.prompt, at_once=True)
+            made.prompt(0)
+            self.looked_ahead = drawn, made
 
     @property
     def ordered(self) -> bool:

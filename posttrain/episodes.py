@@ -86,10 +86,11 @@ def rollout_groups(
     workers: WorkerPool | None = None,
     seconds: Seconds | None = None,
     ordered: bool = True,
+    rendered: Renderer | None = None,
 ) -> list[Group]:
     """Run `samples` episodes of each problem, with one `sampling` or one each, and score them: a group for each problem, in their
     order, and for each role of its episodes. Randomness belongs to (seed, the problem's place, sample, turn). The time it took is
-    added to `seconds`.
+    added to `seconds`. `rendered` has the prompts of these problems already.
 
     With `ordered` (deterministic) the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
     reward took: later turns are submitted when every live episode awaits one.
@@ -105,7 +106,7 @@ def rollout_groups(
     require(workers is not None or not isolated, text)
     every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
     asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
-    episodes = Episodes(task, sampler, decoder, *asked)
+    episodes = Episodes(task, sampler, decoder, *asked, known=rendered)
     found = [group for groups in _run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
@@ -287,11 +288,14 @@ class Episodes:
     session: int = 0  # the number of its first session
     # where others use the sampler too: set when turns are submitted. What polls it calls `receive`
     shared: asyncio.Event | None = None
+    known: Renderer | None = None  # with prompts that were rendered before
 
     def __post_init__(self) -> None:
         plain = type(self.task).run is Task.run
-        self.rendered = Renderer(self.decoder, self.problems, self.task.prompt, plain)
+        new = Renderer(self.decoder, self.problems, self.task.prompt, plain)
+        self.rendered = self.known or new
         self.sessions = count(self.session)
+        self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
         # by the problem's place and the prompt
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
         self.asked: list[_Turn] = []  # not submitted yet
@@ -467,7 +471,7 @@ class Episodes:
 
     async def episode(self, draw: int, sample: int) -> list[Rollout]:
         """One episode to its end. What the task's code raises is a named failure of what was sampled so far."""
-        seed = derive(derive(self.seed, self.first + draw), sample)
+        seed = derive(self.seeds[draw], sample)
         problem = self.problems[draw]
         limits = self.task.limits(problem)
         generate = Episode(self, draw, sample, next(self.sessions), seed, limits)

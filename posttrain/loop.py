@@ -258,17 +258,19 @@ class Loop:
         metrics: list[Metric],
         figures: dict[str, float],
         arrays: Sequence[TrainedArrays] | None,
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         """What is done while the device is busy with the first update, in pieces that are shorter than a micro-batch."""
+        self.source.look_ahead()
+        yield True
         if groups:
             metrics += group_metrics(groups)
-            yield
+            yield True
         for part in self.stage_monitor.monitor.measuring(groups):
             figures.update(part)
-            yield
+            yield True
         if arrays is not None:
             self.write_rollouts(step, groups, arrays)
-            yield
+            yield True
         collect_garbage()
 
     def update(

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
-from posttrain.collect import Collected
+from posttrain.collect import Collected, Source
 from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule, Stop
 from posttrain.monitor import monitor as module
@@ -44,7 +44,7 @@ def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[floa
 # --- in the loop -------------------------------------------------------------------------------------------------------------
 
 
-class Answers:
+class Answers(Source):
     """A source of rollouts with made-up rewards, and log-probs of the policy itself; `plant` may change a step's groups."""
 
     def __init__(self, policy: Any, plant: Callable[[int, list[Group]], list[Group]] = lambda step, groups: groups):

@@ -357,6 +357,9 @@ class Asynchronous(Rollouts):
                 self.producer.cancel((one,))
         self.begin_planned()
 
+    def look_ahead(self) -> None:
+        """Its prompts are rendered beside the training anyway."""
+
     def publish(self, version: int) -> None:
         """Give the sampler the trainer's weights; what it is sampling goes on with them."""
         with self.running.exclusive() if self.running is not None else nullcontext():

@@ -60,7 +60,8 @@ class Decoder:
         # of ids whose bytes are whole characters: their texts, and how many characters they have (-1: of the others)
         self._complete: dict[int, str] = {}
         self._length_V = np.full(len(tokenizer), -1, np.int64)
-        self._special = set(tokenizer.all_special_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = set(tokenizer.all_special_ids) | {i for i in added if added[i].special}
         self._joins = _joins_bytes(tokenizer)
         self._anchor = self._find_anchor()
 
@@ -73,6 +74,10 @@ class Decoder:
         array = np.asarray(ids, dtype=np.int64)
         if self._joins and array.size and array.max() < len(self._length_V):
             length_T = self._length_V[array]
+            if length_T.min() < 0:
+                for rare in set(array[length_T < 0].tolist()):
+                    self._bytes_of(rare)
+                length_T = self._length_V[array]
             if length_T.min() >= 0:
                 return "".join(map(self._complete.__getitem__, array.tolist())), length_T.cumsum()
         listed = array.tolist()
@@ -119,6 +124,12 @@ class Decoder:
         return known
 
     def _find_bytes(self, i: int) -> bytes:
+        if (
+            self._joins
+        ):  # what stands in the vocabulary is bytes, or the text of a token that was added to it
+            token = str(self.tokenizer.convert_ids_to_tokens(i))
+            known = [BYTE_ALPHABET.get(character, -1) for character in token]
+            return bytes(known) if min(known, default=0) >= 0 else token.encode()
         piece = self._text([*self._anchor, i])[len(self._text(self._anchor)) :]
         if REPLACEMENT not in piece:
             return piece.encode()

@@ -131,7 +131,7 @@ class Monitor:
             text = f"{len(failed)} of {len(rollouts)} responses could not be scored: {named}"
             first = f"problem {failed[0].problem.id}, {failed[0].score.failure}"
             alarms += self.alarm(step, "failed", f"{text}; the first: {first}")
-        bad = [r for r in rollouts if unusable(r)]
+        bad = unusable(rollouts)
         if bad:
             problems = ", ".join(r.problem.id for r in bad[:4])
             text = f"{len(bad)} of {len(rollouts)} responses have a log-prob that is not finite or a reward beyond {LARGEST:g}"

@@ -180,7 +180,7 @@ def _batch(
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(a.astype(dtype, copy=False) for a in arrays)])
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def with_loss(batch: Batch) -> Batch:
     Its mask is in host memory too."""
     mask = host_mask(batch)
     batch = batch if batch.mask is mask else batch.replace(mask=mask)
-    loss_N = [bool(mask[a:b].any()) for a, b in pairwise(batch.starts)]
+    loss_N = np.logical_or.reduceat(mask, batch.starts[:-1]) if batch.sequences else ()
     alive = {unit for unit, loss in zip(batch.unit_N, loss_N, strict=True) if loss}
     keep = [n for n, unit in enumerate(batch.unit_N) if unit in alive]
     return batch if len(keep) == batch.sequences else gather(batch, keep)

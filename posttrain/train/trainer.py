@@ -212,7 +212,8 @@ class Trainer:
         self, batch: Batch, rate: float, meanwhile: Callable[[], object] = lambda: None
     ) -> Update:
         """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update. `meanwhile` is
-        called after each micro-batch: a device computes while it runs, because no result is waited for before the last one.
+        called after each micro-batch, and after the last one while it says that there is more: a device computes while it runs,
+        because no result is waited for before.
 
         A step in which no token carries loss moves nothing, not even the optimizer's moments; one with `resting` learners (a policy
         whose critic warms up) leaves those and their optimizers as they are.
@@ -277,6 +278,8 @@ class Trainer:
         for piece in pieces:
             found += self.forward_backward(piece, *by)
             meanwhile()
+        while meanwhile():  # what is left of it: nothing waits for the last micro-batch yet
+            pass
         for piece in idle:
             self.forward_backward(piece, algorithm, 0.0)
         return found

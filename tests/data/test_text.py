@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,18 @@ def test_control_tokens_have_no_characters() -> None:
     ids = decoder.tokenizer("12", add_special_tokens=False)["input_ids"]
     text, offsets = decoder.decode([*ids, end, *ids, end])
     assert (text, offsets.tolist()) == ("1212", [1, 2, 2, 3, 4, 4])
+
+
+def test_bytes_of_a_byte_level_token_are_read_off_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As decoding would find them, of every token: also those that are added, of which special ones have none."""
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_tokens(["<idea>", "naïve→"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|pad|>"]})
+    decoder, slow = Decoder(tokenizer), Decoder(tokenizer)
+    slow._joins = False
+    expected = [slow._bytes_of(i) for i in range(len(tokenizer))]
+    monkeypatch.setattr(Decoder, "_text", None)
+    assert [decoder._bytes_of(i) for i in range(len(tokenizer))] == expected
 
 
 def test_the_dropped_leading_space_belongs_to_the_first_token() -> None:

@@ -17,7 +17,7 @@ from events_for_tests import Emitted
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
-from posttrain.collect import Collected, Prompt, generate_groups
+from posttrain.collect import Collected, Prompt, Source, generate_groups
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.errors import GuardStop, UserError
@@ -148,7 +148,7 @@ def test_too_little_memory_for_one_group_says_what_to_lower(monkeypatch: pytest.
         list(generate_groups(Engine(policy), [Prompt((5, 6), 4096, 0, Sampling(1 << 20))]))
 
 
-class Sampled:
+class Sampled(Source):
     """Rollouts of the engine on two prompts, with rewards that alternate, so that every group has something to teach."""
 
     def __init__(self, engine: Engine):

@@ -126,6 +126,17 @@ def test_an_update_reports_its_loss_and_terms(algorithm: Algorithm) -> None:
     assert update.moved and update.grad_norm > 0
 
 
+def test_what_is_left_of_the_side_work_is_done_before_the_update_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, done = SFT(), list[int]()
+    trainer = Trainer(small_policy(), algorithm, Optimization(token_budget=20))
+    prepared = algorithm.prepare(material(algorithm), {})
+    pieces, work = len(micro_batches(prepared, 20)), iter(range(1, 99))
+    norm = trainer.optimizer.norm
+    monkeypatch.setattr(trainer.optimizer, "norm", lambda: done.append(-1) or norm())
+    trainer.update(prepared, 1e-3, lambda: done.append(next(work)) or done[-1] < pieces + 5)
+    assert done == [*range(1, pieces + 6), -1]
+
+
 def test_fill_asks_the_reference_at_the_same_temperature() -> None:
     algorithm = GRPO()
     step = material(algorithm).replace(reference_T=None)
