@@ -358,7 +358,7 @@ class Asynchronous(Rollouts):
         self.begin_planned()
 
     def look_ahead(self) -> None:
-        """Its prompts are rendered beside the training anyway."""
+        """Its prompts are rendered while it trains anyway."""
 
     def publish(self, version: int) -> None:
         """Give the sampler the trainer's weights; what it is sampling goes on with them."""
