@@ -81,7 +81,8 @@ class Ours:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """What a first full step would pay for once: kernels on short answers, the cache's memory at full length, the graph."""
+        """What a first full step would pay for once: kernels on short answers, the cache's memory at full length, the graph, and a
+        micro-batch at full length, for which cuDNN chooses a kernel."""
         whole, self.case = self.case, replace(self.case, new=64)
         with torch.inference_mode(False):
             self.step(0)
@@ -91,18 +92,26 @@ class Ours:
         pool = 1 + whole.prompts * (pages_of(whole.prompt) + whole.group * pages_of(whole.new))
         if pool > backend.pages.pages:
             backend.grow(pool)
-        self.rollout(1)
-        self.case = whole
+        with torch.inference_mode(False):
+            long = self.rollout(1, max(1, whole.new // 64))
+            self.case = whole
+            prepared = self.algorithm.prepare(long, self.algorithm.start())
+            self.trainer.forward_backward(next(iter(micro_batches(prepared, self.trainer.settings.token_budget))))
+            self.trainer.optimizer.zero()
 
-    def rollout(self, seed: int) -> Batch:
-        """Sampled groups with random rewards, packed."""
+    def rollout(self, seed: int, times: int = 1) -> Batch:
+        """Sampled groups with random rewards, packed; each answer `times` over."""
         requests, groups = make_requests(self.case, seed), []
         for number, (request, completions) in enumerate(zip(requests, generate_groups(self.engine, requests), strict=True)):
             prompt = Segment(np.array(request.ids), "", False)
             problem = Problem(str(number), "")
             rollouts = tuple(
                 Rollout(
-                    problem, n, (prompt, Segment(c.ids, "", True, c.logprobs)), Score(self.random.random()), routes=c.routes
+                    problem,
+                    n,
+                    (prompt, Segment(np.tile(c.ids, times), "", True, np.tile(c.logprobs, times))),
+                    Score(self.random.random()),
+                    routes=c.routes,
                 )
                 for n, c in enumerate(completions)
             )
