@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posttrain.engine import engine, fp8, thin
 from posttrain.engine import fused as decoding
-from posttrain.engine.cuda import CUDABackend, as_bits
+from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.random import uniforms
 from posttrain.engine.sampler import Choices, draw
 from posttrain.ops import fused as training
@@ -155,8 +155,8 @@ def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor, norm: Tenso
 
 
 def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
-                        values: Tensor, query_norm: Tensor, key_norm: Tensor, centre: Tensor, epsilon: float, heads: int,
-                        key_heads: int, width: int, half_block: int, padded: int, norm: bool, shifted: bool, centred: bool,
+                        values: Tensor, query_norm: Tensor, key_norm: Tensor, epsilon: float, heads: int,
+                        key_heads: int, width: int, half_block: int, padded: int, norm: bool, shifted: bool,
                         early: bool) -> None:  # fmt: skip
     split = qkv.view(len(qkv), heads + 2 * key_heads, width)
     query, key, value = split.split_with_sizes([heads, key_heads, key_heads], 1)
@@ -165,19 +165,15 @@ def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, posit
         x = normalised(part, weight, epsilon, shifted)[0] if norm else part
         swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
         part.copy_(x * cos[at][:, None] + swapped * sin[at][:, None])
-    for store, kept in ((keys, key - centre if centred else key), (values, value)):
-        if store.dtype == fp8.E4M3:
-            store.view(torch.uint8)[slot.long()] = fp8.round_to_cache(kept).view(torch.uint8)
-        else:
-            store[slot.long()] = kept
+    for store, kept in ((keys, key), (values, value)):
+        store[slot.long()] = kept
 
 
 def partial_attention(query_NHD: Tensor, slots: Tensor, store: tuple[Tensor, Tensor], hidden_NL: Tensor | None,
                       scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp over the keys in `slots`."""
     grouped = query_NHD.shape[1] // store[0].shape[1]
-    taken = (as_bits(s)[slots].view(s.dtype) for s in store)
-    keys, values = (s.float().repeat_interleave(grouped, 1) for s in taken)
+    keys, values = (s[slots].float().repeat_interleave(grouped, 1) for s in store)
     score = torch.einsum("nhd,lhd->nhl", query_NHD.float(), keys) * scaling
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engine import fp8
 from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
 from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable
 from posttrain.engine.scheduler import Work
@@ -50,11 +49,6 @@ def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
     """Where in the pool the tokens of a sequence lie that begins with the first of these pages."""
     at = np.arange(length)
     return pages[at // PAGE].astype(np.int64) * PAGE + at % PAGE
-
-
-def as_bits(store: Tensor) -> Tensor:
-    """A cache in fp8 as integers, which can be indexed everywhere."""
-    return store.view(torch.uint8) if store.dtype == fp8.E4M3 else store
 
 
 def bucket(count: int, capacity: int) -> int:
@@ -108,7 +102,6 @@ class CUDABackend:
     def __init__(self, policy: Policy, decoder: Fused):
         self.policy, self.decoder, self.rows = policy, decoder, RowTable()
         self.device = policy.device
-        self.dtype = fp8.E4M3 if decoder.precision.cache else policy.dtype  # of keys and values
         size = policy.head.weight_VH.shape[0]
         self.stop_V = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.stop_V[list(policy.stop_ids)] = 1
@@ -145,7 +138,9 @@ class CUDABackend:
 
     @property
     def page_bytes(self) -> int:
-        return sum(2 * PAGE * h.keys * h.width * self.dtype.itemsize for h in self.decoder.heads)
+        return sum(
+            2 * PAGE * h.keys * h.width * self.policy.dtype.itemsize for h in self.decoder.heads
+        )
 
     def room(self) -> int:
         """Pages that the memory at hand can hold, those of the pool included."""
@@ -230,7 +225,7 @@ class CUDABackend:
         kept = self.pages.pages * PAGE
         for layer, heads in enumerate(self.decoder.heads):
             shape = (pool * PAGE, heads.keys, heads.width)
-            keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            keys = torch.zeros(shape, dtype=self.policy.dtype, device=self.device)
             values = torch.zeros_like(keys)
             if layer < len(self.stores):
                 keys[:kept], values[:kept] = self.stores[layer]
@@ -314,7 +309,7 @@ class CUDABackend:
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
-        for store in (as_bits(side) for pair in self.stores for side in pair):
+        for store in (side for pair in self.stores for side in pair):
             store[target_T] = store[source_T]
         if self.choices is not None:
             self.choices[target_T] = self.choices[source_T]
@@ -334,8 +329,7 @@ class CUDABackend:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
             """Keys come from the pool where a part of them was there before."""
             if slot_L is not None:
-                taken = (as_bits(side)[slot_L].view(side.dtype) for side in self.stores[layer])
-                key, value = (side.to(query.dtype) for side in taken)
+                key, value = (side[slot_L] for side in self.stores[layer])
             return within(layer, query, key, value, rule)
 
         given = (id_T, position_T, slot_T, self.stores, attend, self.choices)

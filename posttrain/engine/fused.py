@@ -146,7 +146,6 @@ class Layer:
         self.products = list(map(Products, layer.projections, low))
         self.qkv, self.out, *self.mlp = self.products
         self.quantised_mlp = fp8.QuantizedMLP(layer, *self.mlp) if quantised else None
-        self.centre: Tensor | None = None  # of keys in fp8
 
     def __call__(
         self,
@@ -160,7 +159,7 @@ class Layer:
     ) -> None:
         layer, heads = self.described, self.heads
         qkv = self.qkv(x, layer.input_norm)
-        rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms, self.centre)
+        rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms)
         split = qkv.view(len(qkv), -1, heads.width)
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
         out = attend(layer.number, query, key, value, layer.rule)
@@ -221,9 +220,6 @@ class Fused:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         for mlp in self.quantised:
             mlp.refresh()
-        for layer in self.layers if self.precision.cache else ():
-            found = fp8.key_centre(layer.described, self.described.rope_table(fp8.CENTRED))
-            layer.centre = found if layer.centre is None else layer.centre.copy_(found)
 
     def release(self) -> None:
         """Give the memory of the copies back; `refresh` takes it anew, in another place."""
@@ -316,18 +312,15 @@ def rotate_store(
     slot_T: Tensor,
     store: tuple[Tensor, Tensor],
     norms: tuple[Norm, Norm] | None,
-    centre: Tensor | None = None,
 ) -> None:
     """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by
-    their positions' angles, and write keys, less `centre` where there is one (engine/fp8.py), and values into their slots of the
-    [slots, Hk, D] stores."""
+    their positions' angles, and write keys and values into their slots of the [slots, Hk, D] stores."""
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
     epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
     blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
     sizes, early = (heads.heads, heads.keys, heads.width, *blocks), _hopper(qkv.device)
-    middle = rope[0] if centre is None else centre
-    inputs = (qkv, *rope, position_T, slot_T, *store, *weights, middle, epsilon)
-    flags = (norms is not None, shifted, centre is not None, early)
+    inputs = (qkv, *rope, position_T, slot_T, *store, *weights, epsilon)
+    flags = (norms is not None, shifted, early)
     _triton().rotate_store_kernel[(len(qkv),)](*inputs, *sizes, *flags, launch_pdl=early)
 
 
@@ -364,7 +357,7 @@ def attend_pages(
     o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
     """
     kernels, count, wide = _triton(), len(query_NHD), torch.float32
-    if count <= thin.TOGETHER and rule.sliding_window is None and store[0].dtype != fp8.E4M3:
+    if count <= thin.TOGETHER and rule.sliding_window is None:
         early = _hopper(query_NHD.device)
         return thin.attend(query_NHD, store, rows, heads, rule, tiles, early)
     own = parts(count * heads.keys, rows.pages)

@@ -33,7 +33,6 @@ def rotate_store_kernel(
     values_ptr,
     query_norm_ptr,
     key_norm_ptr,
-    centre_ptr,
     epsilon,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -42,11 +41,9 @@ def rotate_store_kernel(
     PADDED: tl.constexpr,
     NORM: tl.constexpr,
     SHIFTED: tl.constexpr,
-    CENTRED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """All heads of one token: [normalise,] rotate by the position's angle, write back; keys [less their centre] and values also into
-    their slot."""
+    """All heads of one token: [normalise,] rotate by the position's angle, write back; keys and values also into their slot."""
     token = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, PADDED)[:, None], tl.arange(0, HALF)[None, :]
     wide = half < WIDTH // 2
@@ -61,8 +58,7 @@ def rotate_store_kernel(
     slot = tl.load(slot_ptr + token).to(tl.int64) * KEYS
     value = inside & (head >= HEADS + KEYS)
     to = values_ptr + (slot + head - HEADS - KEYS) * WIDTH + half
-    kept = keys_ptr.dtype.element_ty  # fp8 where the cache is: larger numbers become its largest
-    store_halves(to, low.to(kept), high.to(kept), value, WIDTH)
+    store_halves(to, low.to(narrow), high.to(narrow), value, WIDTH)
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / WIDTH + epsilon)[:, None]
         asks, gives = (head < HEADS) & wide, (head >= HEADS) & wide
@@ -88,12 +84,7 @@ def rotate_store_kernel(
     rotated = (head < HEADS + KEYS) & wide
     store_halves(place, rotated_low, rotated_high, rotated, WIDTH)
     to = keys_ptr + (slot + head - HEADS) * WIDTH + half
-    key = rotated & (head >= HEADS)
-    if CENTRED:
-        less = centre_ptr + (head - HEADS) * WIDTH + half
-        rotated_low = rotated_low.to(tl.float32) - tl.load(less, mask=key, other=0.0)
-        rotated_high = rotated_high.to(tl.float32) - tl.load(less + WIDTH // 2, mask=key, other=0.0)
-    store_halves(to, rotated_low.to(kept), rotated_high.to(kept), key, WIDTH)
+    store_halves(to, rotated_low, rotated_high, rotated & (head >= HEADS), WIDTH)
 
 
 @triton.jit
@@ -107,9 +98,7 @@ def load_page(ptr, seen, wide, WHOLE: tl.constexpr):
 
 @triton.jit
 def page_scores(q, k, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    if k.dtype.is_fp8():  # which float16 holds exactly
-        k = k.to(tl.float16)
-    score = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=PRECISION) * scaling
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
     if CAPPED:
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
     return score
@@ -124,35 +113,19 @@ def add_page(
     top,
     total,
     acc,
-    odd,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
-    PACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A running softmax with one page more: its largest score, its sum and the weighted values of these tokens' heads.
-
-    PACK 2: values in fp8 are read in pairs, as the tensor cores' loads know no bytes; `acc` is of the even channels, `odd` of the
-    others.
-    """
+    """A running softmax with one page more: its largest score, its sum and the weighted values of these tokens' heads."""
     higher = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)
     p, shrink = tl.exp(score - safe[:, None]), tl.exp(top - safe)
-    at_d = tl.arange(0, WIDE // PACK)
-    at, wide = token[:, None] * (WIDTH // PACK) + at_d[None, :], at_d < WIDTH // PACK
-    if PACK == 2:
-        pairs = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + at
-        pair = load_page(pairs, seen, wide, WIDE == WIDTH)
-        asm: tl.constexpr = "cvt.rn.f16x2.e4m3x2 $0, $1;"
-        both = tl.inline_asm_elementwise(asm, "=r,h", [pair], dtype=tl.int32, is_pure=True, pack=1)
-        low = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        acc = acc * shrink[:, None] + tl.dot(p.to(tl.float16), low)
-        odd = odd * shrink[:, None] + tl.dot(p.to(tl.float16), high)
-    else:
-        v = load_page(values_ptr + at, seen, wide, WIDE == WIDTH)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return higher, total * shrink + tl.sum(p, 1), acc, odd
+    at_d = tl.arange(0, WIDE)
+    at = token[:, None] * WIDTH + at_d[None, :]
+    v = load_page(values_ptr + at, seen, at_d < WIDTH, WIDE == WIDTH)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * shrink + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -255,11 +228,8 @@ def prefix_kernel(
     if WINDOWED:
         position = tl.load(position_ptr + row, mask=mine, other=2147483647)
         start = tl.maximum(tl.min(position, 0) - window + 1, 0) // PAGE
-    PACK: tl.constexpr = 2 if values_ptr.dtype.element_ty.is_fp8() else 1
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE // PACK], tl.float32)
-    odd = acc
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
     end = tl.cdiv(length, PAGE)
     each = tl.cdiv(end - start, tl.num_programs(2))
     start += part * each
@@ -278,11 +248,9 @@ def prefix_kernel(
         k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(allowed, score, -float("inf"))
-        top, total, acc, odd = add_page(
-            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, PACK, PRECISION
+        top, total, acc = add_page(
+            score, values_ptr, token, seen, top, total, acc, WIDTH, WIDE, PRECISION
         )
-    if PACK == 2:
-        acc = tl.interleave(acc, odd)
     to = (part * count + row) * HEADS + query_head
     store_part(out_ptr, lse_ptr, to, top, total, acc, mine, wide, WIDTH, at_d)
 
@@ -331,10 +299,8 @@ def suffix_kernel(
     place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
     q = tl.load(qkv_ptr + place, mask=both, other=0.0)
     state = row * HEADS + query_head
-    PACK: tl.constexpr = 2 if values_ptr.dtype.element_ty.is_fp8() else 1
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE // PACK], tl.float32)
-    odd = acc
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)
@@ -354,11 +320,9 @@ def suffix_kernel(
         k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(seen[None, :], score, -float("inf"))
-        top, total, acc, odd = add_page(
-            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, PACK, PRECISION
+        top, total, acc = add_page(
+            score, values_ptr, token, seen, top, total, acc, WIDTH, WIDE, PRECISION
         )
-    if PACK == 2:
-        acc = tl.interleave(acc, odd)
     if EARLY:
         gdc_wait()
     if WHOLE:

@@ -194,7 +194,6 @@ def few_kernel(
     q = tl.load(qkv_ptr + place, mask=both, other=0.0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
-    odd = acc
     coming = page_at(table_ptr, prompt_table_ptr, tl.minimum(start, every), before)
     for number in range(start, end):
         slot = coming.to(tl.int64) * PAGE + at_n
@@ -206,8 +205,8 @@ def few_kernel(
         k = load_page(keys_ptr + at, seen, wide, WIDE == WIDTH)
         score = page_scores(q, k, scaling, softcap, CAPPED, PRECISION)
         score = tl.where(seen[None, :], score, -float("inf"))
-        top, total, acc, odd = add_page(
-            score, values_ptr, token, seen, top, total, acc, odd, WIDTH, WIDE, 1, PRECISION
+        top, total, acc = add_page(
+            score, values_ptr, token, seen, top, total, acc, WIDTH, WIDE, PRECISION
         )
     state = row * HEADS + query_head
     last = True

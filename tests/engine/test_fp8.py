@@ -14,7 +14,6 @@ from torch import Tensor
 
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import fp8
-from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import E4M3, Emulation, Precision, RoundedCache
 from posttrain.engine.fused import Fused
@@ -35,6 +34,10 @@ NEAR = 0.1  # mean difference of log-prob from the unquantised model: what e4m3 
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     decode_in_pages(monkeypatch, on=request.param == "pages")
     return str(request.param)
+
+
+# a cache in fp8 is refused on CUDA
+plain = pytest.mark.parametrize("backend", ["plain"], indirect=True)
 
 
 def policy_of(**shape: Any) -> Policy:
@@ -91,21 +94,15 @@ def test_returned_log_probs_are_those_of_the_quantised_model() -> None:
         assert gap(policy, answers) < 1e-3, "a flip of one rounding here and there"
 
 
-def test_a_cache_in_fp8_is_what_its_tokens_were_sampled_with(backend: str) -> None:
+@plain
+def test_a_cache_in_fp8_is_what_its_tokens_were_sampled_with() -> None:
     policy = policy_of()
-    engine = Engine(policy, processes=1, precision=CACHE)
-    answers = sampled(policy, CACHE, engine)
+    answers = sampled(policy, CACHE)
     assert 1e-3 < gap(policy, answers) < NEAR
-    if backend == "plain":
-        assert gap(policy, answers, cache=True) < 1e-5
-        return
-    # prefill attends to keys before they are rounded
-    assert gap(policy, answers, cache=True) < gap(policy, answers)
-    pages = pages_of(engine)
-    assert {side.dtype for pair in pages.stores for side in pair} == {E4M3}
-    assert 4 * pages.page_bytes == pages_of(ready(policy, fp8.AS_TRAINED)).page_bytes
+    assert gap(policy, answers, cache=True) < 1e-5
 
 
+@plain
 def test_a_large_bias_of_keys_costs_nothing_where_it_hardly_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Qwen2 has it. The centre leaves attention as it is, and what is rounded is small."""
     policy = policy_of(attention_bias=True)
@@ -118,17 +115,7 @@ def test_a_large_bias_of_keys_costs_nothing_where_it_hardly_turns(monkeypatch: p
     assert centred < NEAR < gap(policy, sampled(policy, CACHE))
 
 
-def ready(policy: Policy, precision: Precision) -> Engine:
-    engine = Engine(policy, processes=1, precision=precision)
-    sampled(policy, precision, engine)
-    return engine
-
-
-def pages_of(engine: Engine) -> CUDABackend:
-    assert engine.scheduler is not None and isinstance(engine.scheduler.backend, CUDABackend)
-    return engine.scheduler.backend
-
-
+@plain
 def test_a_turn_goes_on_from_a_cache_in_fp8() -> None:
     policy = policy_of()
     engine = Engine(policy, processes=1, precision=CACHE)
