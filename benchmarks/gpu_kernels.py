@@ -1,6 +1,6 @@
 """Pieces of a decode step on one GPU, each beside what it replaced or could be replaced by. Case a's shapes.
 
-    python benchmarks/gpu_kernels.py --parts step,sampling,attention,products
+    python benchmarks/gpu_kernels.py --parts step,sampling,attention
 
 One JSON line a part; a part that fails says so and does not stop the others.
 """
@@ -23,13 +23,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from gpu_cases import CASES, clock, graphed, make_policy, make_requests, run_parts  # noqa: E402
 
 from posttrain.collect import generate_groups, group_requests  # noqa: E402
-from posttrain.engine import cuda, fused, thin  # noqa: E402
+from posttrain.engine import cuda, fused  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.rows import PAGE, Rows  # noqa: E402
 from posttrain.models.attention import Rule  # noqa: E402
-from posttrain.models.layers import Heads, Norm  # noqa: E402
+from posttrain.models.layers import Heads  # noqa: E402
 from posttrain.ops import logprobs  # noqa: E402
-from posttrain.ops.fused import add_norm, gated, power_of_two  # noqa: E402
+from posttrain.ops.fused import power_of_two  # noqa: E402
 
 HIDDEN, INNER, VOCABULARY, CUDA = 896, 4864, 151936, torch.device("cuda")
 
@@ -41,7 +41,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @contextmanager
 def changed(**values: Any) -> Iterator[None]:
     """With other constants or functions of the engine's modules, by name."""
-    old = {(module, name): getattr(module, name) for module in (cuda, fused, thin) for name in values if hasattr(module, name)}
+    old = {(module, name): getattr(module, name) for module in (cuda, fused) for name in values if hasattr(module, name)}
     for module, name in old:
         setattr(module, name, values[name])
     try:
@@ -59,8 +59,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "logits written to memory": {"TALL": 1 << 30},
     "keys never cut": {"PROGRAMS": 1},
-    "few rows by cuBLAS": {"THIN": 0},
-    "few rows with attention to prompts first": {"TOGETHER": 0},
     "no kernel begun early": {"_hopper": lambda device: False},
 }
 
@@ -123,7 +121,7 @@ def attention() -> dict[str, Any]:
     """Microseconds of one layer's attention in a decode step after prompts of 256 tokens, and its error where keys are cut."""
     found: dict[str, Any] = {}
     heads, rule = Heads(14, 2, 64), Rule(0.125)
-    for rows, group, own in ((1024, 8, 240), (128, 8, 4080), (256, 4, 400), (64, 2, 760), (32, 1, 900), (16, 1, 760)):
+    for rows, group, own in ((1024, 8, 240), (128, 8, 4080), (256, 4, 400), (16, 1, 760)):
         prompts, state = rows // group, Rows(rows, own // PAGE + 1, 32, 1, CUDA)
         pages = rows * state.pages + prompts * 4 + 1
         copies = max(1, 8 * 1024 * 256 // (rows * own))  # more than the cache holds
@@ -152,7 +150,6 @@ def attention() -> dict[str, Any]:
             "keys never cut": {"PROGRAMS": 1},
             "keys cut for 512 programs": {"PROGRAMS": 512},
             "prompts in 4": {"PROMPT_PARTS": 4},
-            "prompts first": {"TOGETHER": 0},
         }
         for way, values in ways.items():
             with changed(**values):
@@ -167,47 +164,7 @@ def attention() -> dict[str, Any]:
     return found
 
 
-def products() -> dict[str, Any]:
-    """Microseconds of a layer's products of few rows with norms, gate and sums, in one kernel each and by cuBLAS; and the error."""
-    found: dict[str, Any] = {}
-    layers, early, bf16 = 8, fused._hopper(CUDA), {"device": CUDA, "dtype": torch.bfloat16}
-    shapes = ((1152, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-    weights = [[torch.randn(*shape, **bf16) * 0.02 for shape in shapes] for _ in range(layers)]
-    bias, norm = torch.randn(1152, **bf16), Norm(torch.randn(HIDDEN, **bf16), 1e-6, False)
-    arrived = torch.zeros(HIDDEN, dtype=torch.int32, device=CUDA)
-
-    def apart(x: Tensor, qkv: Tensor, out: Tensor, both: Tensor, down: Tensor) -> None:
-        mixed = torch.nn.functional.linear(add_norm(x, None, norm.weight, norm.epsilon)[1], qkv, bias)
-        x.addmm_(mixed[:, :HIDDEN], out.t())
-        inner = torch.nn.functional.linear(add_norm(x, None, norm.weight, norm.epsilon)[1], both)
-        x.addmm_(gated(inner, False), down.t())
-
-    def within(x: Tensor, qkv: Tensor, out: Tensor, both: Tensor, down: Tensor) -> None:
-        mixed = thin.product(x, qkv, x.new_empty(len(x), 1152), early=early, bias=bias, norm=norm)
-        thin.product(mixed[:, :HIDDEN].contiguous(), out, x, early=early, add=True)
-        inner = thin.product(x, both, x.new_empty(len(x), INNER), early=early, norm=norm, gated=True)
-        thin.product(inner, down, x, early=early, add=True, arrived=arrived)
-
-    for rows in (8, 16, 32, 64):
-        given, made = torch.randn(rows, HIDDEN, **bf16), []
-        for name, way in (("cuBLAS", apart), ("one kernel each", within)):
-            x = given.clone()
-            for layer in weights:
-                way(x, *layer)
-            made.append(x.clone())
-
-            def run(x: Tensor = x, given: Tensor = given, way: Any = way) -> None:
-                x.copy_(given)
-                for layer in weights:
-                    way(x, *layer)
-
-            found[f"{rows}, {name}"] = graphed(run, 4) / layers
-        found[f"{rows}, error"] = error(made[1], made[0])
-    return found
-
-
 PARTS = {
-    "products": products,
     "step": step,
     "sampling": sampling,
     "attention": attention,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engine import engine, fp8, thin
+from posttrain.engine import engine, fp8
 from posttrain.engine import fused as decoding
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.random import uniforms
@@ -141,19 +141,6 @@ def logprob_kept_kernel(grid: Grid, kept: Tensor, target: Tensor, shift: Tensor,
     kept[torch.arange(len(kept)), target] = (torch.expm1(logprob) * torch.exp(gap)).to(kept.dtype)
 
 
-def thin_kernel(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, out: Tensor, parts: Tensor, arrived: Tensor,
-                rows: int, epsilon: float, width: int, depth: int, tall: int, broad: int, deep: int, split: int, normed: bool,
-                shifted: bool, gate: bool, tanh: bool, biased: bool, add: bool, early: bool) -> None:  # fmt: skip
-    assert grid == (width // broad, split) and not (width % broad or depth % deep) and tall >= rows == len(x)
-    assert split == 1 or (len(parts) == split and not arrived[: grid[0]].any())
-    inner = normalised(x, norm, epsilon, shifted)[0] if normed else x
-    made = inner.float() @ weight.float().t()
-    if gate:
-        both, made = made.to(x.dtype), made[:, :width]
-        gated_kernel(grid, both, made, width, tanh, 0)
-    out.copy_(made + (bias.float() if biased else 0.0) + (out.float() if add else 0.0))
-
-
 def rotate_store_kernel(grid: Grid, qkv: Tensor, cos: Tensor, sin: Tensor, position: Tensor, slot: Tensor, keys: Tensor,
                         values: Tensor, query_norm: Tensor, key_norm: Tensor, epsilon: float, heads: int,
                         key_heads: int, width: int, half_block: int, padded: int, norm: bool, shifted: bool,
@@ -241,24 +228,6 @@ def suffix_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found
                 found[ahead + part, n], lse[ahead + part, n] = own[0][0], own[1][0]
 
 
-def few_kernel(grid: Grid, query: Tensor, keys: Tensor, values: Tensor, found: Tensor, lse: Tensor, out: Tensor, arrived: Tensor,
-               tile: Tensor, prompt_table: Tensor, count: Tensor, done: Tensor, table: Tensor, scaling: float, softcap: float,
-               rows_in_all: int, tiles: int, prompt_pages: int, pages: int, shown: int, tile_block: int, least: int, heads: int,
-               key_heads: int, width: int, wide: int, rows: int, page: int, capped: bool, precision: str,
-               early: bool) -> None:  # fmt: skip
-    assert (tiles, prompt_pages, pages) == (tile.shape[1], prompt_table.shape[1], table.shape[1]) and not arrived.any()
-    assert (len(found), len(query)) == (grid[2], grid[1]) and rows_in_all == grid[1] and tile_block >= shown
-    out.zero_()
-    for number, (first, members, length) in enumerate(tile[:, :shown].t().tolist()):
-        for n in (n for n in range(first, first + members) if not done[n]):
-            slots = [
-                table_row[at // page].long() * page + at % page
-                for table_row, at in ((prompt_table[number], torch.arange(length)), (table[n], torch.arange(int(count[n]))))
-            ]
-            given = (query[n : n + 1], torch.cat(slots), (keys, values), None, scaling, softcap if capped else None)
-            out[n] = partial_attention(*given)[0][0].to(out.dtype)
-
-
 def merge_kernel(grid: Grid, found: Tensor, lse: Tensor, out: Tensor, *sizes: int) -> None:
     out.copy_(merge((found, lse))[0])
 
@@ -325,9 +294,6 @@ def _quantize_into(x: Tensor, q: Tensor, scale: Tensor) -> None:
         target.copy_(found)
 
 
-SCRATCH = {"thin_kernel": (5,), "few_kernel": (3, 4)}  # inputs that only the kernel's own programs read
-
-
 class Kernels:
     """A module of Triton kernels, of which those that get CPU tensors run here."""
 
@@ -357,8 +323,6 @@ class Kernel:
                 for own, other in found:
                     if globals()[self.name] is block_sums_kernel:  # for the next kernel
                         own.copy_(other)
-                    if any(own is inputs[n] for n in SCRATCH.get(self.name, ())):
-                        continue
                     if own.dtype == torch.float8_e4m3fn:  # which the interpreter rounds wrongly
                         continue
                     if self.name == "add_norm_backward_kernel" and own is inputs[6]:  # parts of a sum, cut otherwise
@@ -406,7 +370,6 @@ def decode_in_pages(patch: pytest.MonkeyPatch, on: bool = True) -> None:
 
 
 decoding._triton = lambda: Kernels("posttrain.engine.triton_kernels")
-thin._triton = lambda: Kernels("posttrain.engine.triton_thin")
 decoding._sampling = lambda: Kernels("posttrain.engine.triton_sampling")
 fp8._triton = lambda: Kernels("posttrain.engine.triton_fp8")
 training._triton = lambda: Kernels("posttrain.ops.triton_training")

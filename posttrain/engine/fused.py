@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engine import fp8, thin
+from posttrain.engine import fp8
 from posttrain.engine.random import uniforms
 from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.sampler import Choices, draw
@@ -68,7 +68,6 @@ class Products:
             self.bias = first.new_empty(rows) if len(modules) > 1 else bias.detach()
         ranks = sum(adapter.a_RI.shape[0] for adapter in self.projection.present)
         self.down, self.up = first.new_empty(ranks, first.shape[1]), first.new_zeros(rows, ranks)
-        self.arrived = torch.zeros(rows, dtype=torch.int32, device=first.device)
 
     def release(self) -> None:
         """Give the copies back, until `allocate`."""
@@ -93,38 +92,15 @@ class Products:
                 rank = until
         return pairs
 
-    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """Of x, or of x normalised."""
-        width = sum(self.projection.sizes)
-        if self._thin(x, width):
-            return self._few(x, x.new_empty(len(x), width), bias=self.bias, norm=norm)
-        inner = x if norm is None else _normalised(x, norm)
-        return self._adapt(F.linear(inner, self._whole(), self.bias), inner)
-
-    def gated(self, x: Tensor, norm: Norm, tanh: bool) -> Tensor:
-        """act(gate) * up of the two layers, of x normalised."""
-        width = self.projection.sizes[0]
-        if self.bias is None and self._thin(x, width):
-            out = x.new_empty(len(x), width)
-            return self._few(x, out, norm=norm, gated=True, tanh=tanh)
-        return gated(self(x, norm), tanh)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._adapt(F.linear(x, self._whole(), self.bias), x)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
-        if self.bias is None and self._thin(x, total.shape[1]):
-            self._few(x, total, add=True, arrived=self.arrived)
-            return
         total.addmm_(x, self._whole().t())
         if self.bias is not None:
             total += self.bias
         self._adapt(total, x)
-
-    def _thin(self, x: Tensor, width: int) -> bool:
-        plain = not (self.narrow or self.down.shape[0])
-        return plain and thin.fits(x, width) and _hopper(x.device)
-
-    def _few(self, x: Tensor, out: Tensor, **what: Any) -> Tensor:
-        return thin.product(x, self.weight, out, early=_hopper(x.device), **what)
 
     def _whole(self) -> Tensor:
         return self.projection.weight() if self.narrow else self.weight
@@ -158,7 +134,7 @@ class Layer:
         routes: Routes | None = None,
     ) -> None:
         layer, heads = self.described, self.heads
-        qkv = self.qkv(x, layer.input_norm)
+        qkv = self.qkv(_normalised(x, layer.input_norm))
         rotate_store(qkv, heads, rope, position, slot, store, layer.qk_norms)
         split = qkv.view(len(qkv), -1, heads.width)
         query, key, value = split.split_with_sizes([heads.heads, heads.keys, heads.keys], 1)
@@ -172,12 +148,12 @@ class Layer:
         if self.quantised_mlp is not None:
             self.quantised_mlp(x, _hopper(x.device))
             return
+        inner = _normalised(x, layer.post_norm)
         if layer.experts is not None:
-            inner = _normalised(x, layer.post_norm)
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
             return
         gate_up, down = self.mlp
-        down.add_to(x, gate_up.gated(x, layer.post_norm, layer.tanh))
+        down.add_to(x, gated(gate_up(inner), layer.tanh))
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -357,9 +333,6 @@ def attend_pages(
     o = (o1 exp(s1) + o2 exp(s2)) / (exp(s1) + exp(s2)).
     """
     kernels, count, wide = _triton(), len(query_NHD), torch.float32
-    if count <= thin.TOGETHER and rule.sliding_window is None:
-        early = _hopper(query_NHD.device)
-        return thin.attend(query_NHD, store, rows, heads, rule, tiles, early)
     own = parts(count * heads.keys, rows.pages)
     whole = own == 1
     ahead = 1 if whole else PROMPT_PARTS

@@ -70,7 +70,6 @@ class Rows:
         # which neighbouring rows share a prompt: [first row, rows, length]; and where it lies
         self.tile = zeros(torch.int32, 3, capacity)
         self.prompt_table = zeros(torch.int32, capacity, prompt_pages)
-        self.arrived = zeros(torch.int32, capacity, 128)  # parts of a row's keys, by head
         self.step = zeros(torch.int64, 1)
         self.ids = zeros(torch.int64, burst, capacity)  # what was drawn since the host last looked
         self.logprobs = zeros(torch.float32, burst, capacity)
