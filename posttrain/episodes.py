@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import count, starmap
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import UserError, require
+from posttrain.rewards._loop import run_to_end
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
 from posttrain.tasks import _rollouts
@@ -34,7 +35,6 @@ from posttrain.tasks.base import (
     Limits,
     Task,
     failed,
-    no_running_loop,
     score_group,
 )
 from posttrain.types import (
@@ -107,7 +107,7 @@ def rollout_groups(
     every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
     asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
     episodes = Episodes(task, sampler, decoder, *asked, known=rendered)
-    found = [group for groups in _run_to_end(episodes.run()) for group in groups]
+    found = [group for groups in run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
     place = {id(problem): n for n, problem in zip(own, given, strict=True)}
@@ -116,19 +116,6 @@ def rollout_groups(
     ]
     gathered = [row for rows in world.gather(rows) for row in rows]
     return [_rollouts.group_of_rows(every[n], role, members) for n, role, members in gathered]
-
-
-def _run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in an event loop of its own, also inside of another, as in a notebook."""
-    found: list[Result] = []
-
-    async def run() -> None:
-        # a result that the task itself held would be printed whole: `asyncio.run` asks for the handler of SIGINT, whose name has it
-        found.append(await coroutine)
-
-    with no_running_loop():
-        asyncio.run(run())
-    return found[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -511,7 +498,7 @@ class Episodes:
         waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
         if not waiting:
             return members
-        together = score_group(self.task, problem, [members[n].judged for n in waiting])
+        together = await score_group(self.task, problem, [members[n].judged for n in waiting])
         if together is None:
             return list(await asyncio.gather(*(self.score(problem, r) for r in members)))
         for n, score in zip(waiting, together, strict=True):

@@ -6,7 +6,6 @@ one that never differs between answers teaches nothing. Both can be seen in a se
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -28,12 +27,13 @@ from posttrain.commands.probe_answers import (
 )
 from posttrain.config_tree import from_tree, meant, pair, refuse_unknown
 from posttrain.errors import require
+from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.base import Options, check
 from posttrain.rewards.compose import as_score
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks._judged import Judged
 from posttrain.tasks._turns import Environment
-from posttrain.tasks.base import Task, no_running_loop, score_group
+from posttrain.tasks.base import Task, score_group
 from posttrain.types import JSON, Message, Problem, Score
 
 PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs
@@ -185,8 +185,8 @@ def probe(
     count = problems or (JUDGED_PROBLEMS if asks else PROBLEMS)
     require(count > 0, f"probe: problems is a positive number, not {problems}")
     judged.ready()
-    with WorkerPool([judged], 1) as workers, no_running_loop():
-        found = asyncio.run(_score(judged, _cases(judged, split, count), workers))
+    with WorkerPool([judged], 1) as workers:
+        found = run_to_end(_score(judged, _cases(judged, split, count), workers))
     name = getattr(reward, "__name__", str(reward)) if reward is not None else "the task's own"
     return _report(found, catalogue.name_of(made), name, examples)
 
@@ -254,7 +254,7 @@ async def _score(task: Task, cases: Sequence[Case], workers: WorkerPool) -> list
         pairs = [(kind, text) for kind, text in answers(case) if kind == GOLD or text != case.gold]
         isolates, began = task.isolates(case.problem), time.perf_counter()
         texts = [text for _, text in pairs]
-        together = None if isolates else score_group(task, case.problem, texts)
+        together = None if isolates else await score_group(task, case.problem, texts)
         each = (time.perf_counter() - began) / len(pairs)
         for place, (kind, text) in enumerate(pairs):
             if together is not None:

@@ -43,7 +43,8 @@ def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndar
     found = [(ids, places) for ids, places in found if len(places)]
     if not found:
         return []
-    (ids, (place, *_)), count = found[0], sum(len(places) for _, places in found)
+    ids, place = found[0][0], int(found[0][1][0])
+    count = sum(len(places) for _, places in found)
     shown = tokenizer.decode(ids[max(place - AROUND, 0) : place + AROUND])
     hint = f"the model reads each as {tokenizer.unk_token}; take a model whose tokenizer has them"
     many = f"{count:,} characters or words in {len(found):,} texts are not in the vocabulary"

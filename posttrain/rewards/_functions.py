@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import GuardStop, UserError, require
+from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.compose import as_score, combined
 from posttrain.types import JSON, Problem, Score
 
@@ -110,7 +111,10 @@ class Function:
     async def _awaited(self, found: Any, problems: Sequence[Problem]) -> list[Score | None]:
         try:
             value = await found
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                raise  # this step ends, not the call alone
             return self._failed(error, len(problems))
         return self._read(value, problems)
 
@@ -162,7 +166,7 @@ class Function:
                 "None (not scored) or a Score"
             ) from None
 
-    def _failed(self, error: Exception, count: int) -> list[Score | None]:
+    def _failed(self, error: BaseException, count: int) -> list[Score | None]:
         """The failure that an error in the function is, with the line in the user's file where it happened."""
         if isinstance(error, UserError | GuardStop):
             raise error
@@ -204,7 +208,7 @@ class Mix:
 
 def finished(found: Any) -> Any:
     """What a call has returned, or what its coroutine returns."""
-    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+    return run_to_end(_awaited(found)) if inspect.isawaitable(found) else found
 
 
 async def _awaited(found: Any) -> Any:

@@ -24,12 +24,13 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating
 from posttrain.rewards._asking import EndpointSettings, endpoint
 from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
+from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
 from posttrain.stages._naming import ModelName, Naming, ScorerName
 from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
-from posttrain.tasks.base import Task, no_running_loop
+from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating

@@ -10,7 +10,7 @@ from inspect import isawaitable
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import PREFIX, columns_of, finished, given
+from posttrain.rewards._functions import PREFIX, columns_of, given
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.code import patience
@@ -148,8 +148,7 @@ class Judged(Questions):
         """A judge sees the responses to a problem together, so that its endpoint is asked in parallel; a function that takes lists gets
         them in one call."""
         if self.reward.startswith(PREFIX) and (own := given(self.reward)).batched:
-            scores: list[Score] = finished(own.scores([problem] * len(responses), responses))
-            return scores
+            return own.scores([problem] * len(responses), responses)  # type: ignore[no-any-return]
         if self.reward != "judge":
             return None
         return judged(problem.question, responses, **self.options)

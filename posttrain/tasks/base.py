@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, ClassVar, Protocol
 
 from posttrain.errors import Checked, GuardStop, NotNegative, UserError, Whole, check_fields
+from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.compose import as_score
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
@@ -240,22 +240,12 @@ class Task(ABC):
         return (*self.prompt(problem), Message("assistant", self.demonstration(problem)))
 
 
-@contextmanager
-def no_running_loop() -> Iterator[None]:
-    """Lets code that is not a coroutine run an event loop of its own, though it is called from within one."""
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
-
-
-def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:
+async def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:
     """The scores of all responses to a problem, where the task compares them; None where it scores each by itself."""
     try:
         with no_running_loop():
-            given = task.score_group(problem, responses)
+            given: Any = task.score_group(problem, responses)
+        given = await given if isawaitable(given) else given
         found = None if given is None else [as_score(score) for score in given]
     except STOPS:
         raise

@@ -110,7 +110,9 @@ class Mixed(Task):
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         source, own = self.source(problem)
-        together = source.task.score_group(own, responses)
+        together: Any = source.task.score_group(own, responses)
+        if isawaitable(together):
+            return _all_later(source.name, together)  # type: ignore[return-value]
         return None if together is None else [_named(source.name, score) for score in together]
 
     def ready(self) -> tuple[str, ...]:
@@ -145,3 +147,7 @@ def _named(name: str, score: Score) -> Score:
 
 async def _later(name: str, score: Awaitable[Score]) -> Score:
     return _named(name, await score)
+
+
+async def _all_later(name: str, scores: Awaitable[Sequence[Score]]) -> list[Score]:
+    return [_named(name, score) for score in await scores]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import posttrain as pt
+from posttrain.errors import GuardStop
 from posttrain.runs.read import Run as Reader
 
 SMALL: dict[str, Any] = {
@@ -187,3 +188,31 @@ def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) 
         assert row["reward"] == pytest.approx(row["parts"]["rules"] + 0.5 * row["parts"]["rm"])
     with pytest.raises(pt.UserError, match="has trained a language model, not a reward model"):
         pt.ppo(prompts=FOUR, reward=run, **how)
+
+
+def test_an_async_reward_may_keep_a_client_from_the_probe_to_the_last_step() -> None:
+    """Such as openai.AsyncOpenAI() at the top of a file: its connections and locks belong to the loop that first used them."""
+    first, calls = asyncio.Semaphore(1), []
+
+    async def single(response: str) -> float:
+        async with first:
+            await asyncio.sleep(0)
+            calls.append(asyncio.get_running_loop())
+        return float(len(response))
+
+    async def listed(prompts: list[str], completions: list[str]) -> list[float]:
+        return list(await asyncio.gather(*map(single, completions)))
+
+    pt.probe(single, prompts=FOUR)
+    run = pt.grpo(prompts=FOUR, reward=[single, listed], **{**SMALL, "held_out": 2})
+    assert [row["failed"] for row in run.metrics[1:]] == [0.0, 0.0] and len({*map(id, calls)}) == 1
+
+
+def test_a_call_that_was_cancelled_within_a_reward_is_a_failure_of_that_response() -> None:
+    async def cancelled(response: str) -> float:
+        if response:
+            raise asyncio.CancelledError
+        return 0.0
+
+    with pytest.raises(GuardStop, match="could not be scored: 8 CancelledError.*reward cancelled"):
+        pt.grpo(prompts=FOUR, reward=cancelled, **SMALL, min_new_tokens=2)

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from posttrain.data.preferences import read_pairs
 from posttrain.errors import GuardStop, UserError
 from posttrain.recipes.base import Recipe
 from posttrain.rewards._asking import Endpoint
+from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.judge import CANARIES, Judge, Verdict, judge, judged
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.agreement import AgreementStage
@@ -143,14 +145,10 @@ def test_a_task_is_judged_by_group_and_in_the_mode_it_asks_for(
     file = tmp_path / "open.jsonl"
     file.write_text("".join(json.dumps({"question": f"q{n}", "answer": ""}) + "\n" for n in range(40)))
     task = Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": mode, "mode": mode})
-    found = score_group(task, task.problems("train")[0], ["bad", "good", "good xxx"])
+    found = run_to_end(score_group(task, task.problems("train")[0], ["bad", "good", "good xxx"]))
     assert [s.value for s in found] == pytest.approx(values)
     with pytest.raises(UserError, match="mode is one of"):
-        score_group(
-            Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": "m", "mode": "x"}),
-            task.problems("train")[0],
-            ["a"],
-        )
+        replace(task, options={"url": endpoint.url, "model": "m", "mode": "x"})
 
 
 def test_a_judge_that_falls_for_a_canary_stops_the_run(serve: Any, tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_a_judge_that_falls_for_a_canary_stops_the_run(serve: Any, tmp_path: Pat
     file.write_text("".join(json.dumps({"question": f"q{n}", "answer": ""}) + "\n" for n in range(40)))
     task = Jsonl(str(file), reward="judge", options={"url": endpoint.url, "model": "m"})
     with pytest.raises(GuardStop, match="canary"):
-        score_group(task, task.problems("train")[0], ["a", "b"])
+        run_to_end(score_group(task, task.problems("train")[0], ["a", "b"]))
 
 
 def test_points_pairs_and_groups(serve: Any) -> None:
