@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 
 from posttrain.data.chat import check_continues, render_prompts
@@ -17,8 +18,9 @@ from posttrain.models.policy import Policy
 from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
 from posttrain.stages.base import Stage, check_names, temporary_context
 from posttrain.tasks.base import Task
+from posttrain.types import Problem
 
-PROMPTS = 256  # whose lengths are compared with the positions of the model
+PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
 Readers = dict[tuple[str, str, bool], Reader]  # by name, alphabet of a tiny model, kind
 
 
@@ -186,10 +188,20 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
             require(len(problems) > 0, f"{lacking}; {advice}")
             if reader.tokenizer is None or sampling is None:
                 continue
-            first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
-            asked = ((f"problem {p.id}", task.prompt(p)) for p in first)
+            looked = first_and_longest(problems)
+            names = [f"problem {p.id}" for p in looked]
+            asked = zip(names, map(task.prompt, looked), strict=True)
             prompts = render_prompts(reader.tokenizer, asked)
-            reader.check_length(max(map(len, prompts)) + sampling.max_new_tokens)
+            longest, name = max(zip(map(len, prompts), names, strict=True))
+            with prefixed(name):
+                reader.check_length(longest + sampling.max_new_tokens)
             seen += prompts
     lines = unknown_tokens(reader.tokenizer, seen) if seen else []
-    return [f"of the first {len(seen):,} prompts, {line}" for line in lines]
+    return [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+
+
+def first_and_longest(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problems and, of those that were read and need not be made, as many of the others with the longest questions."""
+    first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
+    rest = problems[PROMPTS:] if isinstance(problems, list | tuple) else ()
+    return [*first, *nlargest(PROMPTS, rest, key=lambda problem: len(problem.question))]

@@ -407,8 +407,23 @@ def test_prompts_that_the_vocabulary_lacks_are_said_before_the_first_step(
     task = Jsonl(file=str(tmp_path / "train.jsonl"), test_file=str(tmp_path / "test.jsonl"), reward="answer")
     directory = run(tmp_path / "run", stage(task=task, steps=1, evaluate_every=1))
     said = capsys.readouterr().out
-    line = "rl: warning: of the first 4 prompts, 2 characters or words in 2 texts are not in the vocabulary, first in "
+    line = (
+        "rl: warning: of 4 prompts that were looked at, 2 characters or words in 2 texts are not in the vocabulary, first in "
+    )
     assert said.count(line) == 1 and "<|unk|>ne?" in said and said.index(line) < said.index("reward")
     files = [f"task.{key}={getattr(task, key)}" for key in ("file", "test_file", "reward")]
     report = evaluate(str(directory), "jsonl", [*files, "problems=2"])
-    assert [line for line in report.models[0].notes if "of the first 2 prompts, 1 characters or words" in line]
+    assert [line for line in report.models[0].notes if "of 2 prompts that were looked at, 1 characters or words" in line]
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_the_first_step_wherever_it_is(tmp_path: Path) -> None:
+    questions = [f"{n}+1=" for n in range(300)]
+    questions[280] = "1+" * 1500 + "1="
+    rows = [json.dumps({"question": question, "answer": "2"}) + "\n" for question in questions]
+    (tmp_path / "sums.jsonl").write_text("".join(rows))
+    task = Jsonl(file=str(tmp_path / "sums.jsonl"), reward="answer", held_out=0)
+    line = (
+        r"^rl\.task: problem sums.jsonl:281: prompt and response may be 3\d\d\d tokens long, but tiny:nano has 2048 positions"
+    )
+    with pytest.raises(UserError, match=line):
+        run(tmp_path / "run", stage(task=task))
