@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain import config_tree
 from posttrain.api.run import Model, Run
-from posttrain.data.records import load_hub
+from posttrain.data.records import check_whole, load_hub
 from posttrain.errors import UserError, called_here, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
@@ -125,7 +125,9 @@ def _line(row: Any, number: int, what: str) -> str:
             kind = type(value).__name__
             where = f"{what} row {number}: the column {name} is a {kind}"
             raise UserError(f"{where}; use text, numbers, lists, dicts") from None
-    return json.dumps(dict(row), default=_plain, ensure_ascii=False)
+    line = json.dumps(dict(row), default=_plain, ensure_ascii=False)
+    check_whole(line, f"{what} row {number}")
+    return line
 
 
 def _plain(value: Any) -> Any:

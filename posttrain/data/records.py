@@ -26,6 +26,15 @@ UNPACK = "unpack it yourself if you trust it"
 TABLE_ROWS = 16  # of a packed table that are unpacked at a time
 
 
+def check_whole(text: str, where: str) -> None:
+    """Refuse text that cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what = "half a character (an escape such as \\ud83d without the other one)"
+        raise UserError(f"{where}: {what}; no tokenizer reads it") from None
+
+
 def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     """Each object of a file with "FILE line N"; with `lists`, those of a .json file with "FILE entry N". Blank lines are skipped; a
     file without an object is an error."""
@@ -37,9 +46,7 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
         size += len(spelled)
         large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
         require(not packed or size <= MAX_UNPACKED, f"{large}; {UNPACK}")
-        half = any("\ud800" <= c <= "\udfff" for c in spelled)
-        what = "half a character (an escape such as \\ud83d without the other one)"
-        require(not half, f"{where}: {what}; no tokenizer reads it")
+        check_whole(spelled, where)
         yield where, record
     require(found, f"{file} is empty: expected one JSON object a line")
 

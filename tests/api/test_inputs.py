@@ -145,6 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": [3]}, "prompts row 1: expected a dict of columns, not int '3'"),
     ({"prompts": [{"text": "a"}], "reward": len}, "no column prompt, question or messages; it has text"),
     ({"prompts": [{"prompt": "a", "at": object()}], "reward": len}, "prompts row 1: the column at is a object"),
+    ({"prompts": ["a", "b\ud83d"]}, r"prompts row 2: half a character .*; no tokenizer reads it"),
     ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share below 1 or a number of prompts"),
