@@ -93,6 +93,8 @@ class Questions(Task):
         turns = list(parse_messages(problem.facts["messages"], where))
         refused = "is a conversation, before which no examples can be shown; set examples to 0"
         require(not self.examples, f"{where} {refused}")
+        ends = "ends with a turn of the assistant, which the policy would read as its prompt"
+        require(turns[-1].role != "assistant", f"{where} {ends}; leave that turn out")
         asked = [place for place, turn in enumerate(turns) if turn.role == "user"]
         if self.style and asked:
             turns[asked[-1]] = replace(turns[asked[-1]], content=self.ask(turns[asked[-1]].content))

@@ -146,6 +146,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": [{"text": "a"}], "reward": len}, "no column prompt, question or messages; it has text"),
     ({"prompts": [{"prompt": "a", "at": object()}], "reward": len}, "prompts row 1: the column at is a object"),
     ({"prompts": ["a", "b\ud83d"]}, r"prompts row 2: half a character .*; no tokenizer reads it"),
+    (
+        {"prompts": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], "reward": len},
+        r"problem prompts.jsonl:1 ends with a turn of the assistant, .*; leave that turn out",
+    ),
     ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share below 1 or a number of prompts"),
