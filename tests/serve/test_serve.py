@@ -286,6 +286,7 @@ def test_a_client_that_hangs_up_ends_what_is_decoded_for_it(served: Served, stre
 BAD = [
     (b"{", 400, "no JSON"),
     (b"[" * 100_000, 400, "no JSON"),
+    (rb'{"model": "m", "messages": [{"role": "user", "content": "\ud83d"}]}', 400, "surrogates not allowed"),
     (b"[]", 400, "must be an object"),
     ({"model": "tiny"}, 400, "messages: Field required"),
     ({"messages": []}, 400, "messages"),
