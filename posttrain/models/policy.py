@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Packed, install
 from posttrain.models.load import FEWER, check_positions
@@ -174,6 +174,8 @@ def with_our_attention(
             raise UserError(f"{where}: {reason}") from None
     model.train(was_training)
     worst, limit = disagreement(found, expected, model.dtype)
+    finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
+    require(bool(expected.isfinite().all()), f"{where}: {finite}")
     if not worst <= limit:
         found_by = f"by {worst:.2g} (at most {limit:g} is rounding)"
         reason = f"outputs with our attention differ from the model's own {found_by}"

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, tokenization
 
 from posttrain.errors import UserError
 from posttrain.models.load import Loaded, load, read_tokenizer, stop_ids
+from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 
@@ -339,6 +340,22 @@ def test_stop_ids(
     model.generation_config = GenerationConfig(eos_token_id=stated)
     model.config.bos_token_id = begin
     assert stop_ids(model, marked_tokenizer(special, template, **roles)) == expected
+
+
+def test_an_end_token_beyond_the_vocabulary_is_refused() -> None:
+    model = tiny_model(TOKENIZER, "nano", 0)
+    model.generation_config = GenerationConfig(eos_token_id=9999)
+    with pytest.raises(UserError, match=r"of the end tokens \(.*9999\) one is beyond its [0-9]+ ids; correct eos_token_id"):
+        stop_ids(model, TOKENIZER)
+
+
+def test_weights_that_are_not_finite_are_named_as_such(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    found = load(str(checkpoint))
+    with pytest.raises(UserError, match="its outputs are not finite: weights are NaN, infinite or far too large"):
+        wrap_model(found.model, found.tokenizer, found.stop_ids)
 
 
 def test_reading_a_tokenizer_warns_of_no_text_that_the_user_did_not_give(
