@@ -244,14 +244,14 @@ def give(mix: Mix) -> str:
     while (name := f"{PREFIX}{place}" + (f" #{number}" if number > 1 else "")) in _given:
         before = _given[name]
         pairs = zip(before.functions, mix.functions, strict=True)
-        if before.weights == mix.weights and all(_same(a.call, b.call) for a, b in pairs):
+        if before.weights == mix.weights and all(same_function(a.call, b.call) for a, b in pairs):
             break
         number += 1
     _given[name] = mix
     return name
 
 
-def _same(first: Any, second: Any) -> bool:
+def same_function(first: Any, second: Any) -> bool:
     """Whether two functions have the same code, defaults and captured values."""
     if first is second:
         return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.tool_use import ToolUse
 from posttrain.tasks.tools.answer import Answer
 from posttrain.tasks.tools.calculator import Calculator
-from posttrain.tasks.tools.function import Function
+from posttrain.tasks.tools.function import Function, give
 from posttrain.types import Problem, Rollout, Sampling, Score
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -149,3 +151,40 @@ def test_tags_of_the_chat_template_must_be_written_to_the_letter() -> None:
     task = ToolUse(Sum(), (Calculator("calc"),))
     assert task.tags("... <tool_call> ...") == ("<tool_call>", "</tool_call>") and task.tags("") == ()
     assert replace(task, format="tag").tags("<tool_call>") == ()
+
+
+def test_whatever_a_tool_raises_or_returns_the_model_reads_it_at_once() -> None:
+    def first(text: str) -> str:
+        """The first word that begins with a text."""
+        return next(word for word in () if word.startswith(text))
+
+    async def fetch(text: str) -> str:
+        """A page."""
+        raise asyncio.CancelledError
+
+    async def leave(text: str) -> str:
+        """Leave."""
+        sys.exit(text)
+
+    def half(text: str) -> str:
+        """A file that is no UTF-8."""
+        return "a\udce9b"
+
+    said = {"first": "error: StopIteration", "fetch": "error: CancelledError: ", "leave": "error: SystemExit: 1", "half": "a?b"}
+    for tool in (first, fetch, leave, half):
+        rollout, sampler = episode(ToolUse(Sum(), (give(tool),), format="call"), [f"{tool.__name__}(1)=", "46"])
+        assert rollout.score.value == 1.0 and "tool/timeout" not in rollout.counts
+        read = character_tokenizer(PRINTABLE).decode(sampler.requests[1].ids)
+        assert read == f"<|user|>{said[tool.__name__]}<|end|><|assistant|>"
+
+
+def test_tools_of_one_name_are_told_apart() -> None:
+    def make(number: int) -> Any:
+        def tell(text: str) -> str:
+            """Tell a number."""
+            return str(number)
+
+        return tell
+
+    one, two, again = (give(make(number)) for number in (1, 2, 1))
+    assert [tool.begin()("") for tool in (one, two, again)] == ["1", "2", "1"] and one == again != two

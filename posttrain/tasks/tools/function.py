@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from posttrain import catalogue
 from posttrain.errors import Positive, require
+from posttrain.rewards._functions import same_function
 from posttrain.tasks.tools.base import Signature, Tool
 from posttrain.trust import code_place
 
@@ -64,6 +65,10 @@ def give(function: Any) -> Function:
     require(fine, f"a tool is a function, not {function!r}")
     place = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "")
-    name = f"{PREFIX}{module}.{place}"
+    number = 1
+    while (name := f"{PREFIX}{module}.{place}" + (f" #{number}" if number > 1 else "")) in _given:
+        if _given[name] == function or same_function(_given[name], function):
+            break
+        number += 1
     _given[name] = function
     return Function(name)

@@ -102,12 +102,15 @@ class Toolbox:
             self.generate.count(f"tool/{kind}")
             late = f"error: no result within {tool.seconds:g} s"
             return late if limit.expired() else _named(error)
-        except Exception as error:  # a tool is not ours
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a tool is not ours
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                raise  # the step ends, not the call alone
             self.generate.count("tool/error")
             return _named(error)
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     with suppress(Exception):  # its text is the user's code too
         return f"error: {type(error).__name__}: {error}"
     return f"error: {type(error).__name__}"
@@ -136,7 +139,10 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         try:
             found = context.run(function, **arguments)
         except BaseException as raised:  # of a thread nobody would see it
-            error = raised if isinstance(raised, Exception) else ToolError(type(raised).__name__)
+            kept = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = (
+                raised if kept else ToolError(type(raised).__name__)
+            )  # no future holds the others
         with suppress(RuntimeError):  # the step is over
             loop.call_soon_threadsafe(deliver, found, error)
 
