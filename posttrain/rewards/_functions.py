@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,6 +264,42 @@ def same_function(first: Any, second: Any) -> bool:
     # no function of Python, an empty cell, an array that has no truth value
     except (AttributeError, ValueError):
         return False
+
+
+def without_places(name: str) -> str:
+    """The name of functions of this process without the lines that they are written in, which move with what comes before them.
+
+    >>> without_places("python:right (mine.py line 12), len #2")
+    'python:right, len #2'
+    """
+    return re.sub(r" \([^()]* line [0-9]+\)", "", name) if name.startswith(PREFIX) else name
+
+
+def fingerprint(call: Any) -> JSON:
+    """What decides what a function returns, as far as that can be told: its code, and plain values that it was made with."""
+    if isinstance(call, partial):
+        return [fingerprint(call.func), _plain(call.args), _plain(call.keywords)]
+    made = inspect.unwrap(call)
+    called = "begin" if hasattr(made, "begin") else "__call__"  # of a tool, of another object
+    function = made if hasattr(made, "__code__") else getattr(type(made), called, None)
+    code, own = getattr(function, "__code__", None), getattr(made, "__dict__", {})
+    cells = getattr(function, "__closure__", None) or ()
+    kept = [_plain(cell.cell_contents) for cell in cells if cell != type(cell)()]
+    return [_plain(code), kept, _plain(getattr(function, "__defaults__", None)), _plain(own)]
+
+
+def _plain(value: Any) -> JSON:
+    """A value as text that is the same in every process; of others than plain ones, the type."""
+    if inspect.iscode(value):
+        return [value.co_code.hex(), [*value.co_names], [_plain(one) for one in value.co_consts]]
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, frozenset | set):
+        return sorted(map(repr, value))
+    plain = isinstance(value, str | bytes | int | float | complex | None)
+    return repr(value) if plain else type(value).__name__
 
 
 def given(name: str) -> Mix:

@@ -21,9 +21,11 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import require
+from posttrain.rewards import _functions as functions
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
 from posttrain.system.files import model_folder, read_json
+from posttrain.tasks.tools import function as tools
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -93,12 +95,12 @@ def reopen(folder: Path) -> None:
 
 
 def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Settings with options in one piece, as an older version of posttrain did not keep them."""
+    """Settings with options in one piece, and functions without their places, as older versions of posttrain did not keep them."""
     kept: dict[str, JSON] = {}
     for key, value in config.items():
         head, inside, rest = f".{key}".partition(f".{WHOLE}.")
         if not inside:
-            kept[key] = value
+            kept[key] = functions.without_places(value) if isinstance(value, str) else value
             continue
         place = kept.setdefault(f"{head}.{WHOLE}"[1:], {})
         *above, last = rest.split(".")
@@ -120,6 +122,12 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
         if word not in folders and (path := place(word, field)) is not None:
             path = model_folder(path) if field in MODELS else path
             inputs[word] = sha256(path) if path.is_file() else content(path)
+    for _, word in _words(stage):
+        own = functions._given.get(word)
+        calls = [f.call for f in own.functions] if own is not None else [tools._given.get(word)]
+        if calls != [None]:
+            name = f"{functions.without_places(word)} (code)"
+            inputs[name] = digest({"code": [*map(functions.fingerprint, calls)]})
     code = _code(stage)
     alike = Counter(path.name for path in code)
     for path in code:
@@ -191,7 +199,7 @@ def _plain(value: object) -> JSON:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(inner) for inner in value]
-    return value
+    return functions.without_places(value) if isinstance(value, str) else value
 
 
 def inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,17 @@ def test_a_call_that_was_cancelled_within_a_reward_is_a_failure_of_that_response
 
     with pytest.raises(GuardStop, match="could not be scored: 8 CancelledError.*reward cancelled"):
         pt.grpo(prompts=FOUR, reward=cancelled, **SMALL, min_new_tokens=2)
+
+
+def test_a_reward_that_was_changed_in_place_runs_again_and_one_that_moved_does_not() -> None:
+    def called(source: str) -> list[float]:
+        Path("mine.py").write_text(source)
+        reward = runpy.run_path("mine.py")["rew"]
+        run = pt.grpo(prompts=FOUR, reward=reward, **{**SMALL, "evaluate_every": 0}, out="mine", again=True)
+        return [row["reward"] for row in run.metrics]
+
+    one = "def rew(response): return 1.0 + len(response)"
+    first, made = called(one), Path("mine/stages/rl/result.json")
+    before = made.stat().st_mtime_ns
+    assert called("# a comment\n\n" + one) == first and made.stat().st_mtime_ns == before
+    assert called(one.replace("1.0", "-100.0"))[0] == first[0] - 101

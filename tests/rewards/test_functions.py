@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import runpy
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from posttrain.errors import UserError
-from posttrain.rewards._functions import Function, Mix, finished, give, given
+from posttrain.rewards._functions import Function, Mix, fingerprint, finished, give, given
 from posttrain.types import Problem, Score
 
 PROBLEM = Problem("p1", "ask", "gold", facts={"columns": {"prompt": "ask", "answer": ["gold"], "style": "x"}})
@@ -109,3 +115,30 @@ def test_functions_of_one_name_are_told_apart_and_one_defined_again_is_the_same(
     assert [given(name).scores([PROBLEM], [""])[0].value for name in names] == [1.0, 2.0, 1.0]
     with pytest.raises(UserError, match="the reward nobody is a function of another Python process"):
         given("python:nobody")
+
+
+SAMPLE = """
+def rated(words=("a", "b"), k=1.0):
+    def inner(response):
+        return k * sum(word in {"x", "y", "zz"} for word in response.split()) + len(words)
+    return inner
+"""
+
+
+def test_a_fingerprint_is_of_what_a_function_does_in_every_process(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+
+    def found(source: str, **made_with: Any) -> Any:
+        file.write_text(source)
+        return fingerprint(runpy.run_path(str(file))["rated"](**made_with))
+
+    assert found(SAMPLE.replace("word in {", "word not in {")) != (same := found(SAMPLE)) != found(SAMPLE.replace("zz", "z"))
+    assert same != found(SAMPLE, k=2.0) and same != found(SAMPLE, words=())
+    assert same == found("# a line more\n\n" + SAMPLE) == json.loads(json.dumps(same))
+    assert fingerprint(len) != fingerprint(partial(round, ndigits=1)) != fingerprint(partial(round, ndigits=2))
+    program = "import json, runpy, sys; from posttrain.rewards._functions import fingerprint;"
+    program += "print(json.dumps(fingerprint(runpy.run_path(sys.argv[1])['rated']())))"
+    for seed in ("1", "2"):
+        asked = [sys.executable, "-c", program, str(file)]
+        said = subprocess.run(asked, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        assert json.loads(said.stdout) == same
