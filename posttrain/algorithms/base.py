@@ -138,6 +138,11 @@ class Algorithm(Checked):
         """Which groups to train on, or a request for more; none of them leaves the step out. No tensors yet."""
         return Selection(tuple(groups))
 
+    @property
+    def learns_apart(self) -> bool:
+        """Whether its roles always learn early, so that one model at a time has activations."""
+        return False
+
     def early(self, step: Batch, state: State) -> Batch | None:
         """The step with what `early_terms` needs of all of it, where a role that learns may do so while it fills its columns: where
         its loss needs no other model, and nothing reads its columns once it has moved. None: in the update, with the others."""

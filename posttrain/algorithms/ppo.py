@@ -137,6 +137,10 @@ class PPO(ReusedSamples, Algorithm):
         beta = Metric("beta", state.get("beta", self.beta), 1)
         return Selection(tuple(groups), metrics=(Metric("responses", responses, None), beta))
 
+    @property
+    def learns_apart(self) -> bool:
+        return self.reuse.once and not self.critic_warmup
+
     def early(self, step: Batch, state: State) -> Batch | None:
         """With one update of a rollout the critic that learns is the one before the step: its returns are known sequence by
         sequence, so that one pass gives its values and its gradient."""

@@ -100,7 +100,9 @@ class Trainer:
         networks = [learner.network for learner in self.learners]
         learning = sum(learner.state_bytes for learner in self.learners)
         tokens = max(tokens, self.longest)
-        return self.reserved_bytes + step_bytes(networks, learning, tokens, checkpointed)
+        at_once = [[one] for one in networks] if self.algorithm.learns_apart else [networks]
+        largest = max(step_bytes(some, learning, tokens, checkpointed) for some in at_once)
+        return self.reserved_bytes + largest
 
     def _set_checkpointing(self, layered: bool, have: float | None) -> bool:
         on = current().any(layered)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from kernels_for_tests import decode_in_pages
+from material_for_tests import small_policy, trainer_for
 from test_loop import make, make_again
 
 from posttrain.algorithms.grpo import GRPO
+from posttrain.algorithms.ppo import PPO
 from posttrain.engine.cuda import CUDABackend
 from posttrain.errors import GuardStop
 from posttrain.loop import Loop
@@ -19,6 +21,8 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, run_stages
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.train.memory import activation_bytes
+from posttrain.train.optimizer import Optimization
 from posttrain.types import Batch, Metric, Sampling
 
 
@@ -37,6 +41,17 @@ def limited(folder: Path, most: int, budget: int = 80, steps: int = 4) -> Loop:
 
     trainer.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
     return loop
+
+
+def test_models_that_learn_one_after_the_other_need_the_activations_of_one() -> None:
+    """A critic as large as the policy leaves half of what both together would need."""
+    found = {}
+    for name, settings in {"apart": {}, "warming up": {"critic_warmup": 1}, "again": {"epochs": 2}}.items():
+        algorithm = PPO(group=4, **{"epochs": 1, **settings})
+        trainer = trainer_for(algorithm, small_policy(), Optimization())
+        found[name] = trainer._need(False, 4000)
+    policy = small_policy()
+    assert found["warming up"] == found["again"] == found["apart"] + activation_bytes(policy, 4000)
 
 
 def said(folder: Path) -> list[tuple[str, int]]:
