@@ -211,7 +211,8 @@ class Scheduler:
     def _advance(self) -> None:
         if self.launched and not (self.waiting or self.fresh) and self.backend.ahead():
             self._collect()  # while the device is at the next burst
-            self.launched = True
+            # of rows that had all ended before it, without that the backend knew, there is nothing to collect
+            self.launched = self.rows.count > 0
             return
         self._collect()  # first: the backend may move what the burst was written to
         if self.arrived or self.fresh:

@@ -287,6 +287,30 @@ def test_the_host_looks_while_the_device_has_steps_left(policy: Policy, monkeypa
     assert looks == [14, 14, 14, 13]
 
 
+def test_a_burst_of_rows_that_had_all_ended_is_nothing(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stop by themselves, most of them after the host's look; between calls weights are published, memory is given back, or
+    a call is left half-way."""
+    monkeypatch.setattr(cuda, "STOPPABLE", 3)
+    generator, engine = np.random.default_rng(0), Engine(policy, 6)
+    for version in range(8):
+        prompts = [
+            Prompt((5, int(n)), int(generator.integers(1, 4)), 10 * version + int(n), Sampling(int(generator.integers(2, 30))))
+            for n in generator.integers(3, 9, generator.integers(1, 4))
+        ]
+        engine.publish(version)
+        found = list(generate_groups(engine, prompts))
+        assert ids(found) == ids(plain(policy, prompts)) and all_free(engine)
+        assert {int(v) for group in found for c in group for v in c.versions} == {version}
+        if version % 3 == 1:
+            engine.release()
+        if version % 3 == 2:
+            half = generate_groups(engine, [Prompt((7, 8), 3, version, Sampling(20)), *prompts])
+            next(half)
+            half.close()
+            assert all_free(engine)
+    engine.close()
+
+
 def test_a_caller_who_stops_half_way_leaves_the_pool_free(policy: Policy) -> None:
     engine = Engine(policy, 4)
     requests = [Prompt((5, n), 2, n, Sampling(20, min_new_tokens=20)) for n in range(3, 8)]
