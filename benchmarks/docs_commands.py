@@ -1,94 +1,59 @@
-"""Executes the commands of README.md and docs/ that need one GPU, as they stand but for small settings added at their end.
+"""Executes the commands of README.md and docs/, as they stand but for small settings added at their end.
 
+    python benchmarks/docs_commands.py OUT.json --cpu FOLDER [--only PATTERN] [--limit 3600]
     MODEL=DIR DATA=FOLDER python benchmarks/docs_commands.py OUT.json [--at-once 4] [--only PATTERN] [--limit 600]
     MODEL=DIR DATA=FOLDER DEVICE=cpu python benchmarks/docs_commands.py OUT.json         # the recipes' commands, on a CPU
 
-DIR is a model with a chat template, FOLDER has the files of GSM8K, MBPP and HumanEval that the recipes name; other files that a command
-names are made here. Commands that ran according to OUT.json are left out. It then has for each command the settings that were added,
-its exit code, its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json is what tests/test_docs.py reads.
-SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints one JSON line last.
+With --cpu, those that need no GPU: one after the other, in the order of the pages, in FOLDER, which gets a copy of the repository and
+keeps the runs that later commands name. Without it, those that need one GPU; DIR is a model with a chat template, FOLDER has the files
+of GSM8K, MBPP and HumanEval that the recipes name. Other files that a command names are made (docs_settings.py, which also has what is
+added). Commands that ran according to OUT.json are left out. It then has for each command the settings that were added, its exit code,
+its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json (GPU) and docs_commands_cpu.json are what
+tests/test_docs.py reads. SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints one JSON line last.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
-COMMAND = re.compile(r"^(?: {4})?((?:POSTTRAIN_\w+=\S+ )?(?:posttrain|python|torchrun|make|pip) (?:\\\n|[^\n])+)", re.M)
-GPU = re.compile(r"device[= ]cuda|/gpu_(generate|grpo_step)\.py|/sequence_ratio_mismatch\.py|sampler=vllm")
-# what one GPU and the files of a test cannot give
-ELSEWHERE = {
-    "processes=": "needs two GPUs",
-    "parallel=": "needs two GPUs",
-    "cluster=": "needs a Ray cluster with GPUs",
-    "Qwen/": "needs the hub",
-    "--trl": "needs TRL beside it",
-    "vllm": "needs vLLM for CUDA",
-    "stories15M": "needs a model of its own",
-    "run rlaif": "needs a judge that gives nothing to an empty answer and tells two answers apart, which a model of 0.5B does not",
-}
-FEW = "prompts=4 problems=8 steps=2 tokens=16"
-FIT = "compared=64 reward.steps=2 reward.batch=8 reward.min_accuracy=0"
-SMALL = {
-    "run gsm8k": f"{FEW} group=4",
-    "run r1_zero": "prompts=4 problems=8 steps=2 samples=4",
-    "run nanochat_rl": "prompts=4 group=4 problems=8 steps=1",
-    "run agent": f"{FEW} group=4 demonstrations=0",
-    "run code": f"{FEW} group=4 samples=2",
-    "run distill": "prompts=4 problems=4 steps=2 tokens=320 samples.min_score=-1",
-    "run dpo": "steps=2 dpo.batch=4",
-    "run kto": "steps=2 kto.batch=4",
-    "run iterative_dpo": "prompts=32 problems=4 steps=1 tokens=96 rounds=1",
-    "run instructgpt": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 "
-    "demonstrations.prompts=32 ordinary.prompts=8 unseen.prompts=8",
-    "run rlaif": f"{FEW} tokens=48 {FIT} agreement.pairs=4",
-    "run summarize": f"{FEW} {FIT} sft.steps=2",
-    "run safety": "prompts=4 problems=8 steps=2 tokens=48 compared=64 agreement.pairs=8 "
-    "helpful.steps=2 harmless.steps=2 helpful.min_accuracy=0 harmless.min_accuracy=0",
-    "run sentiment": f"{FEW} rounds=1 comparisons=64 fresh=64 reward_1.steps=2 reward_1.min_accuracy=0",
-    "run r1": "problems=8 reasoning_steps=1 final_steps=1 favourites.min_score=-1 cold_start.steps=2 mixture.steps=2 "
-    "preferences.steps=2 preferences.min_accuracy=0 comparisons.prompts=64 sampled.prompts=64 sampled.min_score=-1 "
-    "favourites.prompts=64",
-    "multi_turn.py": "--only turns",
-    "publish.py": "--times 1",
-    "sequence_ratio_mismatch.py": "--tiny",
-    "plan_accuracy.py": "--steps 2",
-    "gpu_generate.py": "--cases a --repeats 1 --no-lognormal",
-    "gpu_grpo_step.py": "--cases a --repeats 1",
-}
-PAIR = {"prompt": "Name a colour ({n}).", "chosen": "Blue is a colour.", "rejected": "No."}
-POST = {"prompt": "My cat sleeps {n} hours a day. Summarise this."}
-ROWS = {
-    "pairs.jsonl": PAIR,
-    "PEOPLE.jsonl": PAIR,
-    "COMPARISONS.jsonl": PAIR,
-    "harmless-base-test.jsonl.gz": PAIR,
-    "prompts.jsonl": {"prompt": "What is 11 * {n} + 9?", "answer": "{answer}"},
-    "PROMPTS.jsonl": POST,
-    "POSTS.jsonl": POST,
-    "REFERENCES.jsonl": {**POST, "completion": "A cat sleeps {n} hours."},
-    "feedback.jsonl": {**POST, "completion": "A cat.", "label": "{label}"},
-}
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import docs_settings as known  # noqa: E402
+
+ROOT = HERE.parent
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"^ {4}((?:POSTTRAIN_\w+=\S+ )?(?:posttrain|python|torchrun|make|pip|cp|curl) (?:\\\n|[^\n])+)", re.M)
+GPU = re.compile(
+    r"device[= ]cuda|/gpu_(generate|grpo_step|train|train_kernels|kernels)\.py|/sequence_ratio_mismatch\.py|sampler=vllm"
+)
+SERVERS = re.compile(r"posttrain (serve|studio) ")
+SECONDS = 400.0  # for one command on a CPU
 
 
 def commands(page: str) -> list[str]:
-    """Those of a page, without their comments."""
-    found = [re.sub(r"\s+#.*", "", line.replace("\\\n", " ")) for line in COMMAND.findall(page)]
+    """Those of a page's shell blocks, and those that are indented, without their comments."""
+    shown = BLOCK.sub(lambda found: re.sub("^", "    ", found[2], flags=re.M) if found[1] == "sh" else "", page)
+    found = [re.sub(r"\s+#.*", "", line.replace("\\\n", " ")) for line in COMMAND.findall(shown)]
     return [" ".join(line.split()) for line in found]
 
 
@@ -97,35 +62,46 @@ def needs_gpu(line: str) -> bool:
 
 
 def elsewhere(line: str) -> str:
-    """Why one GPU is not enough; empty where it is."""
-    return next((why for word, why in ELSEWHERE.items() if word in line), "")
+    """Why it is not executed here; empty where it is."""
+    reasons = known.ELSEWHERE_GPU if needs_gpu(line) else known.ELSEWHERE_CPU
+    return next((why for word, why in reasons.items() if word in line), "")
 
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def listed() -> list[str]:
-    """Every command of the docs that needs a GPU, once."""
-    return sorted({line for path in pages() for line in commands(path.read_text()) if needs_gpu(line)})
+def listed(gpu: bool = True) -> list[str]:
+    """Every command of the docs that needs a GPU, or every other one, once."""
+    asked = [path for path in pages() if gpu or path.name not in known.PAGES_ELSEWHERE]
+    return sorted({line for path in asked for line in commands(path.read_text()) if needs_gpu(line) == gpu})
 
 
 def small(line: str) -> str:
-    return next((more for start, more in SMALL.items() if f"{start} " in f"{line} "), "")
+    """What is added: of the first entry whose words stand in the command, a path by its last part."""
+    words = {word.rsplit("/", 1)[-1] for word in line.split()}
+    tables = [known.SMALL] if "model=" in line else [known.TOYS, known.SMALL]
+    return next((more for table in tables for key, more in table.items() if words >= set(key.split())), "")
+
+
+def environment(root: Path) -> dict[str, str]:
+    """That of a command: this Python and the package in `root` come first, and no browser is opened."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "BROWSER": "true"}
 
 
 class Lane:
     """A process that executes one command after the other: what is imported and compiled once serves all of them."""
 
-    def __init__(self) -> None:
-        own = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    def __init__(self, root: Path = ROOT) -> None:
+        own = environment(root)
         words = [sys.executable, __file__, "--lane"]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
 
-    def ask(self, line: str, place: Path) -> tuple[int, str]:
+    def ask(self, words: list[str], place: Path) -> tuple[int, str]:
         assert self.process.stdin and self.process.stdout
         try:
-            self.process.stdin.write(json.dumps([words_of(line), str(place)]) + "\n")
+            self.process.stdin.write(json.dumps([words, str(place)]) + "\n")
             self.process.stdin.flush()
             code, said = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
@@ -146,7 +122,7 @@ def serve() -> None:
     for line in sys.stdin:
         words, place = json.loads(line)
         os.chdir(place)
-        log = os.open("log.txt", os.O_CREAT | os.O_WRONLY)
+        log = os.open("log.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
@@ -179,51 +155,198 @@ def words_of(line: str) -> list[str]:
     return shlex.split(re.sub(r"\bDIR\b(?!/)|(?<=model=)\.\.\.", model, text))
 
 
-def make_files(place: Path) -> None:
-    place.mkdir()
-    for name, row in ROWS.items():
-        lines = [json.dumps(row).replace("{n}", str(n)).replace("{answer}", str(11 * n + 9)) for n in range(64)]
-        text = "\n".join(line.replace('"{label}"', "true" if n % 2 else "false") for n, line in enumerate(lines))
-        (place / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+def result(line: str, began: float, code: int, said: str) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"{code} {seconds} s  {line}", flush=True)
+    found = {"command": line, "added": small(line), "code": code, "seconds": seconds}
+    return found if went_through(found) else {**found, "said": said}
 
 
-def execute(lane: Lane, line: str, place: Path) -> dict[str, object]:
-    """One command in a folder of its own."""
-    make_files(place)
+def went_through(one: dict[str, Any]) -> bool:
+    """Whether a command ended as it should: with 0, or with the code that says what it found."""
+    verdict = next((code for words, code in known.VERDICTS.items() if words in one["command"]), 0)
+    return one["code"] in (0, verdict)
+
+
+def execute(lane: Lane, line: str, place: Path) -> dict[str, Any]:
+    """One command that needs a GPU, in a folder of its own."""
+    known.make_files(place)
     began = time.perf_counter()
     code, said = 0, ""
     if "=REWARD" in line:  # the run of a reward model
         device = os.environ.get("DEVICE", "cuda")
         stage = {"stage": "reward_model", "name": "reward", "model": "DIR", "data": ["pairs.jsonl"], "steps": 1}
         (place / "reward.yaml").write_text(json.dumps({"stages": [stage]}).replace("DIR", os.environ["MODEL"]))
-        code, said = lane.ask(f"posttrain run reward.yaml out=REWARD device={device}", place)
+        code, said = lane.ask(words_of(f"posttrain run reward.yaml out=REWARD device={device}"), place)
     if code == 0:
-        code, said = lane.ask(line, place)
+        code, said = lane.ask(words_of(line), place)
     shutil.rmtree(place)
-    found = {"command": line, "added": small(line), "code": code, "seconds": round(time.perf_counter() - began, 1)}
-    print(f"{code} {found['seconds']} s  {line}", flush=True)
-    return found if code == 0 else {**found, "said": said}
+    return result(line, began, code, said)
 
 
-def main() -> int:
-    if "--lane" in sys.argv:
-        serve()
-        return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--only", default="", help="commands that match this pattern")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds in all; what has not ended then has failed")
-    given = parser.parse_args()
-    known = json.loads(given.out.read_text())["commands"] if given.out.exists() else []
-    results = [one for one in known if not one["code"]]
-    left = [line for line in listed() if line not in {one["command"] for one in results} and not elsewhere(line)]
-    todo = [line for line in left if re.search(given.only, line)]
+class Desk:
+    """Executes commands that need no GPU, one after the other in one folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.lane, self.own = place, Lane(place), environment(place)
+
+    def prepare(self, page: str, line: str) -> tuple[int, str]:
+        """What the command names is there: files as they were, models, runs."""
+        known.make_files(self.place)
+        known.make_models(self.place)
+        known.write_blocks(page, self.place)
+        code, said = 0, ""
+        for words, name, made, how in known.NEEDS:
+            if words not in f"{line} ":
+                continue
+            if not made or not (self.place / made).exists():
+                code, said = self.typed(how)
+            if name:
+                self.put_aside(name)
+                (self.place / name).symlink_to(self.place / made)
+            if code or name:
+                break
+        return code, said
+
+    def put_aside(self, name: str) -> None:
+        """Make way for what a name stands for in one command."""
+        path = self.place / name
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            path.rename(f"{path}.aside")
+
+    def put_back(self) -> None:
+        for path in [*self.place.glob("*.aside"), *self.place.glob("runs/*.aside")]:
+            path.with_suffix("").unlink(missing_ok=True)
+            path.rename(path.with_suffix(""))
+
+    def text(self, line: str) -> str:
+        """The command with its small settings; of two in one line, each with its own."""
+        line = line.replace("model=...", "model=DIR").replace("data=...", "data=FOLDER")
+        parts = re.split(r"( && |; )", line)
+        made = "".join(part if n % 2 else f"{part} {small(part)}" for n, part in enumerate(parts))
+        return f"{made} READY= PEERS= BIN={Path(sys.executable).parent}" if line.startswith("make ") else made
+
+    def typed(self, text: str, given: str = "") -> tuple[int, str]:
+        """A line of the shell, by the lane where it is one command of posttrain."""
+        if text.startswith("posttrain ") and not given and not re.search("[;&|]", text):
+            if self.lane.process.poll() is not None:
+                self.lane = Lane(self.place)
+            clock = threading.Timer(SECONDS, self.lane.process.kill)
+            clock.start()
+            answer = self.lane.ask(shlex.split(text), self.place)
+            clock.cancel()
+            return answer
+        with self.started(text, given) as (process, log):
+            with_limit(process, SECONDS)
+        return process.returncode, log.read_text(errors="replace")[-2000:]
+
+    @contextmanager
+    def started(self, text: str, given: str = "") -> Iterator[tuple[subprocess.Popen[str], Path]]:
+        log = self.place / "log.txt"
+        (self.place / "typed.txt").write_text(given)
+        with log.open("w") as out, (self.place / "typed.txt").open() as typed:
+            process = subprocess.Popen(
+                ["bash", "-c", text], cwd=self.place, env=self.own, stdin=typed, stdout=out, stderr=out, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                yield process, log
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def served(self, text: str, ask: str = "") -> tuple[int, str]:
+        """A server: started, asked one request, which is a command of the page or for its first page, and ended by a signal."""
+        with self.started(f"exec {text}") as (process, log):
+            until, found = time.monotonic() + SECONDS, None
+            while not found and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.2)
+                found = re.search(r"http://[\w.:]+\d(/v1)?", log.read_text(errors="replace"))
+            if not found:
+                return 1, f"no address: {log.read_text(errors='replace')[-2000:]}"
+            if ask:
+                line = re.sub(r"http://[\w.:]+/v1", found[0], ask)
+                asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=SECONDS)
+                code, said = asked.returncode, asked.stdout + asked.stderr
+            else:
+                with urllib.request.urlopen(f"{found[0]}/models" if found[1] else found[0], timeout=60) as answer:
+                    code, said = int(answer.status != 200), ""
+            process.send_signal(signal.SIGINT)
+            with_limit(process, 60)
+        return code or process.returncode, said or log.read_text(errors="replace")[-2000:]
+
+    def execute(self, page: str, line: str) -> dict[str, Any]:
+        code, said = self.prepare(page, line)
+        began, text = time.perf_counter(), self.text(line)
+        if code == 0 and line.startswith("curl "):
+            (server,) = (one for one in commands(page) if one.startswith("posttrain serve"))
+            code, said = self.served(self.text(server), text)
+        elif code == 0 and SERVERS.match(line):
+            code, said = self.served(text)
+        elif code == 0:
+            code, said = self.typed(text, next((given for words, given in known.TYPED.items() if line.startswith(words)), ""))
+        self.put_back()
+        return result(line, began, code, said)
+
+
+def with_limit(process: subprocess.Popen[str], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Kept:
+    """What ran, in a file that is written after each command: what is cut off later has not been for nothing."""
+
+    def __init__(self, path: Path, wanted: list[str], device: str) -> None:
+        before = json.loads(path.read_text())["commands"] if path.exists() else []
+        self.path, self.wanted, self.lock = path, [line for line in wanted if not elsewhere(line)], threading.Lock()
+        self.rows = [one for one in before if went_through(one) and one["command"] in wanted]
+        self.found = {"date": datetime.now(UTC).date().isoformat(), "device": device}
+
+    def left(self) -> list[str]:
+        ran = {one["command"] for one in self.rows if went_through(one)}
+        return [line for line in self.wanted if line not in ran]
+
+    def add(self, one: dict[str, Any]) -> None:
+        with self.lock:
+            self.rows.append(one)
+            rows = sorted(self.rows, key=lambda one: str(one["command"]))
+            self.path.write_text(json.dumps({**self.found, "commands": rows, "pending": self.left()}, indent=1) + "\n")
+
+    def report(self, todo: list[str]) -> int:
+        failed = [line for line in todo if line in self.left()]
+        print(json.dumps({"run": len(self.rows) - len(failed), "failed": failed}))
+        return 1 if failed else 0
+
+
+def on_cpu(given: argparse.Namespace) -> int:
+    """One process at a time: figures of time are no part of it, and the machine stays usable."""
+    place, kept = given.cpu.resolve(), Kept(given.out, listed(gpu=False), "cpu")
+    todo = [line for line in kept.left() if re.search(given.only, line)]
+    shutil.copytree(
+        ROOT, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist", "__pycache__")
+    )
+    desk, until = Desk(place), time.monotonic() + given.limit
+    for page in (path.read_text() for path in pages()):
+        for line in commands(page):
+            if line in todo and line in kept.left() and time.monotonic() < until:
+                kept.add(desk.execute(page, line))
+    desk.lane.process.kill()
+    return kept.report(todo)
+
+
+def on_gpu(given: argparse.Namespace) -> int:
+    kept = Kept(given.out, listed(), device())
+    todo = [line for line in kept.left() if re.search(given.only, line)]
     todo.sort(key=lambda line: (line.startswith("python "), len(small(line))))  # those with few stages first
     if os.environ.get("DEVICE") == "cpu":
         todo = [line for line in todo if line.startswith("posttrain ")]
     lanes = [Lane() for _ in range(min(given.at_once, len(todo)))]
-    found = {"date": datetime.now(UTC).date().isoformat(), "device": device()}
     waiting, lock = iter(list(enumerate(todo))), threading.Lock()
 
     def drain(lane: Lane, folder: Path) -> None:
@@ -232,12 +355,7 @@ def main() -> int:
                 number, line = next(waiting, (0, ""))
             if not line or lane.process.poll() is not None:
                 return
-            one = execute(lane, line, folder / str(number))
-            with lock:  # written each time: what is cut off later has not been for nothing
-                results.append(one)
-                rows = sorted(results, key=lambda one: str(one["command"]))
-                pending = [line for line in left if line not in {one["command"] for one in rows if not one["code"]}]
-                given.out.write_text(json.dumps({**found, "commands": rows, "pending": pending}, indent=1) + "\n")
+            kept.add(execute(lane, line, folder / str(number)))
 
     with tempfile.TemporaryDirectory() as made:
         clock = threading.Timer(given.limit, end_all, args=[lanes])
@@ -249,10 +367,21 @@ def main() -> int:
             thread.join()
         clock.cancel()
         end_all(lanes)
-    ran = {str(one["command"]) for one in results if not one["code"]}
-    failed = [line for line in todo if line not in ran]
-    print(json.dumps({"run": len(ran), "failed": failed}))
-    return 1 if failed else 0
+    return kept.report(todo)
+
+
+def main() -> int:
+    if "--lane" in sys.argv:
+        serve()
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cpu", type=Path, metavar="FOLDER", help="execute those that need no GPU, in this folder")
+    parser.add_argument("--at-once", type=int, default=4, help="commands that need a GPU")
+    parser.add_argument("--only", default="", help="commands that match this pattern")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds in all; what has not ended then has failed")
+    given = parser.parse_args()
+    return on_cpu(given) if given.cpu else on_gpu(given)
 
 
 def device() -> str:

@@ -168,17 +168,21 @@ def graphed(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def run_parts(parts: Mapping[str, Callable[[], dict[str, Any]]], about: str | None) -> None:
-    """Those that `--parts` names, one JSON line each; one that fails does not end the others."""
+    """Those that `--parts` names, one JSON line each; one that fails does not end the others, and the exit code is then 1."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(parts))
+    failed = []
     for name in parser.parse_args().parts.split(","):
         began = time.perf_counter()
         try:
             result = parts[name]()
         except Exception:
             result = {"failed": traceback.format_exc()[-1500:]}
+            failed.append(name)
         print(json.dumps({"part": name, "seconds": round(time.perf_counter() - began, 1), "found": result}), flush=True)
         torch.cuda.empty_cache()
+    if failed:
+        raise SystemExit(1)
 
 
 def decode_bound(case: Case, bytes_s: float, flops_s: float, shared: bool = False) -> float:
