@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 
 from posttrain.cli.base import add_model, add_settings, print_lines
 
@@ -20,5 +19,4 @@ def call(options: argparse.Namespace) -> None:
 
     with serving(options.model, options.settings) as (server, lines):
         print_lines(lines)
-        with suppress(KeyboardInterrupt):
-            server.run()
+        server.run()

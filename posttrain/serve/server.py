@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,9 @@ class Server:
         return f"http://{host}:{self.socket.getsockname()[1]}"
 
     def run(self) -> None:
-        """Answer requests until the process is interrupted."""
-        self.server.run([self.socket])
+        """Answer requests until Ctrl-C, which is how a server ends."""
+        with suppress(KeyboardInterrupt):
+            self.server.run([self.socket])
 
     @contextmanager
     def in_thread(self) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -57,3 +59,14 @@ def test_the_studio_loads_no_torch() -> None:
     check = "print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", f"{program}; {check}"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_control_c_ends_the_studio_as_it_ends_a_server(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+             "from posttrain import cli; sys.exit(cli.main(sys.argv[1:]))", "studio", str(tmp_path), "--port", "0"]  # fmt: skip
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with urlopen(process.stdout.readline().removeprefix("studio: "), timeout=60) as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(60), process.communicate()[1]) == (0, "")
