@@ -27,7 +27,7 @@ unexport HF_HUB_OFFLINE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-kernels test-vllm test-package ten-minutes lint format docs docs-site recipes soak bench bench-rewards check-data clean
+.PHONY: help demo test test-cluster fuzz test-faults test-security test-gpu test-studio test-peers test-environments test-notebooks test-kernels test-commands test-vllm test-package ten-minutes lint format docs docs-site recipes soak bench bench-rewards check-data clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ test-kernels: $(READY) ## the Triton kernels themselves, by Triton's interpreter
 test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several; READERS without torch)
 	@PYTHONS="$(PYTHONS)" READERS="$(READERS)" nice $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -m package
 
+test-commands: $(READY) ## the commands of README.md and docs/ that need no GPU, with small settings; those that have a result are left out
+	@$(BIN)/python benchmarks/docs_commands.py benchmarks/results/docs_commands_cpu.json --cpu build/docs_commands --limit 7200
+
 ten-minutes: $(READY) ## the commands of docs/ten-minutes.md in an empty environment, timed
 	@$(BIN)/python benchmarks/ten_minutes.py
 
@@ -155,8 +158,8 @@ format: $(READY) ## rewrite the files in the project's style
 soak: $(READY) ## 30 minutes of GRPO with faults injected; memory, handles, threads and processes (MINUTES=3 for fewer)
 	@$(BIN)/python benchmarks/soak.py $(or $(MINUTES),30)
 
-recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors
-	@$(BIN)/python benchmarks/recipes.py runs/recipes
+recipes: $(READY) ## every recipe in its toy model, the main ones over three seeds; each must move by two standard errors (ARGS="--recipes dpo" for one)
+	@$(BIN)/python benchmarks/recipes.py runs/recipes $(ARGS)
 
 docs: $(READY) ## write the generated pages anew: algorithms, laws, advice, the reference, papers
 	@$(BIN)/python docs/make_tables.py

@@ -195,6 +195,10 @@ class Desk:
         known.make_files(self.place)
         known.make_models(self.place)
         known.write_blocks(page, self.place)
+        if "OUT" in line:  # of one script, and of all commands that go on with what it made
+            folder = "out/" + re.findall(r"(\w+)\.py", line)[0]
+            (self.place / folder).mkdir(parents=True, exist_ok=True)
+            self.stands_for("OUT", folder)
         code, said = 0, ""
         for words, name, made, how in known.NEEDS:
             if words not in f"{line} ":
@@ -202,19 +206,19 @@ class Desk:
             if not made or not (self.place / made).exists():
                 code, said = self.typed(how)
             if name:
-                self.put_aside(name)
-                (self.place / name).symlink_to(self.place / made)
+                self.stands_for(name, made)
             if code or name:
                 break
         return code, said
 
-    def put_aside(self, name: str) -> None:
-        """Make way for what a name stands for in one command."""
+    def stands_for(self, name: str, made: str) -> None:
+        """Within one command; what has the name is put aside."""
         path = self.place / name
         if path.is_symlink():
             path.unlink()
         elif path.exists():
             path.rename(f"{path}.aside")
+        path.symlink_to(self.place / made)
 
     def put_back(self) -> None:
         for path in [*self.place.glob("*.aside"), *self.place.glob("runs/*.aside")]:

@@ -22,17 +22,18 @@ ELSEWHERE_GPU = {
 # what a CPU, a package index and the files made here cannot give, and who executes it
 ELSEWHERE_CPU = {
     "pip install": "changes the environment that it is in: make test-package installs wheel, sdist and extras in empty ones",
+    "make bench": "needs TRL beside it, which make bench installs",
     "make test": "runs the tests, which have targets of their own: .ci/run, make test-notebooks",
     "cluster=ray": "needs Ray: make test-cluster",
     "torchrun": "needs 8 processes: tests/cluster/test_launch.py has two with torchrun's variables",
     "org/name": "needs a hub: tests/commands/test_export.py has one of its own",
-    "tuned.gguf": "needs llama.cpp's converter",
-    "--harness": "needs lm-evaluation-harness",
-    "reasoning_gym:": "needs posttrain[gym], which is compiled",
-    "math_verify": "needs math-verify",
-    "judge.url=": "needs a judge behind an address: tests/evals has one of its own",
-    "reward.url=": "needs a judge behind an address: tests/commands/test_probe.py has one of its own",
-    "url=https": "needs a judge behind an address: tests/rewards has one of its own",
+    "tuned.gguf": "needs llama.cpp's converter: tests/commands/test_export.py has a script in its place",
+    "--harness": "needs lm-evaluation-harness: tests/commands/test_harness.py",
+    "reasoning_gym:": "needs posttrain[gym], which is compiled: tests/tasks/test_reasoning_gym.py",
+    "math_verify": "needs math-verify: tests/rewards/test_math_verify.py",
+    "judge.url=": "needs a judge behind an address: tests/stages/test_judges.py has one of its own",
+    "reward.url=": "needs a judge behind an address: tests/rewards/test_judge.py has one of its own",
+    "url=https": "needs a judge behind an address: tests/recipes/test_feedback.py has one of its own",
     "stories15M": "needs a model of its own",
     "/shared/": "needs two nodes of a cluster",
 }
@@ -46,6 +47,7 @@ FEW = "prompts=4 problems=8 steps=2 tokens=16"
 FIT = "compared=64 reward.steps=2 reward.batch=8 reward.min_accuracy=0"
 # Settings of recipes with a real model, and options of scripts. The first whose words stand in the command is taken.
 SMALL = {
+    "run gsm8k processes=8": f"{FEW} group=4 processes=2",
     "run gsm8k": f"{FEW} group=4",
     "run r1_zero": "prompts=4 problems=8 steps=2 samples=4",
     "run nanochat_rl": "prompts=4 group=4 problems=8 steps=1",
@@ -55,6 +57,7 @@ SMALL = {
     "run dpo": "steps=2 dpo.batch=4",
     "run kto": "steps=2 kto.batch=4",
     "run iterative_dpo": "prompts=32 problems=4 steps=1 tokens=96 rounds=1",
+    "run instructgpt ordinary=CHATS.jsonl": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 demonstrations.prompts=32",
     "run instructgpt": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 "
     "demonstrations.prompts=32 ordinary.prompts=8 unseen.prompts=8",
     "run rlaif": f"{FEW} tokens=48 {FIT} agreement.pairs=4",
@@ -65,6 +68,7 @@ SMALL = {
     "run r1": "problems=8 reasoning_steps=1 final_steps=1 favourites.min_score=-1 cold_start.steps=2 mixture.steps=2 "
     "preferences.steps=2 preferences.min_accuracy=0 comparisons.prompts=64 sampled.prompts=64 sampled.min_score=-1 "
     "favourites.prompts=64",
+    "run claim_arms.py:thoughts": "steps=1 prompts=2 tokens=16 problems=4",
     "multi_turn.py": "--only turns",
     "publish.py": "--times 1",
     "sequence_ratio_mismatch.py": "--tiny",
@@ -76,6 +80,7 @@ SMALL = {
     "gpu_kernels.py": "--parts sampling",
 }
 BOTH = "sft.steps=5 before.problems=8 rl.steps=2 rl.prompts=4 after.problems=8"
+ARM = "seeds=0 arms=0-none,4-token processes=1"
 REVIEWS = "pretrain.steps=5 sft.steps=5"
 # The same of recipes with their toy model.
 TOYS = {
@@ -93,35 +98,41 @@ TOYS = {
     "run best_of_n": f"{REVIEWS} steps=2 rl.prompts=4 versus_sft.problems=8",
     "run rejection_sampling": f"{REVIEWS} steps=2 rl.prompts=4 versus_sft.problems=8",
     "run dpo": f"{REVIEWS} comparisons.prompts=64 steps=2 versus_sft.problems=8",
-    "run kto": f"{REVIEWS} feedback.prompts=64 steps=2 versus_sft.problems=8",
+    "run kto": "pretrain.steps=80 sft.steps=20 feedback.prompts=64 steps=2 versus_sft.problems=8",
     "run iterative_dpo": f"{REVIEWS} prompts=32 problems=8 steps=1 rounds=1",
     "run instructgpt annotator=people": REVIEWS,
     "run instructgpt": f"{REVIEWS} compared=64 reward.steps=2 reward.min_accuracy=0 steps=2 prompts=4 problems=8",
     "run iterate": "sft.steps=5 before.problems=8 steps=1 after.problems=8",
     "run star": "sft.steps=5 before.problems=8 steps=2 after.problems=8 rounds=1 sample_1.min_score=-1",
-    "run process": "sft.steps=5 steps=2 solutions=32 problems=8 prm.steps=2 orm.steps=2",
+    "run process": "sft.steps=200 steps=2 solutions=64 problems=8 prm.steps=2 orm.steps=2",
     "run r1_zero": "pretrain.steps=5 steps=2 samples=2 prompts=4 problems=8",
     "run r1": "base.steps=5 cold_start.steps=2 mixture.steps=2 preferences.steps=2 preferences.min_accuracy=0 reasoning_steps=1 "
     "final_steps=1 problems=8 sampled.prompts=64 sampled.min_score=-1 comparisons.prompts=64",
-    "run rlaif": "sft.steps=5 people.prompts=32 agreement.pairs=8 compared=64 reward.steps=2 reward.min_accuracy=0 "
+    "run rlaif pairs=PEOPLE.jsonl": "sft.steps=80 agreement.pairs=8 compared=64 reward.steps=2 reward.min_accuracy=0 "
+    "steps=2 prompts=4 problems=8 min_agreement=0",
+    "run rlaif": "sft.steps=80 people.prompts=32 agreement.pairs=8 compared=64 reward.steps=2 reward.min_accuracy=0 "
     "steps=2 prompts=4 problems=8",
-    "run safety": "sft.steps=5 compared=64 helpful.steps=2 harmless.steps=2 helpful.min_accuracy=0 harmless.min_accuracy=0 "
+    "run safety": "sft.steps=80 compared=64 helpful.steps=2 harmless.steps=2 helpful.min_accuracy=0 harmless.min_accuracy=0 "
     "steps=2 prompts=4 problems=8",
-    "run sentiment": "sft.steps=5 rounds=1 comparisons=64 fresh=64 reward_1.steps=2 steps=2 prompts=4 problems=8 "
+    "run sentiment": "sft.steps=80 rounds=1 comparisons=64 fresh=64 reward_1.steps=2 steps=2 prompts=4 problems=8 "
     "overoptimisation.problems=4",
-    "run summarize": "sft.steps=5 compared=64 reward.steps=2 reward.min_accuracy=0 steps=2 prompts=4 problems=8",
-    "staleness.py learn": "seeds=0 arms=0-none,4-token processes=1 steps=2 sft.steps=5",
+    "run summarize": "sft.steps=80 compared=64 reward.steps=2 reward.min_accuracy=0 steps=2 prompts=4 problems=8",
+    "staleness.py learn recipe=nanochat_rl": f"{ARM} steps=2 pretrain.steps=5 problems=8 prompts=4 group=4",
+    "staleness.py speed": "steps=2",
+    "staleness.py learn": f"{ARM} {BOTH}",
+    "claims.py --scale": "--claims 1 --seeds 0",
     "claims.py --read": "",
     "claims.py": "--scale 0.01 --seeds 0 --processes 1",
     "environments.py": "--arms guess --seeds 0 --processes 1",
-    "process_reward.py": "--seeds 0 sft.steps=5 steps=2 solutions=32 problems=8 prm.steps=2 orm.steps=2",
+    "process_reward.py": "sft.steps=200 steps=2 solutions=64 problems=8 prm.steps=2 orm.steps=2 --seeds 0",
     "quickstart_seeds.py": f"{BOTH} control.steps=2 after_control.problems=8",
     "why_ppo.py": "--seeds 1 --steps 2",
     "trpo.py": "--seeds 1 --updates 2",
     "frontier.py --draw": "",
-    "frontier.py": "--steps 2",
+    "frontier.py": "--steps 2 --scale 0.02 --processes 1",
+    "hacks.py --clean-from": "--processes 1 --clean 1",
     "hacks.py": "--processes 1 --seeds 0 --clean 0 --hacks length",
-    "shared_prompts.py": "--repeats 1",
+    "shared_prompts.py": "--repeats 1 --groups 2",
     "real_model.py": "1",
     "plan quickstart --dry": "",
     "make recipes": f"ARGS='--recipes \"quickstart {BOTH}\" --seeds 0'",
@@ -129,7 +140,6 @@ TOYS = {
     "curl": "--fail --silent --show-error",
     "serve": "port=0",
     "studio": "--port 0",
-    "run gsm8k processes=8": f"{FEW} group=4 processes=2",
     "run my.yaml": "rl.steps=1",
     "run agent.yaml": "rl.steps=1 rl.prompts=1 rl.algorithm.group=2 rl.evaluate_every=0",
     "run tools.yaml": "rl.steps=1 rl.prompts=2",

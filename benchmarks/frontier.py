@@ -1,6 +1,6 @@
 """The reward-KL frontier: PPO, GRPO, DPO and best-of-N against one reward model of a taste that is known.
 
-    python benchmarks/frontier.py OUT [--steps 120] [--seed 0] [--processes 2]    # writes OUT/frontier.json; goes on where it stopped
+    python benchmarks/frontier.py OUT [--steps 120] [--seed 0] [--processes 2] [--scale 1]   # goes on where it stopped
     python benchmarks/frontier.py --draw FILE.json docs/frontier.png
 
 A small model is pretrained on tiny reviews, a reward model is fitted to 3,000 comparisons of its own samples by the annotator, and each
@@ -10,6 +10,8 @@ measured on samples for held-out prompts against KL from the pretrained model, i
     PPO, GRPO     along training, beta = the price of KL
     DPO           along training, on pairs of the pretrained model's samples ordered by the reward model; beta as in its loss
     best of N     KL = log N - (N - 1) / N, N = 1 .. 64
+
+Writes OUT/frontier.json. --scale is the share of all counts but --steps; 0.02 is a smoke test.
 """
 
 from __future__ import annotations
@@ -30,6 +32,16 @@ PAIRS, PIECES = 3000, 5  # for DPO: pairs, and pieces of training with a measure
 ARMS = (("best of n", 0.0), ("ppo", 0.1), ("grpo", 0.1), ("dpo", 0.3), ("ppo", 0.5), ("ppo", 0.02), ("grpo", 0.02), ("dpo", 0.1),
         ("grpo", 0.5), ("dpo", 1.0), ("dpo", 0.03))  # fmt: skip
 
+SCALE = [1.0]  # of all counts, in this process and in those of the pool
+
+
+def set_scale(share: float) -> None:
+    SCALE[0] = share
+
+
+def count(full: int) -> int:
+    return max(2, round(full * SCALE[0]))
+
 
 def run(folder: Path, stages: list[Any], seed: int) -> None:
     from posttrain.runs.write import RunWriter
@@ -49,11 +61,11 @@ def foundation(folder: Path, seed: int) -> None:
     from posttrain.train.optimizer import Optimization
     from posttrain.types import Sampling
 
-    data, rate = (Data(task=Reviews("any"), counts={0: 20_000}),), Optimization(lr=3e-3, warmup=20, schedule="cosine")
+    data, rate = (Data(task=Reviews("any"), counts={0: count(20_000)}),), Optimization(lr=3e-3, warmup=20, schedule="cosine")
     run(folder, [
-        PretrainStage(name="base", model="tiny:nano", data=data, steps=800, batch=32, optimizer=rate),
-        ComparisonsStage(name="comparisons", model="base", task=Reviews(), prompts=3000, noise=0.1, sampling=Sampling(120)),
-        RewardModelStage(name="reward", model="base", data=("comparisons",), steps=300, batch=32,
+        PretrainStage(name="base", model="tiny:nano", data=data, steps=count(800), batch=32, optimizer=rate),
+        ComparisonsStage(name="comparisons", model="base", task=Reviews(), prompts=count(3000), noise=0.1, sampling=Sampling(120)),
+        RewardModelStage(name="reward", model="base", data=("comparisons",), steps=count(300), batch=32,
                          optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine")),
     ], seed)  # fmt: skip
 
@@ -101,7 +113,7 @@ def online(root: Path, folder: Path, algorithm: Any, steps: int, seed: int) -> l
         algorithm=algorithm, sampling=Sampling(120), reward=RewardModels(models=(place(root, "reward"),)),
         optimizer=Optimization(lr=3e-4, warmup=10),
         critic_optimizer=Optimization(lr=1e-3) if "critic" in algorithm.roles else None,
-        evaluate_every=max(1, steps // 10), evaluate_problems=0, measure_problems=MEASURED,
+        evaluate_every=max(1, steps // 10), evaluate_problems=0, measure_problems=count(MEASURED),
         checkpoint_every=10**6, rollouts_every=10**6,
     )  # fmt: skip
     run(folder, [stage], seed)
@@ -121,7 +133,7 @@ def labelled(root: Path, seed: int) -> list[dict[str, Any]]:
     import numpy as np
 
     coins, rows = np.random.default_rng(seed), []
-    for group in sampled(root, policy_in(place(root, "base")), "train", PAIRS, 2, seed + 1):
+    for group in sampled(root, policy_in(place(root, "base")), "train", count(PAIRS), 2, seed + 1):
         one, other = group.rollouts
         if coins.random() >= 1 / (1 + math.exp(other.score.value - one.score.value)):
             one, other = other, one
@@ -147,7 +159,7 @@ def offline(root: Path, folder: Path, beta: float, steps: int, seed: int) -> lis
     ], seed)  # fmt: skip
     reference, curve = policy_in(base), []
     for n, model in enumerate([base, *(str(folder / "stages" / name / "model") for name in names)]):
-        found = proxy_gold_kl(sampled(root, policy_in(model), "test", MEASURED, 1, seed), reference, Sampling(120))
+        found = proxy_gold_kl(sampled(root, policy_in(model), "test", count(MEASURED), 1, seed), reference, Sampling(120))
         gold = {"gold_low": found["gold"].low, "gold_high": found["gold"].high}
         curve.append({"step": n * max(1, steps // PIECES), **{name: one.value for name, one in found.items()}, **gold})
     return curve
@@ -167,7 +179,7 @@ def arm(job: tuple[str, str, float, int, int]) -> tuple[str, Any]:
     folder, curve = root / label.replace(" ", "-"), []
     if name == "best of n":
         points = frontier(
-            sampled(root, policy_in(place(root, "base")), "test", PROBLEMS, SAMPLES, seed), ns=[2**k for k in range(7)]
+            sampled(root, policy_in(place(root, "base")), "test", count(PROBLEMS), SAMPLES, seed), ns=[2**k for k in range(7)]
         )
         for p in points:
             gold = {"gold": p.gold.value, "gold_low": p.gold.low, "gold_high": p.gold.high}
@@ -226,11 +238,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "PNG"))
     options = parser.parse_args()
     if options.draw:
         draw(json.loads(options.draw[0].read_text()), options.draw[1])
         return 0
+    set_scale(options.scale)
     began, foot = time.perf_counter(), options.out / "foundation"
     if not (foot / "stages" / "reward" / "result.json").is_file():
         foundation(foot, options.seed)
@@ -244,7 +258,7 @@ def main() -> int:
     jobs = [
         (str(options.out), name, beta, options.steps, options.seed) for name, beta in ARMS if label_of(name, beta) not in arms
     ]
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes, set_scale, (options.scale,)) as pool:
         for label, one in pool.imap_unordered(arm, jobs):
             last, arms[label] = one["curve"][-1], one
             shown = f"KL {last['kl']:7.2f}  proxy {last['proxy']:6.2f}  gold {last['gold']:.3f}  {one['seconds']:.0f} s"

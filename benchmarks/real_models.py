@@ -14,8 +14,9 @@
     python benchmarks/real_models.py choose OUT/arm_*.json                       # the arm with the highest training reward at its end
     python benchmarks/real_models.py check OUT                                   # all of it with a tiny random model, on a CPU
 
-`run` takes the recipe's own settings as key=value, writes OUT/NAME.json (name=... gives another name) and prints one JSON line last.
-It needs no command-line packages: torch, transformers and the library are enough; `draw` needs matplotlib.
+`run` takes the recipe's own settings as key=value, writes OUT/NAME.json (name=... gives another name) and prints one JSON line last;
+its exit code is 1 where something stopped the recipe early. It needs no command-line packages: torch, transformers and the library
+are enough; `draw` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -339,7 +340,7 @@ def main(words: list[str]) -> int:
         case ["unpack", source, target]:
             unpack(source, target)
         case ["run", name, out, *pairs] if all("=" in pair for pair in pairs):
-            run(name, Path(out), dict(pair.split("=", 1) for pair in pairs))
+            return 1 if run(name, Path(out), dict(pair.split("=", 1) for pair in pairs))["stopped"] else 0
         case ["draw", *sources, target] if sources:
             draw([Path(source) for source in sources], Path(target))
         case ["table", *files] if files:

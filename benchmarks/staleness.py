@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py learn OUT [recipe=quickstart] [seeds=0,1,2] [arms=0-none,1-token,4-token,1-none,4-none]
                                              [processes=12] [key=value ...]
-    python benchmarks/staleness.py speed
+    python benchmarks/staleness.py speed [steps=30]
 
 `learn`: an arm is a staleness and a correction; the recipe has stages `before`, `rl` and `after`; other keys are its own.
 `speed`: a sampler and a trainer that sleep, in turn and at once, beside the estimate of the simulator. A table, then one JSON line.
@@ -78,7 +78,7 @@ def learn(
     runs = [(out / f"{seed}-{arm}", seed, arm) for arm in sorted(arms, reverse=True) for seed in seeds]
 
     def one(run: tuple[Path, int, str]) -> None:
-        cost = 1 if run[2].startswith("0") else 2
+        cost = 1 if run[2].startswith("0") else min(2, processes)
         with turn:
             for _ in range(cost):
                 slots.acquire()
@@ -144,7 +144,7 @@ class Timed:
     def close(self) -> None: ...
 
 
-def rate(staleness: int, generate: float, train: float, steps: int = 30, batch: int = 4) -> float:
+def rate(staleness: int, generate: float, train: float, steps: int, batch: int = 4) -> float:
     """Steps a second of the source with a sampler and a trainer that sleep."""
     tokenizer = character_tokenizer(str(TASK.alphabet))
     state = CurriculumState([2], [1000], Curriculum(), 0)
@@ -163,14 +163,14 @@ def rate(staleness: int, generate: float, train: float, steps: int = 30, batch: 
     return steps / seconds
 
 
-def speed() -> dict[str, Any]:
+def speed(steps: int) -> dict[str, Any]:
     print("| generation s a step | training s a step | max_staleness | steps/s | of the slower side's limit | simulated |")
     print("|---|---|---|---|---|---|")
     found = []
     for generate, train in ((0.4, 0.2), (0.2, 0.4), (0.3, 0.3)):
         for staleness in (0, 1, 4):
-            measured, limit = rate(staleness, generate, train), 1 / max(generate, train)
-            settings: dict[str, Any] = {"steps": 30, "batch": 4, "workers": 1, "slots": 4, "spread": 0.0}
+            measured, limit = rate(staleness, generate, train, steps), 1 / max(generate, train)
+            settings: dict[str, Any] = {"steps": steps, "batch": 4, "workers": 1, "slots": 4, "spread": 0.0}
             estimate = simulate(Plan(**settings, generate=generate, train=train, max_staleness=staleness)).rate / 4
             print(f"| {generate} | {train} | {staleness} | {measured:.2f} | {measured / limit:.0%} | {estimate / limit:.0%} |")
             found.append({"generate": generate, "train": train, "staleness": staleness, "share": measured / limit,
@@ -186,9 +186,12 @@ def main() -> int:
         seeds, arms, processes = given.pop("seeds").split(","), given.pop("arms").split(","), int(given.pop("processes"))
         recipe = given.pop("recipe")
         keys = [f"{name}={value}" for name, value in given.items()]
-        print(json.dumps(learn(Path(sys.argv[2]), recipe, [*map(int, seeds)], arms, processes, keys)))
+        found = learn(Path(sys.argv[2]), recipe, [*map(int, seeds)], arms, processes, keys)
+        print(json.dumps(found))
+        return 1 if found["missing"] else 0
     elif what == "speed":
-        print(json.dumps(speed()))
+        given = dict(one.split("=", 1) for one in sys.argv[2:])
+        print(json.dumps(speed(int(given.get("steps", 30)))))
     else:
         print(__doc__)
         return 2

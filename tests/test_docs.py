@@ -120,6 +120,26 @@ def test_every_command_that_needs_a_gpu_ran_on_one() -> None:
     assert {line for line in known.listed() if line not in good and not known.elsewhere(line)} == set(ran["pending"])
 
 
+def test_every_other_command_was_executed_or_has_a_reason() -> None:
+    """`make test-commands` executes what has no result yet; reasons name commands that are there."""
+    known = load_script("benchmarks/docs_commands.py")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "docs_commands_cpu.json").read_text())["commands"]
+    good, wanted = {one["command"] for one in rows if known.went_through(one)}, known.listed(gpu=False)
+    assert [line for line in wanted if line not in good and not known.elsewhere(line)] == []
+    reasons = known.known.ELSEWHERE_CPU
+    assert [word for word in reasons if not any(word in line for line in wanted)] == []
+    named = [name for why in [*reasons.values(), *known.known.PAGES_ELSEWHERE.values()] for name in re.findall(r"tests/[\w/.]+", why)]
+    assert len(wanted) > 180 and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_a_shell_block_has_nothing_but_commands_that_are_executed() -> None:
+    known = load_script("benchmarks/docs_commands.py")
+    for path in known.pages():
+        for kind, code in FENCE.findall(path.read_text()) if path.name not in known.known.PAGES_ELSEWHERE else ():
+            lines = [line for line in code.replace("\\\n", "").splitlines() if line.strip() and not line.startswith("#")]
+            assert kind != "sh" or len(known.commands(f"```sh\n{code}```")) == len(lines), (path.name, code)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_what_a_page_points_to_is_there(path: Path) -> None:
     text = path.read_text()

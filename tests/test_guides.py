@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -10,13 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from scripts_for_tests import load_script
 
 from posttrain import catalogue, cli, config
 from posttrain.commands import plan
 from posttrain.errors import UserError
-from posttrain.models.save import save
-from posttrain.models.tiny import character_tokenizer, tiny_model
-from posttrain.stages.base import PRINTABLE
 
 DOCS = Path(__file__).parent.parent / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
@@ -45,54 +42,13 @@ def recipes_of(commands: Iterable[str]) -> list[str]:
 
 
 PLANNED = recipes_of({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
-QUESTIONS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
-GRADE_SCHOOL = [
-    {"question": f"What is {n} + 1?", "answer": f"It is {n}+1 = <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"} for n in range(3000)
-]
-PAIRS = [{"prompt": f"say {n}", "chosen": "yes, with pleasure", "rejected": "no"} for n in range(40)]
-ROWS = {
-    "chats.jsonl": [{"prompt": f"say {n}", "completion": "yes"} for n in range(40)],
-    "pairs.jsonl": PAIRS,
-    "helpful.jsonl": PAIRS,
-    "harmless.jsonl": PAIRS,
-    "prompts.jsonl": [{"prompt": f"say {n}"} for n in range(60)],
-    "problems.jsonl": QUESTIONS,
-    "tests.jsonl": [{"question": f"Write f{n}.", "answer": json.dumps([[f"f{n}", [], n]])} for n in range(60)],
-    "FOLDER/gsm8k-train.jsonl": GRADE_SCHOOL[:2500],
-    "FOLDER/gsm8k-test.jsonl": GRADE_SCHOOL[2500:],
-    "FOLDER/humaneval.jsonl": [
-        {
-            "task_id": f"HumanEval/{n}",
-            "prompt": f"def f{n}():\n",
-            "entry_point": f"f{n}",
-            "canonical_solution": f"    return {n}\n",
-            "test": f"def check(candidate):\n    assert candidate() == {n}\n",
-        }
-        for n in range(20)
-    ],
-    "FOLDER/mbpp-sanitized.json": [
-        {
-            "task_id": n,
-            "prompt": f"Write a function that returns {n}.",
-            "code": f"def g{n}():\n    return {n}",
-            "test_imports": [],
-            "test_list": [f"assert g{n}() == {n}"],
-        }
-        for n in range(60)
-    ],
-}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the model and the files that the pages name."""
-    folder = tmp_path_factory.mktemp("guides")
-    tokenizer = character_tokenizer(PRINTABLE)
-    save(tiny_model(tokenizer, "nano", 0), tokenizer, folder / "DIR")
-    for name, rows in ROWS.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        text = "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
-        (folder / name).write_text(text + "\n")
+    folder, made = tmp_path_factory.mktemp("guides"), load_script("benchmarks/docs_settings.py")
+    made.make_files(folder)
+    made.make_models(folder)
     for name, body in FILES.items():
         (folder / name).write_text(body)
     with pytest.MonkeyPatch.context() as patch:
