@@ -48,6 +48,7 @@ RULES = tuple(range(1, 10))
 TRAINED_RULE, CHANGED_RULE = 3, 7  # of claim 2
 HABITS = {"check": "!", "back_track": "~", "sub_goal": ";", "backward": "<"}
 BUDGETS = (16, 32, 48, 64, 80)  # tokens of thinking, claim 6
+SUM_BUDGETS = (5, 11, 17, 23, 29)  # the work of one digit, of two, of three, of four, and room for all
 THINKING = BUDGETS[-1]
 GROUP = GRPO(group=8, beta=0.0, reduction="token_mean")
 
@@ -75,6 +76,35 @@ class Slipped(Arithmetic):
         digits[-1 - at] = str((int(digits[-1 - at]) + other) % 9 + 1)  # another one, never 0
         steps[at] = steps[at][:-1] + digits[-1 - at]
         return SEPARATOR.join(steps) + MARKER + "".join(digits)
+
+
+@dataclass(frozen=True)
+class Budgeted(Arithmetic):
+    """Sums of `min_level` to `level` digits in turn, also in the test. `budget` > 0 ends the work after as many tokens: the answer is
+    asked for."""
+
+    budget: int = 0
+
+    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+        if split == "train" or level is not None:
+            return super().problems(split, level)
+        own = [super(Budgeted, self).problems(split, n) for n in self.levels]
+        return Procedural(lambda index: own[index % len(own)][index // len(own)], range(len(own) * min(map(len, own))))
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
+        return await (within(self.budget, generate) if self.budget else super().run(problem, generate))
+
+    def observation_roles(self, template: str) -> tuple[str, ...]:
+        return ()
+
+
+async def within(budget: int, generate: Generate) -> Rollout:
+    """An episode that may think for as many tokens; where it has given no answer by then, the marker is appended and it must."""
+    thought = (await generate(max_new_tokens=budget)).text
+    if MARKER in thought:
+        return generate.rollout(answer=thought)
+    answer = (await generate(MARKER, last=True, max_new_tokens=16)).text
+    return generate.rollout(answer=thought + MARKER + answer)
 
 
 @dataclass(frozen=True)
@@ -160,13 +190,7 @@ class Search(Countdown):
         return ()
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
-        if not self.budget:
-            return await super().run(problem, generate)
-        thought = (await generate(max_new_tokens=self.budget)).text
-        if MARKER in thought:
-            return generate.rollout(answer=thought)
-        answer = (await generate(MARKER, last=True, max_new_tokens=16)).text
-        return generate.rollout(answer=thought + MARKER + answer)
+        return await (within(self.budget, generate) if self.budget else super().run(problem, generate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,9 +409,15 @@ def memory(arm: str = "grpo", scale: float = 1.0, seconds: float = 60.0) -> Reci
 
 
 def thinking(arm: str = "chain", scale: float = 1.0) -> Recipe:
-    """6. Direct answers against chains of thought on the same sums, by SFT and the same RL; and, of a model that searches, the
-    accuracy by the tokens that it may think."""
+    """6. Direct answers against chains of thought on the same sums, by SFT and the same RL; and the accuracy by the tokens that a
+    model may think, of one that searches (`budgets`) and of one that works sums of two to four digits out (`budgets_sums`)."""
     n = scaled(scale)
+    if arm == "budgets_sums":
+        sums = Budgeted(level=4, min_level=2)
+        shown = [Data(task=Arithmetic(level=2), counts={1: n(200), 2: n(1000)})]
+        shown += [Data(task=Arithmetic(level=level), counts={level: n(1000)}) for level in (3, 4)]
+        budgets = [evaluation(f"budget_{b}", "sft", replace(sums, budget=b), n, samples=4) for b in SUM_BUDGETS]
+        return Recipe((imitated(n(1000), *shown), *budgets))
     if arm == "budgets":
         task = Search()
         stages: list[Stage] = [

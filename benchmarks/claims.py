@@ -99,8 +99,12 @@ CLAIMS = {
     6: Claim(
         "Chains of thought and budgets",
         "thinking",
-        ("direct", "chain", "budgets"),
-        (*both("accuracy"), *(Column(f"budget {n}", f"budget_{n}") for n in (16, 32, 48, 64, 80))),
+        ("direct", "chain", "budgets", "budgets_sums"),
+        (
+            *both("accuracy"),
+            *(Column(f"budget {n}", f"budget_{n}") for n in (16, 32, 48, 64, 80)),
+            *(Column(f"sums: budget {n}", f"budget_{n}") for n in (5, 11, 17, 23, 29)),
+        ),
         along="tokens of thinking",
     ),
     7: Claim("DPO cannot explore", "explore", ("dpo", "iterative_dpo", "grpo"), both("accuracy", "pass_at.8")),

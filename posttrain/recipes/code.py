@@ -57,7 +57,7 @@ def code(
         held_out = HumanEval(data=data, held_out=1.0, system=SYSTEM, options=options)
     else:
         task = held_out = Programs(sandbox=sandbox, wall=wall)
-        made = [imitating(size, Data(task=task, counts={0: 8000}), steps=600)]
+        made = [imitating(size, Data(task=task, counts={0: 8000}), steps=1000)]
     first, tokens = model or "sft", given(tokens, 384 if real else 48)
     problems, greedy = given(problems, 164 if real else 50), Sampling(tokens, temperature=0.0)
     once = EvaluateStage(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from posttrain.algorithms.distillation import Distillation, Divergence
 from posttrain.errors import require
-from posttrain.recipes._toys import imitating
+from posttrain.recipes._toys import SUMS, imitating
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
@@ -19,8 +19,6 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
-
-SHOWN = 1500  # worked sums that the student begins with
 
 
 def distill(
@@ -40,7 +38,8 @@ def distill(
 
     With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) GSM8K on one GPU; `data` is a folder with
     gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. Without them a toy on a CPU: a model of 0.9 million
-    weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw 1,500 of them.
+    weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw only those where no digit
+    carries.
     """
     paired = bool(model) == bool(teacher)
     require(paired, "distill: model and teacher go together; give both, or none for the toy")
@@ -54,11 +53,10 @@ def distill(
         rate = Optimization(lr=given(lr, 2e-3), warmup=10, schedule="linear", final=0.1)
         task = Arithmetic(level=3, min_level=3)
         shown = Data(task=Arithmetic(level=3), counts={1: 200, 2: 1000, 3: 6000})
-        few = Data(task=task, counts={3: SHOWN})
         toy = task, "start", "teacher", given(steps, 150), given(prompts, 32), rate
         stages = [
             replace(imitating("micro", shown, steps=500), name="teacher"),
-            replace(imitating("nano", few, steps=250), name="start"),
+            replace(imitating("nano", *SUMS, steps=800), name="start"),
             *compared(*toy, divergence, given(tokens, 40), given(problems, 1000)),
         ]
     following = "posttrain run distill divergence=jensen_shannon"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.recipes._toys import pretrained
+from posttrain.recipes._toys import SUMS, imitating
 from posttrain.recipes.base import Recipe, given
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -30,22 +29,23 @@ def nanochat_rl(
 ) -> Recipe:
     """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's
     copy is read) the real one, for a GPU: 16 questions x 16 answers a step, one epoch, pass@1 to pass@8 on 400 test questions before
-    and after. Without a model a toy on a CPU: a small one pretrained on sums, 100 steps, with the same loss and the same tool, which
-    it does not know how to call. nanochat's own differs in its optimizer (Muon; `lr` is AdamW's), and samples with top_k = 50.
+    and after. Without a model a toy on a CPU: a small one that has seen three-digit sums only where no digit carries, 400 steps with
+    the same loss and the same tool, which it does not know how to call. nanochat's own differs in its optimizer (Muon; `lr` is
+    AdamW's), and samples with top_k = 50.
     """
     if not model:
-        sums = Arithmetic(level=2)
+        sums = Arithmetic(level=3, min_level=3)
         task = ToolUse(sums, (Calculator("calc"),), format="call", max_turns=4)
-        before, tokens = "pretrain", 24
-        shown = Data(task=ToolUse(sums, (Calculator("calc"),)), counts={1: 200, 2: 1000})
-        made = [pretrained(size, shown)]
-        chosen = given(steps, 100), given(prompts, 16), given(lr, 3e-4)
+        before, tokens = "sft", 32
+        shown = [replace(data, task=ToolUse(data.task, (Calculator("calc"),))) for data in SUMS]
+        made = [imitating(size, *shown, steps=1000)]
+        chosen = given(steps, 400), given(prompts, 16), given(lr, 3e-4)
     else:
         task = ToolUse(Gsm8k(data=data, style="marked"), (Calculator(),), max_turns=8)
         before, tokens, made = model, 256, []
         chosen = given(steps, 467), given(prompts, 16), given(lr, 3e-6)
     steps, prompts, lr = chosen
-    problems = given(problems, 400 if model else 100)
+    problems = given(problems, 400 if model else 200)
     sampling = Sampling(tokens)
     measured = EvaluateStage(
         name="before", model=before, task=task, problems=problems, samples=8, sampling=sampling
@@ -61,7 +61,13 @@ def nanochat_rl(
             prompts=prompts,
             sampling=sampling,
             algorithm=nanochat_loss(group),
-            optimizer=Optimization(lr=lr, schedule="linear", final=0.0, token_budget=32768),
+            optimizer=Optimization(
+                lr=lr,
+                warmup=0 if model else min(10, steps),
+                schedule="linear",
+                final=0.0,
+                token_budget=32768,
+            ),
             evaluate_every=60,
             evaluate_problems=problems,
             checkpoint_every=60,

@@ -8,6 +8,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
 from posttrain.recipes._toys import SUMS, imitating
 from posttrain.recipes.base import Recipe
+from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import ProcessRewardModels
@@ -20,6 +21,8 @@ from posttrain.types import Sampling
 
 TOKENS, GROUP, PROMPTS = 24, 16, 16
 TASK = Arithmetic(level=3, min_level=3)
+# three-digit sums in which every other carry is forgotten
+FORGETFUL = (SUMS[0], Data(task=replace(TASK, forgotten=0.5), counts={3: 3000}))
 ALGORITHM = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
 PRM = RewardModelStage(
     name="prm",
@@ -28,7 +31,7 @@ PRM = RewardModelStage(
     algorithm=ProcessRewardModel(),
     batch=32,
     steps=400,
-    optimizer=Optimization(lr=3e-3, warmup=20, schedule="cosine"),
+    optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
     checkpoint_every=0,
 )
 
@@ -41,25 +44,32 @@ def process(
     problems: int = 200,
     samples: int = 8,
     lr: float = 3e-4,
+    beta: float = 1.0,
 ) -> Recipe:
-    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums only where no digit carries. It writes as
-    many `solutions`, two to a problem. From the end of each step as many `completions` are sampled, which label it. `prm` learns the
-    labels of steps, `orm` the outcomes of the same solutions alone. Then, each on `problems` held-out sums:
+    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with every other carry forgotten, and
+    forgets as often. It writes as many `solutions`, two to a problem. From the end of each step as many `completions` are sampled,
+    which label it. `prm` learns the labels of steps, `orm` the outcomes of the same solutions alone. Then, each on `problems` held-out
+    sums:
 
     - `search`: majority, best of N by either model, beam search by `prm`, N = `samples`;
     - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, paid by the task for the right
-      answer, or by `prm` for each step. `outcome_longer` has as many more steps as the completions of the labels would have paid for.
+      answer, or by `prm` for each step, less `beta` times the KL from SFT: `prm` is wrong about what SFT never writes.
+      `outcome_longer` has as many more steps as the completions of the labels would have paid for.
     """
     labels = _labels(solutions // 2, completions)
-    greedy = Sampling(TOKENS, temperature=0.0)
     measured = EvaluateStage(
-        name="before", model="sft", task=TASK, problems=problems, sampling=greedy
+        name="before",
+        model="sft",
+        task=TASK,
+        problems=problems,
+        samples=samples,
+        sampling=Sampling(TOKENS),
     )
     outcome = _trained(steps, lr, problems)
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
     stages = (
-        imitating(size, *SUMS),
+        imitating(size, *FORGETFUL, steps=800),
         measured,
         labels,
         replace(labels, name="outcomes", completions=0),
@@ -82,7 +92,7 @@ def process(
         replace(
             outcome,
             name="process",
-            algorithm=replace(ALGORITHM, supervision="process"),
+            algorithm=replace(ALGORITHM, supervision="process", beta=beta),
             reward=ProcessRewardModels(models=("prm",), steps=SEPARATOR),
         ),
         replace(measured, name="after_outcome", model="outcome"),

@@ -9,6 +9,7 @@ For subtraction the carry is a borrow: 52-17= is answered `27015,51103#35`: 2-7-
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import gcd, isqrt
@@ -18,7 +19,7 @@ from posttrain.errors import Seed, Share
 from posttrain.rewards.answer import INTEGER, MARKER, after_marker, integer_answer, strict_integer
 from posttrain.rewards.compose import weigh
 from posttrain.tasks._procedural import Leveled, Procedural, side, stable_hash
-from posttrain.types import Problem, Score
+from posttrain.types import Message, Problem, Score
 
 SEPARATOR = ","
 ALPHABET = "0123456789+-=" + SEPARATOR + MARKER
@@ -45,12 +46,16 @@ class Arithmetic(Leveled):
     steps_weight: Share = 0.0
     # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
     carry: Literal["any", "none", "some"] = "any"
+    # the share of the carries that demonstrations in supervised training forget, in the steps and so in the answer
+    forgotten: Share = 0.0
     seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
     def __post_init__(self) -> None:
         super().__post_init__()
         together = self.format_weight + self.steps_weight <= 1
         self.check(together, "format_weight and steps_weight lie between 0 and 1 together")
+        adds = self.operation == "+" or self.forgotten == 0
+        self.check(adds, "forgotten is of sums; set operation=+")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         """Item i depends on (split, level, i, seed) alone.
@@ -97,11 +102,20 @@ class Arithmetic(Leveled):
     def demonstration(self, problem: Problem) -> str:
         return SEPARATOR.join(self._work(problem)) + MARKER + problem.answer
 
-    def _work(self, problem: Problem) -> list[str]:
-        """The right steps, from the least significant digit."""
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        said = self.demonstration(problem)
+        if self.forgotten:
+            steps = self._work(problem, self.forgotten)
+            said = SEPARATOR.join(steps) + MARKER + _answer(steps)
+        return (*self.prompt(problem), Message("assistant", said))
+
+    def _work(self, problem: Problem, forgotten: float = 0.0) -> list[str]:
+        """The steps from the least significant digit; `forgotten` is the chance that a carry is left out, and 0 written."""
         a, b, carry, steps = int(problem.facts["a"]), int(problem.facts["b"]), 0, []
-        for _ in range(problem.level):
+        for step in range(problem.level):
             (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
+            if stable_hash("forgotten", problem.id, step) % 1000 < 1000 * forgotten:
+                carry = 0
             if self.operation == "+":
                 total = x + y + carry
                 carry_out = total // 10
@@ -133,6 +147,16 @@ class Arithmetic(Leveled):
         }
         weights = {"format": self.format_weight, "steps": self.steps_weight}
         return weigh(parts, weights, judged.outcome)
+
+
+def _answer(steps: Sequence[str]) -> str:
+    """What steps of a sum add up to.
+
+    >>> _answer(["75012", "48113"])
+    '132'
+    """
+    digits = [step[-1] for step in steps]
+    return str(int("".join([steps[-1][-2], *reversed(digits)])))
 
 
 def pair_side(operation: str, a: int, b: int) -> str:

@@ -76,7 +76,7 @@ def test_answers_in_words_are_read_from_the_last_line(arms: ModuleType) -> None:
 def test_arms_of_a_claim_begin_with_the_same_base_but_where_the_base_is_the_claim(arms: ModuleType, claims: ModuleType) -> None:
     for number, claim in claims.CLAIMS.items():
         made = [getattr(arms, claim.function)(arm=arm).stages for arm in claim.arms]
-        assert len({repr(stages[0]) for stages in made}) == (1 if number not in (1, 3, 6, 11) else 3), number
+        assert len({repr(stages[0]) for stages in made}) == (1 if number not in (1, 3, 6, 11) else len(made)), number
         for arm, stages in zip(claim.arms, made, strict=True):
             names = {stage.name for stage in stages}
             missing = {column.stage for column in claim.columns} - names

@@ -68,7 +68,7 @@ def test_both_sizes_have_the_same_loss_and_the_calculator() -> None:
 
 def test_the_toy_runs_and_the_real_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shorter = [
-        "pretrain.steps=4",
+        "sft.steps=4",
         "steps=2",
         "prompts=2",
         "group=4",

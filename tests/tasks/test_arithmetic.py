@@ -45,6 +45,20 @@ def test_demonstrations_worked_by_hand() -> None:
     assert Arithmetic(steps="spelled").demonstration(question(47, 85, 2)) == "7+5+0=12,4+8+1=13#132"
 
 
+def test_forgotten_carries_are_shown_in_training_and_never_asked_for() -> None:
+    task = Arithmetic(level=3, min_level=3, forgotten=1.0)
+    shown = task.conversation(question(661, 696, 3))[-1].content
+    assert shown == "16007,69015,66012#1257", "6 + 6 and no 1: the answer follows from the steps"
+    assert task.demonstration(question(661, 696, 3)) == "16007,69015,66113#1357"
+    assert task.score(question(661, 696, 3), shown).parts["steps"] == pytest.approx(2 / 3)
+    half = [Arithmetic(level=3, min_level=3, forgotten=0.5), Arithmetic(level=3, min_level=3, carry="some")]
+    sums = half[1].problems("train")[:400]
+    right = sum(half[0].conversation(p)[-1].content == half[0].demonstration(p) for p in sums)
+    assert 0.3 < right / len(sums) < 0.5, "one carry or two, each forgotten one time in two"
+    with pytest.raises(UserError, match="forgotten is of sums; set operation="):
+        Arithmetic(operation="-", forgotten=0.5)
+
+
 def test_everything_is_written_in_the_alphabet() -> None:
     for operation in "+-":
         for steps in ("short", "spelled"):
