@@ -85,7 +85,7 @@ class Budgeted(Arithmetic):
 
     budget: int = 0
 
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
+    def problems(self, split: str, level: int | None = None) -> Procedural:
         if split == "train" or level is not None:
             return super().problems(split, level)
         own = [super(Budgeted, self).problems(split, n) for n in self.levels]

@@ -33,7 +33,7 @@ WITH_BOTH = (
 BEFORE_AFTER = {
     "r1_zero": ("base", "trained"),
     "r1": ("base_sums", "final_sums"),
-    "distill": ("after_sft", "after"),
+    "distill": ("before", "after"),  # SFT on the teacher's samples beside it: benchmarks/distillation.py
     "process": ("before", "after_process"),
     **dict.fromkeys(WITH_BOTH, ("before", "after")),
 }

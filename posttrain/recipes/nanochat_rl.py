@@ -35,9 +35,10 @@ def nanochat_rl(
     """
     if not model:
         sums = Arithmetic(level=3, min_level=3)
-        task = ToolUse(sums, (Calculator("calc"),), format="call", max_turns=4)
+        tools = (Calculator("calc"),)
+        task = ToolUse(sums, tools, format="call", max_turns=4)
         before, tokens = "sft", 32
-        shown = [replace(data, task=ToolUse(data.task, (Calculator("calc"),))) for data in SUMS]
+        shown = [replace(data, task=ToolUse(data.task, tools)) for data in SUMS if data.task]
         made = [imitating(size, *shown, steps=1000)]
         chosen = given(steps, 400), given(prompts, 16), given(lr, 3e-4)
     else:
