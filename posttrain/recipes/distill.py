@@ -50,7 +50,7 @@ def distill(
         real = Gsm8k(data=data), model, teacher, given(steps, 100), given(prompts, 64), rate
         stages = compared(*real, divergence, given(tokens, 320), given(problems, 1319))
     else:
-        rate = Optimization(lr=given(lr, 2e-3), warmup=10, schedule="linear", final=0.1)
+        rate = Optimization(lr=given(lr, 1e-3), warmup=10, schedule="linear", final=0.1)
         task = Arithmetic(level=3, min_level=3)
         shown = Data(task=Arithmetic(level=3), counts={1: 200, 2: 1000, 3: 6000})
         toy = task, "start", "teacher", given(steps, 150), given(prompts, 32), rate

@@ -38,12 +38,12 @@ PRM = RewardModelStage(
 
 def process(
     size: str = "nano",
-    steps: int = 30,
+    steps: int = 60,
     solutions: int = 2400,
     completions: int = 4,
     problems: int = 200,
     samples: int = 8,
-    lr: float = 3e-4,
+    lr: float = 1e-4,
     beta: float = 1.0,
 ) -> Recipe:
     """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with every other carry forgotten, and
