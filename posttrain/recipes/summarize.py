@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.errors import require
 from posttrain.recipes._feedback import compare, fit, optimise, versus
 from posttrain.recipes._posts import beginning
@@ -40,6 +42,9 @@ def summarize(
     needs = "summarize: a real model needs posts, data (comparisons that people made) and judge"
     require(not model or bool(data and judge), needs)
     require(bool(model) or not judge, "summarize: a judge is for a real model: give one as model")
+    if not model:
+        slow = replace(scale.policy, lr=1e-4)
+        scale = replace(scale, steps=60, compared=6000, fit_steps=600, policy=slow)
     scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     learned = (*first, *(() if data else (compare(scale),)), fit(scale, data=data or "comparisons"))
     if model:
