@@ -99,6 +99,13 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
     """Begins the line of a user's error with the stage or key that it is about, unless it does so already."""

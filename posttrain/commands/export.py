@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.commands.card import model_card, own_card
-from posttrain.errors import UserError, require
-from posttrain.models.load import HUB_NAME, first_line
+from posttrain.errors import UserError, first_line, require
+from posttrain.models.load import HUB_NAME
 from posttrain.models.save import check_target, one_line_when_unwritable
 from posttrain.runs.read import Run
 from posttrain.system.files import atomic_folder, atomic_write, read_json

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, first_line, require
 from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -93,7 +93,7 @@ def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
                 yield f"{file} row {number}", row
     except (OSError, ArrowException) as error:
-        raise UserError(f"cannot read {file}: {str(error).splitlines()[0][:200]}") from error
+        raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
 def read_rows(file: str | Path) -> Iterator[Row]:

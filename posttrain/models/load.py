@@ -1,25 +1,30 @@
 """Loading a causal language model by name: a checkpoint directory in the hub's layout (config.json, safetensors weights, tokenizer),
 a GGUF file, or a model on the hub.
 
-Whatever the source, weights come as safetensors or GGUF, no code of the model's is run, and bad input gives one line. A directory is
-untrusted data. Everything in it that could run code, unpickle, read another path or silently change the model is looked for and
-refused here, before `transformers` opens a file, rather than trusted to a flag of the callee. Importing this module imports no torch.
+Whatever the source, weights come as safetensors or GGUF, no code of the model's is run (directory.py refuses it), and bad input gives
+one line. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, first_line, require, unknown
 from posttrain.models import bounds
+from posttrain.models.directory import (
+    COPY_TOKENIZER,
+    GIVE,
+    MODEL_FILES,
+    check_directory,
+    read_json,
+    weight_sizes,
+)
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
@@ -28,17 +33,6 @@ if TYPE_CHECKING:
 
     from posttrain.models.policy import Network
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-MODEL_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
-VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", *MODEL_FILES)
-
-# Settings that make transformers read weights from elsewhere, or put other modules in place of the model's own.
-REFUSED_SETTINGS = {
-    "quantization_config": "its weights are quantized and cannot be trained; take the unquantized checkpoint",
-    "transformers_weights": "it names its own weight file; rename that file to model.safetensors and remove the setting",
-    "fusion_config": "it asks for fused modules; remove the setting",
-}
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
@@ -50,10 +44,8 @@ ONE_FAMILY = "use models of one family"
 PROBE = [
     letter * 500 for letter in (" ", "a", "A", "1", "\n", ".", "a ", "\u00e9", "\u4e00", "aA1 .\n")
 ]
-COPY_TOKENIZER = "copy the tokenizer files of its base model there"
 FEWER = "lower max_new_tokens or shorten the prompts"
 UNPACKED = "a safetensors directory, not from GGUF"
-GIVE = "give a model directory, a .gguf file or a hub name (org/name)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,13 +318,6 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     return ""
 
 
-def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 def read_directory(
     folder: Path, dtype: torch.dtype | None, score: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -381,9 +366,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     reader = PreTrainedTokenizerFast if whole else AutoTokenizer
     try:
         found = reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        found(
-            PROBE, add_special_tokens=False, verbose=False
-        )  # an expression that would try for ever fails here
+        # an expression that would try for ever fails here
+        found(PROBE, add_special_tokens=False, verbose=False)
         return found
     # whatever a malformed file makes transformers raise, Rust's panics too
     except BaseException as error:
@@ -409,111 +393,3 @@ def check_report(source: str, report: dict[str, Any]) -> None:
         names = sorted(name if isinstance(name, str) else name[0] for name in found)
         detail = f"{len(names)} tensors {meaning} ({', '.join(names[:2])})"
         require(not names, f"{source}: {detail}; copy the model anew")
-
-
-def check_directory(folder: Path, weights: bool = True) -> None:
-    """Refuse a directory that is incomplete, corrupt, or asks to run code; one without `weights` may lack those."""
-    require(folder.is_dir(), f"{folder} is not a directory; {GIVE}")
-    adapter, path = folder / "adapter_config.json", folder / "config.json"
-    advice = "merge it into its base model and save that"
-    require(not adapter.exists(), f"{folder} holds a LoRA adapter; {advice}")
-    require(path.is_file(), f"{folder} has no config.json; is it a saved model?")
-    bounds.check_files(folder)
-    config = read_json(path)
-    require("model_type" in config, f"{path} names no model_type; is it a model of transformers?")
-    for setting, reason in REFUSED_SETTINGS.items():
-        require(config.get(setting) is None, f"{folder}/config.json sets {setting}: {reason}")
-    for part in ("", "tokenizer_", "generation_", "processor_"):
-        if (folder / f"{part}config.json").is_file():
-            refuse_code(folder / f"{part}config.json")
-    if weights:
-        check_weights(folder)
-    found = any((folder / name).is_file() for name in VOCABULARIES)
-    absent = f"{folder} has no tokenizer (tokenizer.json or a vocabulary file)"
-    require(found, f"{absent}; {COPY_TOKENIZER}")
-
-
-def refuse_code(path: Path) -> None:
-    """Refuse a JSON file that maps classes to Python code, at any depth of it."""
-    pending: list[Any] = [read_json(path)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            require(
-                not value.get("auto_map") and not value.get("custom_pipelines"),
-                f"{path} asks to run Python code that came with the model (auto_map), which posttrain never does; "
-                "use a model whose architecture is part of transformers",
-            )
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse weights that are absent, pickled, outside the directory, incomplete or corrupt."""
-    if (folder / WEIGHTS).is_file():
-        check_safetensors(folder / WEIGHTS)
-        return
-    if (folder / INDEX).is_file():
-        for shard in shards(folder):
-            check_safetensors(folder / shard)
-        return
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    require(
-        not pickles,
-        f"{folder} has only pickled weights ({pickles[0] if pickles else ''}), which can run code when read; convert them to "
-        "safetensors first (load the model where you trust it and call save_pretrained)",
-    )
-    absent = f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}"
-    raise UserError(f"{absent}; copy the weight files there")
-
-
-def weight_sizes(folder: Path) -> tuple[int, int]:
-    """How many tensors the weight files hold, and of how many elements, by their headers."""
-    from safetensors import safe_open
-
-    tensors = elements = 0
-    for name in [WEIGHTS] if (folder / WEIGHTS).is_file() else shards(folder):
-        with safe_open(folder / name, framework="np") as file:
-            shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
-        tensors, elements = tensors + len(shapes), elements + sum(map(prod, shapes))
-    return tensors, elements
-
-
-def shards(folder: Path) -> list[str]:
-    """The weight files named by the index, each a plain name of a file that exists."""
-    index, advice = folder / INDEX, "copy the index anew"
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index} has no weight_map; {advice}")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        plain = name.endswith(".safetensors") and not set(name) & set("/\\:\0")
-        detail = f"{name!r}, which is not a plain .safetensors file name"
-        require(plain, f"{index} names {detail}; {advice}")
-        detail, there = f"{name} that its index names", (folder / name).is_file()
-        require(there, f"{folder} lacks the weight file {detail}; copy it there")
-    return names
-
-
-def check_safetensors(path: Path) -> None:
-    """Refuse a file whose header or length is wrong. Reads the header only."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            names = list(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        found = f"{path} is corrupt or cut short ({first_line(error)})"
-        raise UserError(f"{found}; copy it anew") from error
-    require(bool(names), f"{path} holds no tensors; copy it anew")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or one line that names the file."""
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({first_line(error)}); copy it anew") from error
-    require(isinstance(value, dict), f"{path} does not hold a JSON object; copy it anew")
-    return value

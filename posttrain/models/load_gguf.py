@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, first_line, require
 from posttrain.models import bounds
-from posttrain.models.load import attention_for, check_report, first_line
+from posttrain.models.load import attention_for, check_report
 
 if TYPE_CHECKING:
     import torch

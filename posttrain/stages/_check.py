@@ -13,7 +13,8 @@ from posttrain.data.chat import check_continues, render_prompts
 from posttrain.data.text import unknown_tokens
 from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
-from posttrain.models.load import GIVE, Reader, outline, same_vocabulary
+from posttrain.models.directory import GIVE
+from posttrain.models.load import Reader, outline, same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
 from posttrain.stages.base import Stage, check_names, temporary_context

@@ -35,7 +35,7 @@ OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch"
 _OWN = """
     catalogue.py cluster/ray_cluster.py cluster/vllm.py commands/advise.py commands/doctor.py commands/harness.py commands/inspect.py
     commands/keys.py commands/label.py commands/plan.py commands/probe_answers.py commands/serve.py config.py
-    data/formats.py data/records.py data/template_process.py errors.py models/bounds.py models/load.py
+    data/formats.py data/records.py data/template_process.py errors.py models/bounds.py models/directory.py
     models/load_gguf.py models/save.py monitor/rules.py monitor/watchdog.py rewards/_asking.py rewards/base.py
     rewards/judge.py rewards/language.py runs/lock.py runs/trackers.py stages/_lineage.py stages/comparisons.py
     studio/app.py studio/jobs.py studio/pages_label.py studio/report.py studio/server.py system/files.py
