@@ -100,7 +100,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs."""
+    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs.
+
+    >>> first_line(ValueError("\\nno\\nbecause")), first_line(ValueError())
+    ('no', 'ValueError')
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

@@ -19,24 +19,32 @@ from typing import Annotated, Literal
 from posttrain.errors import Range
 from posttrain.rewards import _numbers as numbers
 from posttrain.rewards._form import FLIPPED, constants
+from posttrain.rewards._named import (
+    ORDERED,
+    graph,
+    is_equation,
+    is_name,
+    is_named_tuple,
+    names_of,
+    names_value,
+    roots_of,
+    spread,
+    unnamed,
+)
 from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
-from posttrain.rewards._tree import Node, is_integer, negative, node
+from posttrain.rewards._tree import Node, is_integer, negative, node, symbols
 from posttrain.rewards._words import Unit, spelled, unit_of, words
 
-Names = frozenset[str]  # of symbols
 Point = dict[str, Fraction]  # a number for each symbol
 Places = Annotated[int, Range(ge=0, le=30, text="a number of decimal places from 0 to 30")]
 POINTS = 8  # where expressions are compared
 MIN_POINTS = 3  # points at which both sides must have had a value
 SCALARS = words("number symbol constant add multiply divide negative power root function")
 SCALARS |= words("factorial binomial degrees pm mp")
-ORDERED = {"tuple", "interval", "bracket", "matrix", "cases"}
 UNORDERED = {"list", "set", "union"}
 MEASURED = {"quantity", "percent", "degrees"}
-NAMES = {"symbol", "text", "choice"}
 NO_UNIT = Unit(Fraction(1), "", Fraction(1), True)
 _CLOCK = re.compile("[0-9]{1,2}(?::[0-9]{2}){0,2}")
-_ROOT = re.compile(r"(.+)_,?[0-9]+")
 _HALF = {"am": "am", "pm": "pm", "noon": "pm", "midnight": "am", "in the morning": "am"}
 
 
@@ -263,7 +271,9 @@ class Comparison:
         alike = all(b is not None and numbers.equal(a, b) for a, b in used)
         return len(used) >= MIN_POINTS and alike
 
-    def both(self, gold: Node, given: Node, names: Names) -> Iterator[tuple[Value, Value | None]]:
+    def both(
+        self, gold: Node, given: Node, names: frozenset[str]
+    ) -> Iterator[tuple[Value, Value | None]]:
         """Both values at each point where the gold answer has one; None where only the prediction lacks it."""
         for point in points(names, counts(gold)):
             if (wanted := self.at(gold, point)) is not None:
@@ -361,40 +371,6 @@ def lettered(value: Node) -> Node:
     return node("quantity", base.text + raised + below, number)
 
 
-def is_name(value: Node) -> bool:
-    """What may stand left of `=` without being a claim of its own: x, AB, f(x), f(2), words."""
-    if value.kind in NAMES:
-        return True
-    if value.kind != "multiply":
-        return False
-    first, *rest = value.nodes
-    called = first.kind == "symbol" and first.text in set("fghpqFGHPQ")
-    known = NAMES | {"number", "interval", "tuple"} if called else NAMES
-    return all(part.kind in known for part in (first, *rest))
-
-
-def graph(equation: Node) -> str:
-    """The two ways to name what a function of x gives: y and f(x)."""
-    name = equation.nodes[0]
-    called = name.kind == "multiply" and [part.text for part in name.nodes] == ["f", "x"]
-    return "f(x)" if called else name.text if name.kind == "symbol" else ""
-
-
-def is_equation(relation: Node) -> bool:
-    return len(relation.nodes) == 2 and relation.text == "="
-
-
-def names_value(given: Node, gold: Node) -> bool:
-    """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
-    name = given.nodes[0]
-    # in the order in which names are written: (y, x) = (3, -4) is another pair than (3, -4)
-    if is_named_tuple(given):
-        names = [(part.text.islower(), len(part.text), part.text) for part in name.nodes]
-        return names == sorted(names)
-    known = name.kind == "symbol" and name.text in symbols(gold)
-    return is_equation(given) and is_name(name) and not known
-
-
 def is_fraction(ratio: Node, other: Node) -> bool:
     """Whether a ratio may be written as the number `other`: 7:20 may also be a time, so 7/20 is the same and 0.35 is not."""
     if is_time(ratio) or len(ratio.nodes) != 2 or other.kind not in SCALARS:
@@ -423,49 +399,6 @@ def in_base(based: Node) -> Fraction:
         raise Undefined(f"not a number in base {base}") from None
 
 
-def names_of(collection: Node) -> set[str]:
-    relations = (member for member in collection.nodes if member.kind == "relation")
-    return {name for side in relations if (name := name_of(side))}
-
-
-def name_of(relation: Node) -> str:
-    """What an equation names: x, or (x,y)."""
-    if relation.kind != "relation" or relation.text != "=":
-        return ""
-    if is_named_tuple(relation):
-        return ",".join(part.text for part in relation.nodes[0].nodes)
-    return relation.nodes[0].text if relation.nodes[0].kind in NAMES else ""
-
-
-def roots_of(names: set[str]) -> set[str]:
-    """The one name that others are made of: x_1 and x_2 are both x."""
-    stems = {found[1] if (found := _ROOT.fullmatch(name)) else name for name in names}
-    return stems if len(stems) == 1 and len(names) > 1 else names
-
-
-def unnamed(collection: Node) -> Node:
-    members = (n.nodes[1] if name_of(n) else n for n in collection.nodes)
-    return node(collection.kind, *collection.labels, *members)
-
-
-def is_named_tuple(value: Node) -> bool:
-    """(x, y) = (3, -4)."""
-    if value.kind != "relation" or value.text != "=" or len(value.nodes) != 2:
-        return False
-    names, values = value.nodes
-    alike = (names.kind, names.labels) == (values.kind, values.labels)
-    alike = alike and len(names.nodes) == len(values.nodes)
-    return alike and names.kind in ORDERED and all(part.kind == "symbol" for part in names.nodes)
-
-
-def spread(value: Node) -> Node:
-    """(x, y) = (3, -4) as x = 3, y = -4."""
-    if not is_named_tuple(value):
-        return value
-    pairs = zip(*(side.nodes for side in value.nodes), strict=True)
-    return node("list", "and", *(node("relation", "=", name, each) for name, each in pairs))
-
-
 def clock(value: Node) -> tuple[tuple[int, ...], str]:
     """The figures of a time of day, and am, pm or nothing; no figures where it is none."""
     half = ""
@@ -486,17 +419,13 @@ def infinity(value: Node) -> int:
     return int(value.kind == "constant" and value.text == "inf")
 
 
-def symbols(value: Node) -> Names:
-    return frozenset(place.text for place in value.walk() if place.kind == "symbol")
-
-
 def counts(value: Node) -> bool:
     """Whether it has a value for whole numbers only: n!, n choose k."""
     places = (place for place in value.walk() if place.kind in ("factorial", "binomial"))
     return any(place.has("symbol") for place in places)
 
 
-def points(names: Names, whole: bool) -> list[Point]:
+def points(names: frozenset[str], whole: bool) -> list[Point]:
     """Points that only the names decide: whole numbers, or rational ones, the first half positive, the rest of either sign."""
     made = []
     for number in range(POINTS):

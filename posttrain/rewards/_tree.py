@@ -138,6 +138,11 @@ def mixed_number(whole: Node, above: Node, below: Node) -> Node | None:
     return node("number", whole.value + above.value / below.value, "mixed")
 
 
+def symbols(value: Node) -> frozenset[str]:
+    """The names of all symbols in it."""
+    return frozenset(place.text for place in value.walk() if place.kind == "symbol")
+
+
 def is_integer(value: Node) -> bool:
     return value.kind == "number" and value.parts[1] == "integer"
 

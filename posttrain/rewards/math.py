@@ -16,12 +16,12 @@ from functools import lru_cache
 from itertools import accumulate
 
 from posttrain.errors import check_fields
-from posttrain.rewards._compare import Comparison, Conventions, symbols
+from posttrain.rewards._compare import Comparison, Conventions
 from posttrain.rewards._form import settled, undone
 from posttrain.rewards._latex import NESTING, read
 from posttrain.rewards._numbers import Exhausted, Undefined
 from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
-from posttrain.rewards._tree import Node, node
+from posttrain.rewards._tree import Node, node, symbols
 from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 

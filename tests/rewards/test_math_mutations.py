@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.rewards import _compare, _form, _latex, _numbers, _tokens, _words
+from posttrain.rewards import _compare, _form, _latex, _named, _numbers, _tokens, _words
 from posttrain.rewards import math as math_reward
 from posttrain.rewards._compare import Comparison
 from posttrain.rewards._tree import Node
@@ -85,7 +85,7 @@ QUESTIONS = {"the question restated": "Factor $x^2+5x+6$."}
 HOLES: list[tuple[str, Patch, str, str]] = [
     # hole, how it is opened, gold, response
     ("the last side of a chain", replaced(Comparison, "same_relation", last_side), "5", r"\boxed{x = 6 = 5}"),
-    ("any left side is a name", replaced(_compare, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
+    ("any left side is a name", replaced(_named, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
     ("unevaluated powers", replaced(math_reward, "undone", lambda value: frozenset()), "144", r"\boxed{12^2}"),
     ("unevaluated sums", replaced(math_reward, "undone", lambda value: frozenset()), "4", r"\boxed{2+2}"),
     ("radicals that cancel", replaced(_compare, "hidden", lambda *a: False), "5", r"\boxed{\frac{\sqrt{50}}{\sqrt2}}"),

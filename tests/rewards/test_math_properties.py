@@ -18,7 +18,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from posttrain.rewards import _compare, _form, _latex, _numbers, _phrases, _sets, _tokens, _tree, _words
+from posttrain.rewards import _compare, _form, _latex, _named, _numbers, _phrases, _sets, _tokens, _tree, _words
 from posttrain.rewards import math as math_reward
 from posttrain.rewards._latex import read
 from posttrain.rewards._numbers import Meter, evaluate
@@ -276,7 +276,7 @@ def test_in_a_ray_actor() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [math_reward, _compare, _form, _latex, _numbers, _phrases, _sets, _tokens, _tree, _words],
+    [math_reward, _compare, _form, _latex, _named, _numbers, _phrases, _sets, _tokens, _tree, _words],
     ids=lambda m: m.__name__,
 )
 def test_no_signals_no_clock_no_processes(module: object) -> None:
