@@ -9,7 +9,6 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import pretrained
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._material import Data
-from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
@@ -56,17 +55,10 @@ def agent(
     The reward is the right number in the last turn, and nothing else: neither calls nor programs that run are paid. Without and with
     the tool, the answer is what is in the last box, else the last number.
     """
-    alone: Task
-    real, made, shown = bool(model), list[Stage](), list[Stage]()
-    if real:
-        alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
-        tools, said = (Python(sandbox),), (INSTRUCTION, REMINDER)
-        task = ToolUse(asked, tools, calls, *said, max_turns=turns, max_output=500)
-        shown = [_demonstrated(model, task, demonstrations)] if demonstrations else []
-    else:
-        alone = Arithmetic(level=2)
-        task = ToolUse(alone, (Python(sandbox),), format="call", max_turns=turns)
-        made = [pretrained(size, Data(task=alone, counts={1: 200, 2: 1000}))]
+    real = bool(model)
+    alone, task = _tasks(real, data, sandbox, calls, turns)
+    made = [] if real else [pretrained(size, Data(task=alone, counts={1: 200, 2: 1000}))]
+    shown = [_demonstrated(model, task, demonstrations)] if real and demonstrations else []
     first, before = model or "pretrain", "sft" if shown else model or "pretrain"
     tokens, problems = given(tokens, 320 if real else 24), given(problems, 600 if real else 100)
     greedy = Sampling(tokens, temperature=0.0)
@@ -101,6 +93,19 @@ def agent(
     ]
     again = "posttrain run agent model=DIR data=FOLDER device=cuda"
     return Recipe(tuple(stages), "before", "after", again)
+
+
+def _tasks(
+    real: bool, data: str, sandbox: str, calls: Literal["auto", "tag"], turns: int
+) -> tuple[Task, ToolUse]:
+    """The problems without the tool, and with it."""
+    tools = (Python(sandbox),)
+    if not real:
+        sums = Arithmetic(level=2)
+        return sums, ToolUse(sums, tools, format="call", max_turns=turns)
+    alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
+    said = (INSTRUCTION, REMINDER)
+    return alone, ToolUse(asked, tools, calls, *said, max_turns=turns, max_output=500)
 
 
 def _demonstrated(model: str, task: Task, count: int) -> SFTStage:
