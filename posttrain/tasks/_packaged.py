@@ -23,6 +23,8 @@ class Packaged(Task):
 
     name: ClassVar[str]
     module: ClassVar[str]  # what must be there to be imported, with `pip install 'posttrain[NAME]'`
+    isolated = True
+    seconds = 60.0
 
     max_turns: Count = 100  # of the policy, in an episode
     train: Count = 10_000  # problems of each split
@@ -69,14 +71,6 @@ class Packaged(Task):
     def score(self, problem: Problem, response: str) -> Score:
         """Of an episode that ended at a limit."""
         return Score(0.0)
-
-    @property
-    def isolated(self) -> bool:
-        return True
-
-    @property
-    def seconds(self) -> float:
-        return 60.0
 
     def demonstration(self, problem: Problem) -> str:
         raise UserError(f"{self.name} has no worked episodes; it can be trained by reward only")

@@ -34,6 +34,7 @@ class OpenEnv(Packaged):
     name: ClassVar[str] = "openenv"
     module: ClassVar[str] = "openenv.core"
     shorthand: ClassVar[str] = "url"
+    verifiable = False
 
     url: str  # of the server of the environment
     action: str = "message"
@@ -56,10 +57,6 @@ class OpenEnv(Packaged):
     @property
     def title(self) -> str:
         return self.url
-
-    @property
-    def verifiable(self) -> bool:
-        return False
 
     @property
     def resettable(self) -> bool:

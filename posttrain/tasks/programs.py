@@ -34,6 +34,7 @@ class Programs(Task):
     """`operations` is how many a function has, one a line."""
 
     alphabet: ClassVar[str] = "".join(dict.fromkeys("0123456789=" + SIGNS + HEAD + LAST))
+    isolated = True
 
     operations: Annotated[int, Range(ge=1, le=9)] = 3
     bugs: Share = 0.5  # of the demonstrations in supervised training
@@ -54,10 +55,6 @@ class Programs(Task):
     @property
     def _options(self) -> dict[str, JSON]:
         return {"sandbox": self.sandbox, "wall": self.wall}
-
-    @property
-    def isolated(self) -> bool:
-        return True
 
     @property
     def seconds(self) -> float:

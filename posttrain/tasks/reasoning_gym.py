@@ -43,6 +43,7 @@ class ReasoningGym(Task):
     """`generator` is its name there, `options` its configuration. A score is what its verifier says; solved means 1."""
 
     shorthand: ClassVar[str] = "generator"  # `reasoning_gym:NAME` says it
+    isolated = True
 
     generator: str
     options: Mapping[str, JSON] = field(default_factory=dict)
@@ -110,10 +111,6 @@ class ReasoningGym(Task):
         if any(EVALUATES.search(Path(file).read_text("utf-8")) for file in files):
             active().require_evaluation(self.generator)
         return ()
-
-    @property
-    def isolated(self) -> bool:
-        return True
 
     @property
     def seconds(self) -> float:

@@ -48,6 +48,7 @@ class Verifiers(Task):
     environment does not train (a judge) are left out. An agent with a `client` in `config` is another model."""
 
     shorthand: ClassVar[str] = "taskset"
+    verifiable = False
 
     taskset: str
     config: Mapping[str, JSON] = field(default_factory=dict)  # the block [env] of its configuration
@@ -82,10 +83,6 @@ class Verifiers(Task):
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
         return ()  # a conversation that the template cannot continue begins anew
-
-    @property
-    def verifiable(self) -> bool:
-        return False
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(0.0)
