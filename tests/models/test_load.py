@@ -160,7 +160,7 @@ def test_config_that_is_not_an_object(checkpoint: Path, text: str) -> None:
 
 def test_config_of_an_unknown_family(checkpoint: Path) -> None:
     edit(checkpoint / "config.json", model_type="llamma")
-    assert "the model cannot be read" in refusal(checkpoint) or "the tokenizer cannot be read" in refusal(checkpoint)
+    assert "cannot be read" in refusal(checkpoint)  # the model or, in some versions of transformers, its tokenizer
     (checkpoint / "config.json").write_text("{}")
     assert "names no model_type" in refusal(checkpoint)
 

@@ -148,7 +148,9 @@ def test_nan_figures_are_not_measurements() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"off": ("kll",)}, "did you mean 'kl'"),
+        ({"off": ("kll",)}, "rule 'kll'; did you mean 'kl'"),
+        ({"stop": ("lenght",)}, "rule 'lenght'"),
+        ({"repeat_after": 0}, "at least 1"),
         ({"failed": 1.5}, r"monitor: failed must be in \[0, 1\]"),
         ({"kl": -1.0}, "monitor: kl must be"),
         ({"flat": 0}, "flat must be at least 1"),

@@ -6,12 +6,10 @@ import json
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from posttrain.errors import UserError
 from posttrain.monitor import monitor as module
 from posttrain.monitor.monitor import Monitor, alarm_lines
 from posttrain.monitor.rules import ADVICE, RULES, MonitorSettings, View, past_frontier
@@ -311,15 +309,6 @@ def test_settings_come_from_the_command_line_and_go_through_the_configuration() 
     assert stage.monitor == expected  # type: ignore[attr-defined]
     again = config.from_config(config.to_config(settings), "config.yaml")
     assert next(s for s in again.recipe.stages if s.name == "rl").monitor == expected  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"off": ("lenght",)}, "rule 'lenght'"), ({"stop": ("kll",)}, "rule 'kll'"), ({"repeat_after": 0}, "at least 1")],
-)
-def test_settings_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        MonitorSettings(**settings)
 
 
 def test_patience_and_repetition_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

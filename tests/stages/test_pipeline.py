@@ -302,7 +302,7 @@ def test_seeds_that_no_resume_could_take_up_are_refused_at_once(
     for words in (*started, ["run", mine, out], ["resume", old], *others):
         assert cli.main(words) == 2, words
         line = capsys.readouterr().err.strip()
-        assert ("\n" not in line and "seed" in line and "whole number" in line) or "valid integer" in line, line
+        assert "\n" not in line and "seed" in line and ("whole number" in line or "valid integer" in line), line
     assert not (tmp_path / "run").exists()
 
 

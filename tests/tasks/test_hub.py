@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,11 @@ ROWS = [{"qa": {"ask": f"What is {n} plus {n}?"}, "gold": f"so #### {2 * n}"} fo
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> str:
-    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
-    write(tmp_path / "set", {"train": ROWS[:30], "test": ROWS[30:]})
-    datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache")).save_to_disk(str(tmp_path / "saved"))
+def saved(tmp_path: Path, data_set: Callable[[Any], str]) -> str:
+    folder = data_set({"train": ROWS[:30], "test": ROWS[30:]})
+    datasets = pytest.importorskip("datasets")
+    datasets.load_dataset(folder, cache_dir=str(tmp_path / "cache")).save_to_disk(str(tmp_path / "saved"))
     return str(tmp_path / "saved")
-
-
-def write(folder: Path, parts: dict[str, list[dict[str, Any]]]) -> None:
-    folder.mkdir()
-    for name, rows in parts.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def hub(place: str, **settings: Any) -> Hub:
@@ -52,11 +46,8 @@ def test_without_a_test_split_a_share_is_held_out(saved: str) -> None:
     assert len(train) + len(test) == 30 and not train & test and test
 
 
-def test_a_folder_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write(tmp_path / "set", {"train": ROWS[:3], "test": [ROWS[1]]})
-    task = hub(str(tmp_path / "set"))
+def test_a_folder_of_files(data_set: Callable[[Any], str]) -> None:
+    task = hub(data_set({"train": ROWS[:3], "test": [ROWS[1]]}))
     assert len(task.problems("train")) == 3
     with pytest.raises(UserError, match="1 questions are also in .* split train"):
         task.problems("test")

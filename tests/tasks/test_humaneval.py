@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from posttrain.tasks._code_data import fenced
 from posttrain.tasks.base import validate
 from posttrain.tasks.humaneval import HumanEval
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 HUMANEVAL = {
     "task_id": "Fixture/0",
     "prompt": 'def add(a: int, b: int) -> int:\n    """The sum."""\n',
@@ -30,24 +32,6 @@ HUMANEVAL_LOOP = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        isolation.choose()
-    except UserError as error:
-        pytest.skip(str(error))
-
-
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[dict[str, Any]]], **settings: Any) -> HumanEval:
-    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for name, rows in parts.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return HumanEval(dataset=str(folder), **settings)
-
-
 @pytest.mark.parametrize(
     ("record", "stub"), [(HUMANEVAL, "def add(*args): return 3"), (HUMANEVAL_LOOP, "def half(*args): return 0")]
 )
@@ -59,9 +43,9 @@ def test_a_reference_solution_passes_and_a_stub_fails(record: dict[str, Any], st
     assert task.isolated and task.ready() == (isolation.describe(),)
 
 
-def test_the_one_split_is_shared_between_training_and_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_split_is_shared_between_training_and_evaluation(data_set: Callable[[Any], str]) -> None:
     rows = [{**HUMANEVAL, "prompt": HUMANEVAL["prompt"].replace("sum", f"sum, version {n}")} for n in range(20)]
-    task = made(tmp_path, monkeypatch, {"test": rows})
+    task = HumanEval(dataset=data_set({"test": rows}))
     train, test = ({p.question for p in task.problems(split)} for split in ("train", "test"))
     assert len(train) + len(test) == 20 and train and test and not train & test
     validate(task, count=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from material_for_tests import rollout, segment
 
 from posttrain.errors import UserError
 from posttrain.evals.evaluate import Evaluation
-from posttrain.rewards.sandbox import isolation
 from posttrain.tasks._code_data import fenced
 from posttrain.tasks.base import validate
 from posttrain.tasks.mbpp import Mbpp
 from posttrain.types import Group
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 MBPP = {
     "task_id": 7,
     "prompt": "Write a function to find the shared elements of two lists.",
@@ -31,24 +32,6 @@ MBPP = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        isolation.choose()
-    except UserError as error:
-        pytest.skip(str(error))
-
-
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[dict[str, Any]]], **settings: Any) -> Mbpp:
-    datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install 'posttrain[data]'")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for name, rows in parts.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Mbpp(dataset=str(folder), **settings)
-
-
 def test_a_reference_solution_passes_and_a_stub_fails() -> None:
     task, problem = Mbpp(), Mbpp.make(MBPP, "row 0", "train/0")
     assert task.score(problem, task.demonstration(problem)).outcome == "pass"
@@ -57,9 +40,9 @@ def test_a_reference_solution_passes_and_a_stub_fails() -> None:
     assert task.prompt(problem)[-1].content.endswith("Name it shared.") and task.isolated
 
 
-def test_splits_are_those_of_the_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_those_of_the_data_set(data_set: Callable[[Any], str]) -> None:
     rows = [{**MBPP, "prompt": f"{MBPP['prompt']} Version {n}."} for n in range(3)]
-    task = made(tmp_path, monkeypatch, {"train": rows[:2], "test": rows[2:]}, config="")
+    task = Mbpp(dataset=data_set({"train": rows[:2], "test": rows[2:]}), config="")
     assert [len(task.problems(split)) for split in ("train", "test")] == [2, 1]
     validate(task, count=1)
 

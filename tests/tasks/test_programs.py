@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.errors import UserError
-from posttrain.rewards.sandbox import isolation
 from posttrain.tasks.base import validate
 from posttrain.tasks.programs import Programs
 
-
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        isolation.choose()
-    except UserError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("sandbox")
 
 
 def test_the_demonstration_passes_the_tests_and_splits_are_apart() -> None:

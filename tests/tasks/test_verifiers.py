@@ -158,9 +158,7 @@ def test_the_tools_of_a_task_are_called_and_read() -> None:
 def test_what_the_environment_breaks_has_no_score() -> None:
     task = Verifiers("own_debate", tasks=10)
     (group,) = play(task, task.problems("test")[:1], lambda text, turn: "raise")
-    assert "ZeroDivisionError: no debate" in str(group.rollouts[0].score.failure) or "no debate" in str(
-        group.rollouts[0].score.failure
-    )
+    assert "no debate" in str(group.rollouts[0].score.failure)
 
 
 def test_an_environment_that_blocks_is_given_up_and_keeps_no_sampler_waiting() -> None:
