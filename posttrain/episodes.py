@@ -174,7 +174,8 @@ class Episode:
         episodes, turn = self.episodes, self.turn
         sampling = self.sampling(max_new_tokens)
         segment = episodes.given(self, given, tools)
-        shared = given is None and not turn  # one tuple for all samples: compared by identity
+        # one tuple for all samples: compared by identity
+        shared = given is None and tools is None and not turn
         ids = episodes.rendered.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
         if turn == self.first:  # of a session that was given up, all of it again
             ids = (*(i for s in self.segments for i in s.ids.tolist()), *ids) if turn else ids

@@ -94,6 +94,22 @@ def test_the_inherited_episode_is_one_turn_with_the_seed_of_its_draw_and_sample(
     assert found[1].rollouts[0].segments[0] is one.segments[0], "the prompt is decoded once for the group"
 
 
+def test_tools_are_shown_with_the_tasks_own_prompt() -> None:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .")
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate(tools=[{"name": "add"}], last=True)
+        return generate.rollout()
+
+    task, sampler = Scripted(run), ScriptedSampler(lambda request: completion([4]))
+    found = rollout_groups(task, sampler, Decoder(tokenizer), task.problems("train"), 2, SAMPLING, 5)
+    assert [tokenizer.decode(request.ids) for request in sampler.requests] == [f"add q{n}" for n in range(3) for _ in range(2)]
+    assert [r.score.failure for g in found for r in g.rollouts] == [None] * 6 and sampler.requests[1].group == 0
+
+
 def test_each_sample_of_a_problem_may_be_drawn_in_its_own_way() -> None:
     """As ReMax asks: the first without chance, the others as the stage says."""
     task, sampler = Scripted(), ScriptedSampler(lambda request: says("a"))
