@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
-from posttrain.episodes import Seconds, rollout_groups
+from posttrain.episodes import rollout_groups
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.tasks.base import Task
+from posttrain.turns import Seconds
 from posttrain.types import Problem, Request, Sampling, Score
 
 ROWS, SLEEPS, PARTS = 256, 1.0, ("rate", "turns", "sleep", "serve")

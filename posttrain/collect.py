@@ -17,7 +17,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
-from posttrain.episodes import EPISODE_FAILED, Seconds, rollout_groups
+from posttrain.episodes import EPISODE_FAILED, rollout_groups
 from posttrain.events import Events
 from posttrain.runs.metrics import failure_kind
 from posttrain.system.workers import WorkerPool
@@ -25,6 +25,7 @@ from posttrain.system.world import current
 from posttrain.tasks._rollouts import score_row
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
+from posttrain.turns import Seconds
 from posttrain.types import (
     JSON,
     Batch,

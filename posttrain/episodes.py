@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, starmap
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import numpy as np
 from posttrain.data.rendering import Renderer
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.rewards._loop import run_to_end
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
@@ -29,7 +29,6 @@ from posttrain.tasks._remote import Host
 from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
 from posttrain.tasks.base import (
     STOPS,
-    ContextFull,
     EpisodeEnd,
     Given,
     Limits,
@@ -37,12 +36,11 @@ from posttrain.tasks.base import (
     failed,
     score_group,
 )
+from posttrain.turns import Seconds, Turns
 from posttrain.types import (
     JSON,
     UNSCORED,
-    Completion,
     Group,
-    Metric,
     Problem,
     Request,
     Rollout,
@@ -53,26 +51,9 @@ from posttrain.types import (
     as_number,
 )
 
-POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
 PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Where the time of collecting went. Only `overlapped` runs at the same time as the others."""
-
-    generate: float = 0.0  # in the sampler, and rendering prompts
-    # decoding to text and scoring that generation waited for, or that came after it
-    score: float = 0.0
-    tools: float = 0.0  # waiting for episodes that did not await `generate`
-    overlapped: float = 0.0  # scoring in workers and in the event loop while generation went on
-
-    def metrics(self) -> tuple[Metric, ...]:
-        used = zip(fields(self), astuple(self), strict=True)
-        always = ("generate", "score")
-        return tuple(Metric(f"seconds/{f.name}", s, None) for f, s in used if s or f.name in always)
 
 
 def rollout_groups(
@@ -144,10 +125,6 @@ class Episode:
         return self.episodes.problems[self.draw]
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self.draw, self.sample
-
-    @property
     def template(self) -> str:
         return str(self.episodes.decoder.tokenizer.chat_template or "")
 
@@ -185,7 +162,8 @@ class Episode:
         seed = derive(self.seed, turn) if turn else self.seed
         number, turn = self.number, turn - self.first
         request = Request(ids, seed, sampling, number, turn, group, keep=not last)
-        completion = await episodes.ask(self, request)
+        place = (self.draw, self.sample)
+        completion = await episodes.turns.ask(request, place, shared, self.restart)
         self.kept, self.routes = not last, completion.routes
         text, offsets = episodes.decoder.decode(completion.ids)
         measured = (completion.logprobs, offsets, completion.versions)
@@ -250,15 +228,6 @@ class Episode:
         return Episode(*place, seed, self.limits, role, self.siblings)
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A request whose episode awaits it."""
-
-    request: Request
-    episode: Episode
-    completion: asyncio.Future[Completion]
-
-
 @dataclass(eq=False)
 class Episodes:
     """The episodes of one call of `rollout_groups`, run together until all have ended and are scored."""
@@ -274,8 +243,7 @@ class Episodes:
     ordered: bool
     first: int = 0  # the place of the first problem among those of all processes
     session: int = 0  # the number of its first session
-    # where others use the sampler too: set when turns are submitted. What polls it calls `receive`
-    shared: asyncio.Event | None = None
+    shared: asyncio.Event | None = None  # where others use the sampler too: see `Turns`
     known: Renderer | None = None  # with prompts that were rendered before
 
     def __post_init__(self) -> None:
@@ -286,19 +254,13 @@ class Episodes:
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
         # by the problem's place and the prompt
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.asked: list[_Turn] = []  # not submitted yet
-        self.submitted: dict[tuple[int, int], _Turn] = {}  # by session and turn, in their order
-        self.completed: dict[tuple[int, int], Completion] = {}  # not delivered yet
-        # episodes that neither await a turn nor have ended
-        self.running = len(self.problems) * len(self.samples)
-        self.ended: set[int] = set()  # sessions whose caches can go
-        self.polls, self.polled = 0, 0.0  # how often the sampler was polled, and when last
+        every = len(self.problems) * len(self.samples)
+        self.turns = Turns(self.sampler, self.seconds, self.ordered, every, self.shared)
         self.together = type(self.task).score_group is not Task.score_group
 
     async def run(self) -> list[list[Group]]:
         """Alternate between the sampler and the coroutines until every group is complete: those of each problem."""
         began, before = time.perf_counter(), self.seconds.generate + self.seconds.tools
-        self.changed = asyncio.Event()
         everything = asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))
         everything.add_done_callback(self._ended)
         for _ in range(2):  # groups start their episodes, and these ask for their first turns
@@ -306,123 +268,18 @@ class Episodes:
         try:
             while not everything.done():
                 await asyncio.sleep(0)  # coroutines go on as far as they can
-                round_over = not self.submitted and not self.running
-                if self.asked and (round_over or not self.ordered):
-                    self.submit()
-                if self.submitted and self.shared is None:
-                    self.poll()
-                else:
-                    await self.idle()
+                await self.turns.advance()
             found = await everything
         finally:
-            open_sessions = {turn.request.session for turn in self.submitted.values()}
-            self.sampler.cancel(self.ended | open_sessions)
+            self.turns.close()
         total = time.perf_counter() - began
         self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)
         return found
 
     def _ended(self, everything: asyncio.Future[Any]) -> None:
-        self.changed.set()
+        self.turns.changed.set()
         if not everything.cancelled():
             everything.exception()  # asyncio prints one that nobody has read, as where the sampler fails
-
-    def submit(self) -> None:
-        """Hand the asked turns to the sampler, in the order of (draw, sample, session)."""
-        now = time.perf_counter()
-        self.sampler.cancel(self.ended)
-        self.ended = set()
-        turns = sorted(self.asked, key=lambda t: (*t.episode.place, t.request.session))
-        self.asked = []
-        self.submitted |= {(t.request.session, t.request.turn): t for t in turns}
-        later = [turn for turn in turns if turn.request.turn]
-        first = [turn for turn in turns if not turn.request.turn]
-        for batch in filter(None, (later, first)):
-            self.hand_over(batch)
-        if self.shared is not None:
-            self.shared.set()
-        self.seconds.generate += time.perf_counter() - now
-
-    def hand_over(self, turns: Sequence[_Turn]) -> None:
-        """Submit turns together. What the policy, its tools or its task gave ends the episode where it is too long; the task's own
-        prompt ends the run."""
-        try:
-            self.sampler.submit([turn.request for turn in turns])
-        except UserError as error:
-            if len(turns) > 1:
-                for turn in turns:
-                    self.hand_over([turn])
-                return
-            request = turns[0].request
-            if request.ids is self.rendered.prompt_ids.get(turns[0].episode.draw):
-                raise
-            del self.submitted[request.session, request.turn]
-            self.deliver(turns[0], ContextFull(str(error)))
-
-    def poll(self) -> None:
-        """Let the sampler go on for a burst."""
-        now = time.perf_counter()
-        found = self.sampler.poll(POLL_SECONDS)
-        self.seconds.generate += time.perf_counter() - now
-        self.receive(found)
-
-    def receive(self, found: Sequence[tuple[Request, Completion]]) -> None:
-        """Deliver what is finished, in the order of the requests where that counts."""
-        for request, completion in found:
-            if (request.session, request.turn) in self.submitted:  # else it was withdrawn
-                self.completed[request.session, request.turn] = completion
-        self.polls, self.polled = self.polls + 1, time.perf_counter()
-        for key in list(self.submitted if self.ordered else self.completed):
-            if key not in self.completed:
-                return
-            self.deliver(self.submitted.pop(key), self.completed.pop(key))
-
-    def deliver(self, turn: _Turn, found: Completion | ContextFull) -> None:
-        self.running += 1
-        if turn.completion.done():  # its episode was given up
-            return
-        if isinstance(found, ContextFull):
-            turn.completion.set_exception(found)
-        else:
-            turn.completion.set_result(found)
-
-    async def idle(self) -> None:
-        """Nothing is being generated: until an episode asks for a turn or everything is scored."""
-        now, tools = time.perf_counter(), self.running > 0
-        await self.changed.wait()
-        self.changed.clear()
-        if tools:
-            self.seconds.tools += time.perf_counter() - now
-
-    async def ask(self, episode: Episode, request: Request) -> Completion:
-        """Wait for a turn of an episode."""
-        turn = _Turn(request, episode, asyncio.get_running_loop().create_future())
-        self.asked.append(turn)
-        self.rest()
-        try:
-            return await turn.completion
-        except asyncio.CancelledError:
-            self.withdraw(turn)
-            raise
-
-    def withdraw(self, turn: _Turn) -> None:
-        """Give up a turn whose episode has ended before it was there."""
-        key = turn.request.session, turn.request.turn
-        if turn in self.asked:  # the sampler knows nothing of it
-            self.asked.remove(turn)
-            self.running += 1
-            return
-        if self.submitted.get(key) is turn:
-            del self.submitted[key]
-            self.completed.pop(key, None)
-            self.running += 1
-        # else it was delivered after the wait for it had ended; the session has a turn that the episode has not
-        self.sampler.cancel({turn.request.session})
-        turn.episode.restart()
-
-    def rest(self) -> None:
-        """An episode awaits a turn or has ended."""
-        self.running -= 1
-        self.changed.set()
 
     def given(
         self, episode: Episode, given: Given | None, tools: Sequence[JSON] | None = None
@@ -476,8 +333,8 @@ class Episodes:
             score = replace(failed(error), outcome=EPISODE_FAILED)
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
-            self.ended |= {e.number for e in generate.siblings if e.kept}
-            self.rest()
+            self.turns.ended |= {e.number for e in generate.siblings if e.kept}
+            self.turns.rest()
         if not rollouts:  # it ended before its first turn
             rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):
@@ -510,14 +367,15 @@ class Episodes:
         """A rollout with its score: in a worker for an isolated task, else in this process."""
         if rollout.score.failure != UNSCORED:
             return rollout
-        began, polls = time.perf_counter(), self.polls
+        began, turns = time.perf_counter(), self.turns
+        polls = turns.polls
         if self.task.isolates(problem):
             assert self.workers is not None
             score = await self.workers.score(self.task, problem, rollout.judged)
         else:
             score = await self.task.scored(problem, rollout.judged)
-        if self.polls > polls:  # generation went on meanwhile, to its end or still
-            end = time.perf_counter() if self.submitted else self.polled
+        if turns.polls > polls:  # generation went on meanwhile, to its end or still
+            end = time.perf_counter() if turns.submitted else turns.polled
             self.seconds.overlapped += end - began
         return with_score(rollout, score)
 

@@ -49,8 +49,9 @@ MAY_IMPORT = {
     "train": f"{MODELS} system.files system.processes system.world algorithms rewards.ensemble rewards.implicit rewards.judge"
     " rewards._asking rewards._models",
     "evals": f"{LEAVES} collect tasks rewards.compose runs ops.kl data.steps data.stream data.text engine.sampler",
-    "episodes": f"{LEAVES} system rewards tasks data engine.random",
-    "collect": f"{BELOW_COLLECT} episodes runs.metrics",
+    "turns": f"{LEAVES} tasks.base",
+    "episodes": f"{LEAVES} system rewards tasks data engine.random turns",
+    "collect": f"{BELOW_COLLECT} episodes turns runs.metrics",
     "monitor": f"{LOOP} collect",
     "loop": f"{LOOP} collect episodes monitor",
     "stages": f"{LOOP} runs collect episodes monitor loop cluster",
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "commands": f"{LOOP} runs collect episodes monitor loop stages recipes config config_tree pipeline serve __version__",
     "api": f"{LOOP} runs collect loop stages recipes config config_tree pipeline commands.compare "
     "commands.inspect commands.probe commands.replay",
-    "cluster": f"{MODELS} system algorithms engine tasks train collect episodes runs.layout runs.console __version__",
+    "cluster": f"{MODELS} system algorithms engine tasks train collect episodes turns runs.layout runs.console __version__",
     "serve": f"{MODELS} engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.statistics system.files "

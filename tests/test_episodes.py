@@ -22,14 +22,15 @@ from posttrain.collect import rate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
-from posttrain.episodes import ContextFull, Seconds, rollout_groups
+from posttrain.episodes import rollout_groups
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.tiny import character_tokenizer
 from posttrain.rewards.math import grade
 from posttrain.runs.metrics import group_metrics
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
+from posttrain.tasks.base import ContextFull, EpisodeEnd, Generate, Limits, Task
 from posttrain.train.pack import pack_groups
+from posttrain.turns import Seconds
 from posttrain.types import Completion, Group, Message, Problem, Request, Rollout, Sampling, Score
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<|>")

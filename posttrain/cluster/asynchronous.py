@@ -25,11 +25,12 @@ from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.cluster.remote import RemoteSampler
 from posttrain.collect import Collected, Rollouts
 from posttrain.engine.random import derive
-from posttrain.episodes import Episodes, Seconds
+from posttrain.episodes import Episodes
 from posttrain.errors import GuardStop
 from posttrain.system.world import current
 from posttrain.tasks._rollouts import group_of_rows, rollout_row
 from posttrain.train.processes import LONGEST_WAIT
+from posttrain.turns import Seconds
 from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
 
 SESSIONS = 1 << 24  # conversations that a group may have
@@ -154,7 +155,7 @@ class Producer:
         try:
             while not self.ends:
                 await asyncio.sleep(0)  # coroutines go on as far as they can
-                if any(unit.submitted for unit in self.units.values()):
+                if any(unit.turns.submitted for unit in self.units.values()):
                     self._poll()
                     continue
                 began = time.perf_counter()
@@ -172,8 +173,8 @@ class Producer:
             self.active = time.monotonic()
             unit = self.units.get(request.session // SESSIONS)
             if unit is not None:  # else it was cancelled
-                unit.receive([(request, completion)])
-                unit.changed.set()
+                unit.turns.receive([(request, completion)])
+                unit.turns.changed.set()
 
     def _begin(self, groups: Together, make: Callable[[int], Episodes]) -> None:
         number = next(self.numbers)

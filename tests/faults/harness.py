@@ -202,12 +202,12 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
     from posttrain import collect as rollouts
     from posttrain import loop
     from posttrain.engine.engine import Engine
-    from posttrain.episodes import Episodes
     from posttrain.runs.write import RunWriter
     from posttrain.stages.base import Context
     from posttrain.system import files
     from posttrain.train import checkpoint
     from posttrain.train.trainer import Trainer
+    from posttrain.turns import Turns
 
     process = os.getpid()
 
@@ -236,7 +236,7 @@ def hook(fate: Fate, counted: Any, saves: Any) -> None:
         setattr(owner, name, outer)
 
     for owner, name in (
-        (Engine, "submit"), (Episodes, "submit"), (rollouts, "rollout_groups"), (Trainer, "forward_backward"), (Trainer, "update"),
+        (Engine, "submit"), (Turns, "submit"), (rollouts, "rollout_groups"), (Trainer, "forward_backward"), (Trainer, "update"),
         (checkpoint, "save_file"), (files, "sync"), (checkpoint, "_digest"), (checkpoint, "_write_json"),
         (checkpoint, "prune"), (loop.Loop, "save"), (RunWriter, "metrics"), (RunWriter, "event"), (RunWriter, "rollouts"),
         (Context, "finish"), (Context, "save_model"), (Path, "rename"),
