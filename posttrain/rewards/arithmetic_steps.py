@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._latex import read
-from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
-from posttrain.rewards._tokens import Unevaluated, Unreadable
 from posttrain.rewards.math import STRICT, MathReward, final_answer, grade
+from posttrain.rewards.mathematics.latex import read
+from posttrain.rewards.mathematics.numbers import Exhausted, Meter, Undefined, evaluate
+from posttrain.rewards.mathematics.tokens import Unevaluated, Unreadable
 from posttrain.types import Score
 
 FORMS = ("equations", "columns")

@@ -16,13 +16,13 @@ from functools import lru_cache
 from itertools import accumulate
 
 from posttrain.errors import check_fields
-from posttrain.rewards._compare import Comparison, Conventions
-from posttrain.rewards._form import settled, undone
-from posttrain.rewards._latex import NESTING, read
-from posttrain.rewards._numbers import Exhausted, Undefined
-from posttrain.rewards._tokens import LENGTH, Unevaluated, Unreadable
-from posttrain.rewards._tree import Node, node, symbols
 from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
+from posttrain.rewards.mathematics.compare import Comparison, Conventions
+from posttrain.rewards.mathematics.form import settled, undone
+from posttrain.rewards.mathematics.latex import NESTING, read
+from posttrain.rewards.mathematics.numbers import Exhausted, Undefined
+from posttrain.rewards.mathematics.tokens import LENGTH, Unevaluated, Unreadable
+from posttrain.rewards.mathematics.tree import Node, node, symbols
 from posttrain.types import Score
 
 RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end

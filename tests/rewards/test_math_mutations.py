@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.rewards import _compare, _form, _latex, _named, _numbers, _tokens, _words
 from posttrain.rewards import math as math_reward
-from posttrain.rewards._compare import Comparison
-from posttrain.rewards._tree import Node
 from posttrain.rewards.math import MathReward, grade
+from posttrain.rewards.mathematics import compare, form, latex, named, numbers, tokens, words
+from posttrain.rewards.mathematics.compare import Comparison
+from posttrain.rewards.mathematics.tree import Node
 
 ROOT_OF_A_SEVENTH = f"{isqrt(10**180 // 7):090d}"  # its first ninety decimals
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -59,7 +59,7 @@ def no_units(value: Node) -> tuple[Node, str]:
 
 
 def letters_as_symbols(patch: pytest.MonkeyPatch) -> None:
-    for module in (_words, _tokens):
+    for module in (words, tokens):
         patch.setattr(module, "is_word", lambda word: False)
 
 
@@ -77,51 +77,51 @@ def any_member(original: Callable[..., bool]) -> Callable[..., bool]:
 
 def no_bound_on_size(patch: pytest.MonkeyPatch) -> None:
     for name in ("MAGNITUDE", "EXACT_BITS", "WORK"):
-        patch.setattr(_numbers, name, 10**9)
-    patch.setattr(_numbers.Meter, "charge", lambda self, work: None)
+        patch.setattr(numbers, name, 10**9)
+    patch.setattr(numbers.Meter, "charge", lambda self, work: None)
 
 
 QUESTIONS = {"the question restated": "Factor $x^2+5x+6$."}
 HOLES: list[tuple[str, Patch, str, str]] = [
     # hole, how it is opened, gold, response
     ("the last side of a chain", replaced(Comparison, "same_relation", last_side), "5", r"\boxed{x = 6 = 5}"),
-    ("any left side is a name", replaced(_named, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
+    ("any left side is a name", replaced(named, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
     ("unevaluated powers", replaced(math_reward, "undone", lambda value: frozenset()), "144", r"\boxed{12^2}"),
     ("unevaluated sums", replaced(math_reward, "undone", lambda value: frozenset()), "4", r"\boxed{2+2}"),
-    ("radicals that cancel", replaced(_compare, "hidden", lambda *a: False), "5", r"\boxed{\frac{\sqrt{50}}{\sqrt2}}"),
-    ("a long decimal", replaced(_compare, "truncated", lambda *a: False), r"\frac{1}{\sqrt{7}}", rf"\boxed{{0.{ROOT_OF_A_SEVENTH}}}"),
-    ("floating point", replaced(_numbers, "equal", near), r"\frac13", r"\boxed{0.333333}"),
-    ("floating point, large", replaced(_numbers, "equal", near), "12345678901234567890", r"\boxed{12345678901234567891\text{ m}}"),
+    ("radicals that cancel", replaced(compare, "hidden", lambda *a: False), "5", r"\boxed{\frac{\sqrt{50}}{\sqrt2}}"),
+    ("a long decimal", replaced(compare, "truncated", lambda *a: False), r"\frac{1}{\sqrt{7}}", rf"\boxed{{0.{ROOT_OF_A_SEVENTH}}}"),
+    ("floating point", replaced(numbers, "equal", near), r"\frac13", r"\boxed{0.333333}"),
+    ("floating point, large", replaced(numbers, "equal", near), "12345678901234567890", r"\boxed{12345678901234567891\text{ m}}"),
     ("a set of one unpacked", lambda patch: patch.setattr(Comparison, "same", unpacked(Comparison.same)), "5", r"\boxed{\{5\}}"),
-    ("units dropped", replaced(_compare, "measured", no_units), r"10\text{ m}", r"\boxed{10\text{ cm}}"),
-    ("percent dropped", replaced(_compare, "measured", no_units), "50", r"\boxed{50\%}"),
-    ("scales dropped", replaced(_words, "SCALES", {"million": Fraction(1)}), "5", r"\boxed{5\text{ million dollars}}"),
-    ("sentences as units", replaced(_words, "NO_UNITS", frozenset()), "5", r"\boxed{5\text{ wrong answers}}"),
-    ("any word as a unit", replaced(_words, "is_plural", lambda word: True), "5", r"\boxed{5\text{ negated}}"),
-    ("a name under a bar", replaced(_latex, "labelled", lambda macro, value: value), "3+4i", r"\boxed{\overline{3+4i}}"),
+    ("units dropped", replaced(compare, "measured", no_units), r"10\text{ m}", r"\boxed{10\text{ cm}}"),
+    ("percent dropped", replaced(compare, "measured", no_units), "50", r"\boxed{50\%}"),
+    ("scales dropped", replaced(words, "SCALES", {"million": Fraction(1)}), "5", r"\boxed{5\text{ million dollars}}"),
+    ("sentences as units", replaced(words, "NO_UNITS", frozenset()), "5", r"\boxed{5\text{ wrong answers}}"),
+    ("any word as a unit", replaced(words, "is_plural", lambda word: True), "5", r"\boxed{5\text{ negated}}"),
+    ("a name under a bar", replaced(latex, "labelled", lambda macro, value: value), "3+4i", r"\boxed{\overline{3+4i}}"),
     ("a base left out", replaced(Comparison, "same_based", lambda *a: True), "101_2", r"\boxed{101}"),
-    ("half a day", replaced(_compare, "_HALF", {"am": "am", "pm": "am"}), "3:30 am", r"\boxed{3:30\text{ pm}}"),
-    ("a time as a ratio", replaced(_compare, "is_clock", lambda value: False), "12:30", r"\boxed{0.4}"),
+    ("half a day", replaced(compare, "_HALF", {"am": "am", "pm": "am"}), "3:30 am", r"\boxed{3:30\text{ pm}}"),
+    ("a time as a ratio", replaced(compare, "is_clock", lambda value: False), "12:30", r"\boxed{0.4}"),
     ("letters as a product", letters_as_symbols, "Monday", r"\boxed{yadnoM}"),
     ("brackets ignored", replaced(Comparison, "same_sequence", any_brackets), "[1,2]", r"\boxed{(1,2)}"),
-    ("one sign of two", replaced(_form, "SIGNS", ()), r"\pm2", r"\boxed{2}"),
-    ("the sign of infinity", replaced(_compare, "infinity", lambda v: int("inf" in repr(v))), r"\infty", r"\boxed{-\infty}"),
-    ("names left out", replaced(_compare, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
+    ("one sign of two", replaced(form, "SIGNS", ()), r"\pm2", r"\boxed{2}"),
+    ("the sign of infinity", replaced(compare, "infinity", lambda v: int("inf" in repr(v))), r"\infty", r"\boxed{-\infty}"),
+    ("names left out", replaced(compare, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
     ("the last number of the text", replaced(math_reward, "final_answer", last_number), "5", "I think 1 2 3 4 5"),
     ("reasoning searched", replaced(math_reward, "STRICT", None), "7", r"<think>\boxed{7}</think> I cannot solve it."),
     ("several boxes, the last one paid", replaced(math_reward, "MAX_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),
-    ("symbols that cancel", replaced(_compare, "symbols", lambda value: frozenset("xyz")), "x+y", r"\boxed{x+y+\frac{z}{z}-1}"),
+    ("symbols that cancel", replaced(compare, "symbols", lambda value: frozenset("xyz")), "x+y", r"\boxed{x+y+\frac{z}{z}-1}"),
     ("an empty gold answer", replaced(math_reward, "_read_gold", lambda gold, reward: Node("set")), "", r"\boxed{\emptyset}"),
     ("the question restated", replaced(math_reward, "_restates", lambda *a: False), "(x+2)(x+3)", r"\boxed{x^2+5x+6}"),
     ("any of several values", lambda patch: patch.setattr(Comparison, "same", any_member(Comparison.same)), "5", r"\boxed{4, 5, 6}"),
     ("all choices", lambda patch: patch.setattr(Comparison, "same", any_member(Comparison.same)), "A", r"\boxed{A, B, C, D}"),
     ("no bound on size", no_bound_on_size, r"2^{300000}", r"\boxed{2^{300000}}"),
-    ("no bound on brackets", replaced(_latex, "NESTING", 10**9), "5", r"\boxed{" + "(" * 900 + "5" + ")" * 900 + "}"),
+    ("no bound on brackets", replaced(latex, "NESTING", 10**9), "5", r"\boxed{" + "(" * 900 + "5" + ")" * 900 + "}"),
 ]  # fmt: skip
 
 
 def graded(gold: str, response: str, question: str = "") -> tuple[float | None, str]:
-    for cached in (math_reward._read_gold, _words.unit_of):
+    for cached in (math_reward._read_gold, words.unit_of):
         getattr(cached, "cache_clear", lambda: None)()
     reward = math_reward.STRICT or MathReward(reasoning_end="")
     score = grade(response, gold, reward, question)

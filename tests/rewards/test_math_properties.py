@@ -18,11 +18,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from posttrain.rewards import _compare, _form, _latex, _named, _numbers, _phrases, _sets, _tokens, _tree, _words
 from posttrain.rewards import math as math_reward
-from posttrain.rewards._latex import read
-from posttrain.rewards._numbers import Meter, evaluate
 from posttrain.rewards.math import grade
+from posttrain.rewards.mathematics import compare, form, latex, named, numbers, phrases, sets, tokens, tree, words
+from posttrain.rewards.mathematics.latex import read
+from posttrain.rewards.mathematics.numbers import Meter, evaluate
 
 ROOT = Path(__file__).parent.parent.parent
 FUZZER = ROOT / "tests" / "rewards" / "math_fuzzer.py"
@@ -276,7 +276,7 @@ def test_in_a_ray_actor() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [math_reward, _compare, _form, _latex, _named, _numbers, _phrases, _sets, _tokens, _tree, _words],
+    [math_reward, compare, form, latex, named, numbers, phrases, sets, tokens, tree, words],
     ids=lambda m: m.__name__,
 )
 def test_no_signals_no_clock_no_processes(module: object) -> None:
@@ -299,5 +299,5 @@ def test_exact_numbers_stay_small() -> None:
     assert isinstance(evaluate(read("9^{2000}"), {}, Meter()), Fraction)
     assert not isinstance(evaluate(read("9^{20000}"), {}, Meter()), Fraction)
     for text in ("9^{200000}", "((9^9)^{9999})^{9999}", "1001!", r"\binom{1001}{2}", "e^{e^{12}}", "10^{-50000}"):
-        with pytest.raises(_numbers.Exhausted):
+        with pytest.raises(numbers.Exhausted):
             evaluate(read(text), {}, Meter())

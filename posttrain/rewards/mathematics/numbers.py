@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from mpmath import libmp  # type: ignore[import-untyped]
 
-from posttrain.rewards._tree import Node
+from posttrain.rewards.mathematics.tree import Node
 
 PRECISION = 200  # bits of a number that is not exact
 AGREE = 140  # leading bits in which two such numbers agree where they are equal
@@ -257,7 +257,7 @@ def _rounded(name: str, value: Value, meter: Meter) -> Value:
 def evaluate(node: Node, point: dict[str, Fraction], meter: Meter) -> Value:
     r"""The value of a tree at a point: a number for each symbol, and for the sign of \pm under the name "pm".
 
-    >>> from posttrain.rewards._latex import read
+    >>> from posttrain.rewards.mathematics.latex import read
     >>> evaluate(read(r"\frac{\sqrt{64}}{3} + x"), {"x": Fraction(1, 3)}, Meter())
     Fraction(3, 1)
     """

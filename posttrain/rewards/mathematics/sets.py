@@ -11,8 +11,15 @@ from math import inf
 
 from mpmath import libmp  # type: ignore[import-untyped]
 
-from posttrain.rewards._numbers import Exhausted, Meter, Undefined, Value, evaluate, is_real
-from posttrain.rewards._tree import Node, negative, node
+from posttrain.rewards.mathematics.numbers import (
+    Exhausted,
+    Meter,
+    Undefined,
+    Value,
+    evaluate,
+    is_real,
+)
+from posttrain.rewards.mathematics.tree import Node, negative, node
 
 Cut = tuple[Fraction | float, int]
 Span = tuple[Cut, Cut]

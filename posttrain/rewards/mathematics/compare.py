@@ -17,9 +17,9 @@ from math import gcd
 from typing import Annotated, Literal
 
 from posttrain.errors import Range
-from posttrain.rewards import _numbers as numbers
-from posttrain.rewards._form import FLIPPED, constants
-from posttrain.rewards._named import (
+from posttrain.rewards.mathematics import numbers
+from posttrain.rewards.mathematics.form import FLIPPED, constants
+from posttrain.rewards.mathematics.named import (
     ORDERED,
     graph,
     is_equation,
@@ -31,9 +31,9 @@ from posttrain.rewards._named import (
     spread,
     unnamed,
 )
-from posttrain.rewards._numbers import Meter, Undefined, Value, evaluate
-from posttrain.rewards._tree import Node, is_integer, negative, node, symbols
-from posttrain.rewards._words import Unit, spelled, unit_of, words
+from posttrain.rewards.mathematics.numbers import Meter, Undefined, Value, evaluate
+from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node, symbols
+from posttrain.rewards.mathematics.words import Unit, spelled, unit_of, words
 
 Point = dict[str, Fraction]  # a number for each symbol
 Places = Annotated[int, Range(ge=0, le=30, text="a number of decimal places from 0 to 30")]

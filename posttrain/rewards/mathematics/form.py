@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-from posttrain.rewards._numbers import Exhausted, Meter, Undefined, evaluate
-from posttrain.rewards._sets import INFINITY, LINE, common, united, without
-from posttrain.rewards._tree import Node, is_integer, negative, node
+from posttrain.rewards.mathematics.numbers import Exhausted, Meter, Undefined, evaluate
+from posttrain.rewards.mathematics.sets import INFINITY, LINE, common, united, without
+from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node
 
 SIGNS = ("pm", "mp")  # of both values
 LIMIT = 64  # members that signs may multiply to
@@ -23,7 +23,7 @@ def settled(value: Node) -> Node:
 
     \pm gives two members; x \in S is S; a solved inequality is an interval; several of them joined by "or" are a union.
 
-    >>> from posttrain.rewards._latex import read
+    >>> from posttrain.rewards.mathematics.latex import read
     >>> settled(read("1 < x < 2")).kind, settled(read(r"\pm 2")).kind, settled(read(r"x<1 \text{ or } x>2")).kind
     ('interval', 'list', 'union')
     """
@@ -193,7 +193,7 @@ def undone(value: Node) -> frozenset[str]:
 
     Fractions, decimals, mixed numbers, scientific notation, radicals and multiples of pi leave nothing to do.
 
-    >>> from posttrain.rewards._latex import read
+    >>> from posttrain.rewards.mathematics.latex import read
     >>> sorted(undone(read("2+2"))), sorted(undone(read("12^2"))), sorted(undone(read(r"3\sqrt2/4")))
     (['like terms', 'sum'], ['power'], [])
     """

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from itertools import takewhile
 
-from posttrain.rewards._words import (
+from posttrain.rewards.mathematics.words import (
     MONTH,
     NUMBERS,
     RATES,

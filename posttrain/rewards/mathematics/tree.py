@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards._phrases import spoken
-from posttrain.rewards._tokens import Unreadable
-from posttrain.rewards._words import unit_of
+from posttrain.rewards.mathematics.phrases import spoken
+from posttrain.rewards.mathematics.tokens import Unreadable
+from posttrain.rewards.mathematics.words import unit_of
 
 DEPTH = 100  # of the tree
 

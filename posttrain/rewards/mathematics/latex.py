@@ -16,9 +16,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from posttrain.rewards._phrases import option, rephrased
-from posttrain.rewards._tokens import LENGTH, Token, Unevaluated, Unreadable, clean, tokens_of
-from posttrain.rewards._tree import (
+from posttrain.rewards.mathematics.phrases import option, rephrased
+from posttrain.rewards.mathematics.tokens import (
+    LENGTH,
+    Token,
+    Unevaluated,
+    Unreadable,
+    clean,
+    tokens_of,
+)
+from posttrain.rewards.mathematics.tree import (
     Node,
     bracketed,
     compound,
@@ -32,7 +39,7 @@ from posttrain.rewards._tree import (
     node_integer,
     text_node,
 )
-from posttrain.rewards._words import TEXT_MACROS, plain_text, words
+from posttrain.rewards.mathematics.words import TEXT_MACROS, plain_text, words
 
 NESTING = 40  # brackets, powers and signs inside one another
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards._words import (
+from posttrain.rewards.mathematics.words import (
     FUNCTION_WORDS,
     SEPARATOR_WORDS,
     TEXT_MACROS,

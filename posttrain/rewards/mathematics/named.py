@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from posttrain.rewards._tree import Node, node, symbols
+from posttrain.rewards.mathematics.tree import Node, node, symbols
 
 ORDERED = {"tuple", "interval", "bracket", "matrix", "cases"}
 NAMES = {"symbol", "text", "choice"}
