@@ -235,7 +235,8 @@ class Rows:
             return done.fetchall()
 
 
-def run_id(path: Path) -> str:
+def path_id(path: Path) -> str:
+    """The id of a run's directory, or of a file of comparisons."""
     return _hashed(str(path.resolve()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
@@ -21,7 +20,7 @@ from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
 from posttrain.runs.index import Index
 from posttrain.runs.status import WAITING, status
-from posttrain.studio.library import LABELS, require_stage, run_id
+from posttrain.studio.library import LABELS, path_id, require_stage
 from posttrain.studio.pages_rollouts import at_step, prompts_of
 from posttrain.studio.pairs import Background, Sampled
 from posttrain.studio.replies import Missing, body, reply, routes_of, text_of, word
@@ -64,7 +63,9 @@ class Desk:
             for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
                 if not file.name.endswith(".labels.jsonl") and not file.is_symlink():
                     name = f"{owner.name}: {file.stem}" if of_run else file.stem
-                    found.append(Source(_id(file), name, file, run_id(owner) if of_run else ""))
+                    found.append(
+                        Source(path_id(file), name, file, path_id(owner) if of_run else "")
+                    )
         return {source.id: source for source in found}
 
     def labels(self, name: str) -> tuple[Source, Labels]:
@@ -76,10 +77,6 @@ class Desk:
         if held is None or held[0] != changed:
             self._read[name] = held = changed, Labels.read(source.file)
         return source, held[1]
-
-
-def _id(file: Path) -> str:
-    return hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
 
 
 def routes(studio: Studio) -> list[Any]:
@@ -217,7 +214,7 @@ async def _create(desk: Desk, request: Request) -> Response:
     rows = _drawn(index, require_stage(index, text_of(sent, "stage", 100)), int(count))
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return reply({"id": _id(file), "rows": len(rows)}, 201)
+    return reply({"id": path_id(file), "rows": len(rows)}, 201)
 
 
 def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
@@ -253,8 +250,8 @@ def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Respon
     server, stage = desk.studio.server(model)
     require(stage in server.names(), f"no model {stage[:100]!r} is served")
     work = Sampled(server, stage, prompts, count, float(temperature))
-    progress = desk.background.sample(_id(file), file, work, WAIT_SECONDS)
+    progress = desk.background.sample(path_id(file), file, work, WAIT_SECONDS)
     while progress.running and not progress.done:
         time.sleep(0.1)
     require(progress.done > 0, f"nothing was sampled: {progress.error}")
-    return reply({"id": _id(file), "rows": progress.done}, 201)
+    return reply({"id": path_id(file), "rows": progress.done}, 201)

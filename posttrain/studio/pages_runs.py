@@ -16,7 +16,7 @@ from posttrain.runs.index import Index
 from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.studio.jobs import recipe_settings
-from posttrain.studio.library import run_id, stages, timeline
+from posttrain.studio.library import path_id, stages, timeline
 from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
@@ -168,7 +168,7 @@ async def _start(studio: Studio, request: Request) -> Response:
     require(fine, "settings must be a list of key=value")
     recipe, settings = text_of(sent, "recipe", 100), [str(text) for text in listed]
     directory = await run_in_threadpool(studio.jobs.start, recipe, settings)
-    return reply({"run": run_id(directory)}, 201)
+    return reply({"run": path_id(directory)}, 201)
 
 
 async def _act(studio: Studio, request: Request) -> Response:

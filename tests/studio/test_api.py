@@ -14,7 +14,7 @@ from studio_for_tests import Studio
 
 from posttrain.runs.write import RunWriter
 from posttrain.studio import pages_rollouts, pages_runs
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Studio:
 
 @pytest.fixture(scope="module")
 def one(studio: Studio) -> str:
-    return f"/api/runs/{run_id(studio.root / 'one')}"
+    return f"/api/runs/{path_id(studio.root / 'one')}"
 
 
 def test_the_table_says_what_each_run_is(studio: Studio) -> None:
@@ -113,7 +113,7 @@ def test_settings_are_compared_with_another_run(studio: Studio, one: str) -> Non
     other = studio.root / "other"
     with RunWriter.create(other, {"name": "quickstart", "seed": 7, "stages": []}):
         pass
-    found = studio.get(f"{one}/settings", against=run_id(other))
+    found = studio.get(f"{one}/settings", against=path_id(other))
     assert found["differences"]["seed"] == [0, 7] and found["settings"]["rl.algorithm.name"] == "grpo"
 
 
@@ -198,7 +198,7 @@ def test_the_export_is_one_file_in_which_text_is_text(tmp_path: Path) -> None:
         writer.metrics("rl", 50, {"reward": 1.0})
         writer.rollouts("rl", 50, [rollout(1, 0, "<script>alert(1)</script>", 1.0, "<img src=x onerror=alert(1)>")])
         writer.event("alarm", {"stage": "rl", "text": "</style><script>alert(2)</script>", "level": "warning"})
-    page = Studio(tmp_path).client.get(f"/api/runs/{run_id(tmp_path / 'run')}/report.html")
+    page = Studio(tmp_path).client.get(f"/api/runs/{path_id(tmp_path / 'run')}/report.html")
     assert "<script" not in page.text and "<img src=x" not in page.text and "&lt;script&gt;alert(1)" in page.text
     assert 'src="http' not in page.text and "data:image/png;base64," in page.text
     assert (
@@ -209,7 +209,7 @@ def test_the_export_is_one_file_in_which_text_is_text(tmp_path: Path) -> None:
 
 def test_reviews_are_counted_by_part_and_flagged_ones_become_cases(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(tmp_path / 'run')}"
     studio.get(f"{run}/rollouts")
     first = studio.get(f"{run}/review", order="highest")["rollout"]
     assert first["reward"] == 1.0

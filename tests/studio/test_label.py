@@ -10,7 +10,7 @@ import pytest
 from runs_for_tests import make_run
 from studio_for_tests import Studio
 
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_annotators_at_once_lose_no_vote(studio: Studio) -> None:
 
 def test_comparisons_are_made_of_a_runs_rollouts(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    studio, run = Studio(tmp_path), run_id(tmp_path / "run")
+    studio, run = Studio(tmp_path), path_id(tmp_path / "run")
     made = studio.post("/api/label", 201, run=run, stage="rl", name="first", count=3)
     assert made["rows"] == 3
     row = json.loads((tmp_path / "labels" / "first.jsonl").read_text().splitlines()[0])

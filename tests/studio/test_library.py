@@ -12,7 +12,7 @@ from studio_for_tests import Studio
 
 from posttrain.runs.write import RunWriter
 from posttrain.studio import library, pages_runs
-from posttrain.studio.library import Library, run_id
+from posttrain.studio.library import Library, path_id
 
 
 def test_a_server_that_is_started_again_looks_only_into_runs_that_have_changed(
@@ -30,7 +30,7 @@ def test_a_server_that_is_started_again_looks_only_into_runs_that_have_changed(
     monkeypatch.setattr(Library, "_row", lambda self, name, path: looked.append(path.name) or look(self, name, path))
     after = Library([tmp_path / "runs"], kept)
     found = {name: after.row(name) for name in after.runs()}
-    same, grown = (run_id(tmp_path / "runs" / name) for name in ("same", "grown"))
+    same, grown = (path_id(tmp_path / "runs" / name) for name in ("same", "grown"))
     assert looked == ["grown"] and found[same] == json.loads(json.dumps(rows[same]))
     assert found[grown]["progress"] != rows[grown]["progress"]
     kept.write_bytes(b"no database")
@@ -46,7 +46,7 @@ def test_ids_and_places_are_those_of_the_folder_and_hidden_or_linked_ones_are_le
     for root in (tmp_path / "runs", tmp_path / "link"):  # the same run, however the folder is named
         found = Library([root])
         [(name, path)] = found.runs().items()
-        assert name == run_id(tmp_path / "runs" / "a" / "one") and found.place(path) == "a/one"
+        assert name == path_id(tmp_path / "runs" / "a" / "one") and found.place(path) == "a/one"
     alone = Library([tmp_path / "runs" / "a" / "one"])
     assert [alone.place(path) for path in alone.runs().values()] == ["."]
 
@@ -75,7 +75,7 @@ def test_where_a_search_takes_long_answers_come_from_the_last_one(tmp_path: Path
         time.sleep(0.05)
     assert len(found.runs()) == 2
     make_run(tmp_path / "three", 2)
-    assert found.index(run_id(tmp_path / "three")).run.name == "three"  # one that is asked for is looked for
+    assert found.index(path_id(tmp_path / "three")).run.name == "three"  # one that is asked for is looked for
 
 
 def test_a_filter_by_status_gets_to_the_end_however_many_runs_are_known(

@@ -18,7 +18,7 @@ from studio_for_tests import Studio
 
 from posttrain.errors import UserError
 from posttrain.studio import jobs, models
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 from posttrain.studio.models import Models, Server
 
 ANSWER = {
@@ -92,7 +92,7 @@ def test_every_stage_is_asked_the_same_question_with_the_same_seed(
     make_run(tmp_path / "run", 10)
     started: list[Path] = []
     monkeypatch.setattr(models, "_start", lambda directory: started.append(directory) or Server(address))
-    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(tmp_path / 'run')}"
     Handler.asked.clear()
     for _ in range(2):
         found = studio.post(f"{run}/ask", prompt="2+2=")["answers"]
@@ -104,7 +104,7 @@ def test_every_stage_is_asked_the_same_question_with_the_same_seed(
     assert "too long" in studio.post(f"{run}/ask", 400, prompt="long")["error"]
     studio.post(f"{run}/ask", 400, prompt="  ")
     chat = {"messages": [{"role": "user", "content": "2+2="}], "temperature": 0.5}
-    answer = studio.post("/api/chat", model=f"{run_id(tmp_path / 'run')}/rl", **chat)
+    answer = studio.post("/api/chat", model=f"{path_id(tmp_path / 'run')}/rl", **chat)
     assert [t["token"] for t in answer["tokens"]] == ["<b>4", "</b>"] and Handler.asked[-1]["temperature"] == 0.5
 
 
@@ -113,7 +113,7 @@ def test_every_answer_has_the_rewards_and_the_kl_that_the_server_computes(
 ) -> None:
     make_run(tmp_path / "run", 10)
     monkeypatch.setattr(models, "_start", lambda directory: Server(address))
-    studio, run = Studio(tmp_path), f"/api/runs/{run_id(tmp_path / 'run')}"
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(tmp_path / 'run')}"
     sft, rl = studio.post(f"{run}/ask", prompt="2+2=")["answers"]
     assert (sft["kl"], sft["base"], rl["kl"], rl["base"]) == (None, None, 0.5, "sft")
     assert [(r["name"], r["kind"], r["value"], r["parts"]["task"]) for r in rl["rewards"]] == [
@@ -125,7 +125,7 @@ def test_every_answer_has_the_rewards_and_the_kl_that_the_server_computes(
     assert failed["value"] is None and "the reward broke" in failed["failure"]  # and the answer is there
     studio.post(f"{run}/ask", 400, prompt="2+2=", gold="4" * 5000)
     chat = {"messages": [{"role": "user", "content": "2+2="}]}
-    answer = studio.post("/api/chat", model=f"{run_id(tmp_path / 'run')}/rl", **chat)
+    answer = studio.post("/api/chat", model=f"{path_id(tmp_path / 'run')}/rl", **chat)
     assert answer["kl"] == 0.5 and len(answer["rewards"]) == 2
 
 

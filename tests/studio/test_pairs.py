@@ -15,7 +15,7 @@ from runs_for_tests import make_run
 from studio_for_tests import Studio
 
 from posttrain.studio import models
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 from posttrain.studio.models import Server
 
 
@@ -67,7 +67,7 @@ def studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
 
 
 def test_pairs_are_sampled_from_a_stage_for_typed_prompts_and_shown_blind(studio: Studio) -> None:
-    model = f"{run_id(studio.root / 'run')}/rl"
+    model = f"{path_id(studio.root / 'run')}/rl"
     typed = {"prompts": ["first?", "second?"], "temperature": 0.5}
     made = studio.post("/api/label", 201, name="now", model=model, count=6, **typed)
     assert made["rows"] == 6 and {sent["temperature"] for sent in Handler.asked} == {0.5}
@@ -82,8 +82,8 @@ def test_pairs_are_sampled_from_a_stage_for_typed_prompts_and_shown_blind(studio
 
 
 def test_the_prompts_of_the_run_are_used_where_none_are_typed(studio: Studio) -> None:
-    model = f"{run_id(studio.root / 'run')}/rl"
-    studio.get(f"/api/runs/{run_id(studio.root / 'run')}/rollouts")  # makes the index
+    model = f"{path_id(studio.root / 'run')}/rl"
+    studio.get(f"/api/runs/{path_id(studio.root / 'run')}/rollouts")  # makes the index
     studio.post("/api/label", 201, name="own", model=model, count=2)
     rows = [json.loads(line) for line in (studio.root / "labels" / "own.jsonl").read_text().splitlines()]
     assert all(row["prompt"].startswith("what is") for row in rows)
@@ -92,7 +92,7 @@ def test_the_prompts_of_the_run_are_used_where_none_are_typed(studio: Studio) ->
 def test_the_first_pairs_can_be_labelled_while_others_are_sampled(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "slow", 0.06)
     monkeypatch.setattr("posttrain.studio.pages_label.WAIT_SECONDS", 0.1)
-    model = f"{run_id(studio.root / 'run')}/rl"
+    model = f"{path_id(studio.root / 'run')}/rl"
     made = studio.post("/api/label", 201, name="long", model=model, count=20, prompts=["same", "other?"])
     assert 0 < made["rows"] < 10
     seen: set[int] = set()
@@ -107,7 +107,7 @@ def test_the_first_pairs_can_be_labelled_while_others_are_sampled(studio: Studio
 
 
 def test_what_cannot_be_sampled_is_refused_in_words(studio: Studio) -> None:
-    model = f"{run_id(studio.root / 'run')}/rl"
+    model = f"{path_id(studio.root / 'run')}/rl"
 
     def refused(**sent: Any) -> str:
         return str(
@@ -116,7 +116,7 @@ def test_what_cannot_be_sampled_is_refused_in_words(studio: Studio) -> None:
 
     assert "temperature" in refused(temperature=0) and "temperature" in refused(temperature="hot")
     assert "at most 2000" in refused(prompts=["a"] * 2001) and "4000" in refused(prompts=["a" * 4001])
-    assert "is served" in refused(model=f"{run_id(studio.root / 'run')}/../../etc")
+    assert "is served" in refused(model=f"{path_id(studio.root / 'run')}/../../etc")
     assert "no model server" in refused(model="elsewhere")
     assert "raise the temperature" in refused(prompts=["same"])
     assert not (studio.root / "labels" / "x.jsonl").exists()
@@ -137,7 +137,7 @@ def test_the_next_pair_is_where_the_runs_reward_models_disagree_most(studio: Stu
     for name in ("several", "one"):
         (studio.root / "labels" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     places = {one["name"]: f"/api/label/{one['id']}" for one in studio.get("/api/label")}
-    run = run_id(studio.root / "run")
+    run = path_id(studio.root / "run")
     # differences a - b: agree 2 and 2, differ 3 and -3, little 1 and -1
     assert ordered(studio, places["several"], run) == ["differ", "little", "agree"]
     monkeypatch.setattr(Handler, "scorers", ["reward"])
@@ -152,7 +152,7 @@ def test_a_run_without_reward_models_says_so(studio: Studio, monkeypatch: pytest
     (studio.root / "labels" / "a.jsonl").write_text(json.dumps({"prompt": "p", "responses": ["a", "b"]}) + "\n")
     monkeypatch.setattr(Handler, "scorers", [])
     place = f"/api/label/{studio.get('/api/label')[0]['id']}"
-    wanted = {"annotator": "ann", "order": "disagreement", "run": run_id(studio.root / "run")}
+    wanted = {"annotator": "ann", "order": "disagreement", "run": path_id(studio.root / "run")}
     assert "no reward model" in studio.get(f"{place}/next", 400, **wanted)["error"]
     assert studio.get(f"{place}/next", annotator="ann", order="random")["item"] is not None
     assert studio.get("/api/label/scorers") == []

@@ -14,7 +14,7 @@ from posttrain import cli
 from posttrain.evals.statistics import Interval
 from posttrain.runs.read import Run
 from posttrain.runs.status import status
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 from posttrain.tasks.reviews import taste
 
 ASKED = 400
@@ -34,7 +34,7 @@ def test_from_labels_made_in_the_page_to_a_better_policy(tmp_path: Path, capsys:
     assert f"waiting for labels: 0 of {ASKED}" in capsys.readouterr().out and kind(directory) == "waiting"
     studio = Studio(tmp_path)
     (found,) = studio.get("/api/label")
-    assert found["run"] == run_id(directory)
+    assert found["run"] == path_id(directory)
     place = f"/api/label/{found['id']}"
     for number in range(ASKED):
         item = studio.get(f"{place}/next", annotator="ann")["item"]

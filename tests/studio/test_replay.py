@@ -17,7 +17,7 @@ from studio_for_tests import Studio
 from posttrain import cli
 from posttrain.runs.lock import Lock
 from posttrain.studio import jobs, pages_replay
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 MEMBER = {"number": 3, "prompt": "p" * 5000, "text": "<img src=x>", "before": -1.0, "after": -0.5}
 FOUND = {"stage": "rl", "found": {"items": [{"number": n, "share": 0.5, "members": [dict(MEMBER)]} for n in range(3)]}}
@@ -50,7 +50,7 @@ def studio(tmp_path: Path) -> Studio:
 
 
 def place(studio: Studio) -> str:
-    return f"/api/runs/{run_id(studio.root / 'one')}/replay"
+    return f"/api/runs/{path_id(studio.root / 'one')}/replay"
 
 
 def ended(studio: Studio, **query: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from runs_for_tests import make_run
 
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 
@@ -104,7 +104,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def paths(root: Path) -> list[str]:
     """The address of every page."""
-    one, two = run_id(root / "one"), run_id(root / "two")
+    one, two = path_id(root / "one"), path_id(root / "two")
     pages = ["", "/pipeline", "/rollouts", "/rollouts/rl/40/0", "/replay", "/review", "/hacking", "/settings"]
     return ["/", f"/compare?runs={one},{two}", "/label", "/play", *(f"/run/{one}{page}" for page in pages)]
 

@@ -11,7 +11,7 @@ from payloads_for_tests import PAYLOADS
 from runs_for_tests import hostile_run
 
 from posttrain.data.labels import Labels
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 pytestmark = pytest.mark.browser
 
@@ -22,7 +22,7 @@ def test_every_page_shows_itself_without_an_error(root: Path, paths: list[str], 
         page = visitor.go(path)
         page.wait_for_timeout(150)
         assert page.locator(".error:visible").count() == 0, path
-    page = visitor.go(f"/run/{run_id(root / 'one')}/pipeline")
+    page = visitor.go(f"/run/{path_id(root / 'one')}/pipeline")
     row = page.locator(".steps button:not([disabled])")
     names = [text.split("\n")[0] for text in row.all_inner_texts()]
     assert names == ["start", "sft", "rl"]
@@ -44,7 +44,7 @@ def test_ten_pairs_are_labelled_and_sixty_payloads_are_text(tmp_path: Path, serv
     page.add_init_script(
         "window.ran = []; window.alert = window.confirm = window.prompt = (x) => { window.ran.push(String(x)); }"
     )
-    run = run_id(tmp_path / "<b>run")
+    run = path_id(tmp_path / "<b>run")
     for path in (f"/run/{run}/hacking", f"/run/{run}/rollouts"):
         visitor.go(path)
         page.wait_for_timeout(300)

@@ -16,13 +16,13 @@ from runs_for_tests import STAGES, add_step, hostile_run, make_run
 from posttrain import cli
 from posttrain.data.labels import Labels
 from posttrain.runs.write import RunWriter
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 pytestmark = pytest.mark.studio
 
 
 def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit: Any) -> None:
-    page = visit(serve(root)).go(f"/run/{run_id(root / 'one')}")
+    page = visit(serve(root)).go(f"/run/{path_id(root / 'one')}")
     answer = page.locator(".verdict .answer")
     assert answer.inner_text().startswith("Careful: yes: held-out accuracy rose from 51.0% to 90.0%")
     box = answer.bounding_box()
@@ -53,7 +53,7 @@ def test_pages_pass_an_audit_of_access(root: Path, paths: list[str], serve: Any,
 def test_a_live_run_is_followed_within_two_seconds(tmp_path: Path, serve: Any, visit: Any) -> None:
     make_run(tmp_path / "run", 10, finish=False)
     visitor = visit(serve(tmp_path))
-    page = visitor.go(f"/run/{run_id(tmp_path / 'run')}")
+    page = visitor.go(f"/run/{path_id(tmp_path / 'run')}")
     assert page.locator(".chip").first.inner_text() == "crashed"
     delays = []
     with RunWriter.resume(tmp_path / "run") as writer:
@@ -82,7 +82,7 @@ def test_a_typed_prompt_is_answered_by_every_stage_of_a_finished_run(tmp_path: P
     ]
     assert cli.main(["run", "instructgpt", f"out={tmp_path / 'run'}", *small, "problems=8", "ptx=0", "threads=1"]) == 0
     visitor = visit(serve(tmp_path))
-    page = visitor.go(f"/run/{run_id(tmp_path / 'run')}/pipeline")
+    page = visitor.go(f"/run/{path_id(tmp_path / 'run')}/pipeline")
     page.fill("textarea[aria-label='Prompt']", "a typed prompt:")
     page.click("text=Ask every stage")
     page.wait_for_selector(".answer-card:has-text('sampled now') h3:text-is('rl')", timeout=120_000)
@@ -194,7 +194,7 @@ def test_sixty_payloads_are_text_on_every_page(tmp_path: Path, serve: Any, visit
     )
     visitor.go("/")
     for folder in sorted(path for path in tmp_path.iterdir() if (path / "config.yaml").is_file()):
-        run = run_id(folder)
+        run = path_id(folder)
         for path in (
             "",
             "/pipeline",
@@ -242,7 +242,7 @@ def test_fifty_runs_together_are_zoomed_without_waiting(tmp_path: Path, serve: A
             with (writer.directory / "metrics.jsonl").open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
     visitor = visit(serve(tmp_path))
-    ids = ",".join(run_id(tmp_path / f"run-{n}") for n in range(50))
+    ids = ",".join(path_id(tmp_path / f"run-{n}") for n in range(50))
     page = visitor.go(f"/compare?runs={ids}")
     page.wait_for_selector(".legend >> text=and 38 more")
     times = page.evaluate(

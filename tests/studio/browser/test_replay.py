@@ -9,7 +9,7 @@ import pytest
 from runs_for_tests import make_run
 
 from posttrain import cli
-from posttrain.studio.library import run_id
+from posttrain.studio.library import path_id
 
 pytestmark = pytest.mark.studio
 SMALL = ["sft.steps=100", "rl.steps=4", "rl.prompts=8", "rl.algorithm.group=4", "rl.checkpoint_every=2", "rl.rollouts_every=1"]
@@ -26,7 +26,7 @@ LESS = [
 def test_a_click_on_a_curve_shows_what_moved_the_policy(tmp_path: Path, serve: Any, visit: Any) -> None:
     assert cli.main(["run", "quickstart", f"out={tmp_path / 'run'}", *SMALL, *LESS]) == 0
     visitor = visit(serve(tmp_path))
-    page = visitor.go(f"/run/{run_id(tmp_path / 'run')}")
+    page = visitor.go(f"/run/{path_id(tmp_path / 'run')}")
     chart = page.locator(".chart:has(h3:text-is('Reward while training')) .u-over")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
@@ -49,7 +49,7 @@ def test_a_click_on_a_curve_shows_what_moved_the_policy(tmp_path: Path, serve: A
 
 def test_a_drag_zooms_and_replays_nothing(tmp_path: Path, serve: Any, visit: Any) -> None:
     make_run(tmp_path / "one")
-    page = visit(serve(tmp_path)).go(f"/run/{run_id(tmp_path / 'one')}")
+    page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'one')}")
     chart = page.locator(".chart:has(h3:text-is('Reward while training')) .u-over")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
