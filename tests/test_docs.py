@@ -128,7 +128,9 @@ def test_every_other_command_was_executed_or_has_a_reason() -> None:
     assert [line for line in wanted if line not in good and not known.elsewhere(line)] == []
     reasons = known.known.ELSEWHERE_CPU
     assert [word for word in reasons if not any(word in line for line in wanted)] == []
-    named = [name for why in [*reasons.values(), *known.known.PAGES_ELSEWHERE.values()] for name in re.findall(r"tests/[\w/.]+", why)]
+    named = [
+        name for why in [*reasons.values(), *known.known.PAGES_ELSEWHERE.values()] for name in re.findall(r"tests/[\w/.]+", why)
+    ]
     assert len(wanted) > 180 and [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -43,6 +43,7 @@ def recipes_of(commands: Iterable[str]) -> list[str]:
 
 PLANNED = recipes_of({line.strip() for path in PAGES for line in COMMAND.findall(path.read_text())})
 
+
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the model and the files that the pages name."""
