@@ -25,10 +25,12 @@ from material_for_tests import (
 from torch import Tensor
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.sft import SFT
 from posttrain.models import fused_body
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
+from posttrain.runs.metrics import merge
 from posttrain.system.world import ALONE, World, using
 from posttrain.train import parallel
 from posttrain.train.optimizer import Optimization
@@ -191,6 +193,24 @@ def test_shares_are_cut_between_units_and_balanced_by_tokens() -> None:
         [0, 8, 0],
         [0, 0, 8],
     )
+
+
+def early(world: World, step: Batch) -> list[Any]:
+    """Norms of the gradients of both models, and some figures, where the critic learns while it gives its values."""
+    algorithm = PPO(group=4, epochs=1, beta=0.0)
+    trainer = trainer_for(algorithm, copy.deepcopy(shared_policy()), Optimization(token_budget=24))
+    filled = trainer.fill(step, state=algorithm.start())
+    assert filled.learned == {"critic"}
+    figures = merge(trainer.update(algorithm.prepare(filled, algorithm.start()), 1e-3).metrics)
+    return [figures[name] for name in ("loss", "loss/value", "value/mean", "grad_norm/critic", "kl/update")]
+
+
+@pytest.mark.parametrize("sharding", ["never", "always"])
+def test_a_critic_that_learns_early_has_the_gradient_of_one_process(sharding: str) -> None:
+    step = material(PPO(group=4, epochs=1, beta=0.0)).replace(value_T=None)
+    expected = early(ALONE, step)
+    for found in ranks.run(2, early, step, sharding=sharding):
+        assert found == pytest.approx(expected, rel=1e-6)  # the norm of shards is in float32
 
 
 def out_of_memory(world: World, batch: Batch) -> list[Any]:
