@@ -29,7 +29,8 @@ PPO = {"name": "ppo", "group": 2, "epochs": 2, "mini_batches": 2, "ptx": 0.5, "k
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of SFT, five of GRPO, two of PPO, three of an ensemble of two reward models."""
+    """Three steps of SFT, five of GRPO, two of PPO, two of PPO whose critic learns early, three of an ensemble of two reward
+    models."""
     folder = tmp_path_factory.mktemp("work")
     shutil.copy(LETTERS, folder / "letters.py")
     task = {"name": f"{folder / 'letters.py'}:Letters", "workers": False}
@@ -43,10 +44,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sft = {"stage": "sft", "name": "sft", "model": "tiny:nano", "steps": 3, "batch": 3, "data": text, "optimizer": OPTIMIZER}
     grpo = {**RL, "name": "rl", "task": task, "algorithm": {"name": "grpo", "group": 3}}
     ppo = {**RL, "name": "ppo", "task": task, "steps": 2, "algorithm": PPO, "pretraining": text, "pretraining_batch": 2}
+    once = {**RL, "name": "once", "task": task, "steps": 2, "algorithm": {"name": "ppo", "group": 2, "epochs": 1}}
     reward = {"stage": "reward_model", "name": "reward", "model": "sft", "steps": 2, "batch": 2, "members": 2,
               "optimizer": OPTIMIZER, "data": [str(folder / "pairs.jsonl")], "held_out": 0.0}  # fmt: skip
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({"seed": 7, "device": "cpu", "threads": 1, "stages": [sft, grpo, ppo, reward]}))
+    recipe.write_text(yaml.safe_dump({"seed": 7, "device": "cpu", "threads": 1, "stages": [sft, grpo, ppo, once, reward]}))
     return pipeline.start(config.parse(str(recipe), [f"out={folder / 'run'}"], allow_code=True))
 
 
@@ -77,6 +79,12 @@ def test_a_step_is_computed_again_to_the_bit_and_the_run_is_unchanged(run: Path)
     assert shares == sorted(shares, reverse=True) and len(shares) == 6
     for item in made.found.items[:5]:
         assert sum(span.share for span in item.spans) == pytest.approx(item.share, abs=1e-5)
+
+
+def test_what_a_critic_has_learned_early_is_learned_again_after_the_look(run: Path) -> None:
+    [row] = [row for row in Run(run).metrics("once") if row.step == 2]
+    assert row.figures["grad_norm/critic"] > 0
+    assert found(run, "once/2", top=1).found.difference is None
 
 
 def test_the_numbers_of_rollouts_are_those_of_show(run: Path) -> None:
