@@ -27,7 +27,8 @@ from posttrain.errors import UserError, require
 TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory
 TEMPLATE_TEXT = 1 << 22  # characters that it may write
-# for all, on a crowded machine, and where the system limits no processor time
+# for all, on a crowded machine, and where the system limits no processor time. It is no time of work: this computer may stand still, so
+# that what made no progress within it is asked once more
 BATCH_SECONDS = 120.0
 # what the process that renders has of the environment: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
@@ -42,6 +43,7 @@ class TemplateError(Exception):
         self.limit = limit
 
 
+LATE = TemplateError(f"it did not answer within {BATCH_SECONDS:g} s, twice", limit=True)
 Rendered = tuple[str, list[tuple[int, int]]]  # a text, and the spans of its generation blocks
 Conversation = tuple[list[dict[str, Any]], bool]  # with whether the generation prompt is wanted
 
@@ -99,12 +101,18 @@ class _Renderer:
         self, request: dict[str, Any], conversations: Sequence[Conversation]
     ) -> list[Rendered | TemplateError]:
         found: list[Rendered | TemplateError] = []
+        again = False
         with self.lock:
             while len(found) < len(conversations):
                 if self.process is None or self.process.poll() is not None:
                     self.stop()
                     self.process = self.start()
-                found += self._answers(self.process, request, conversations[len(found) :])
+                answers = self._answers(self.process, request, conversations[len(found) :])
+                if answers[-1] is LATE and (len(answers) > 1 or not again):
+                    again = True
+                    found += answers[:-1]
+                    continue
+                found += answers
                 if _over(found[-1]):  # one is enough, and others may take as long
                     found += [found[-1]] * (len(conversations) - len(found))
         return found
@@ -118,7 +126,13 @@ class _Renderer:
         """Of the first conversations: all, or up to the one that ended the process."""
         assert process.stdin is not None and process.stdout is not None
         found: list[Rendered | TemplateError] = []
-        clock = threading.Timer(BATCH_SECONDS, process.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        clock = threading.Timer(BATCH_SECONDS, end)
         clock.start()
         try:
             with suppress(BrokenPipeError):  # it has ended, and reading will show it
@@ -127,7 +141,9 @@ class _Renderer:
                 process.stdin.flush()
             while len(found) < len(conversations):
                 answer = process.stdout.readline()
-                found.append(_answer(json.loads(answer)) if answer else self._ended(request))
+                found.append(
+                    _answer(json.loads(answer)) if answer else self._ended(request, late.is_set())
+                )
                 if not answer or _over(found[-1]):  # it has ended, or is about to
                     self.stop()
                     break
@@ -135,13 +151,19 @@ class _Renderer:
             clock.cancel()
         return found
 
-    def _ended(self, request: dict[str, Any]) -> TemplateError:
+    def _ended(self, request: dict[str, Any], late: bool) -> TemplateError:
         """The limit that has ended the process."""
         code = self.stop()
+        if late:
+            return LATE
         if code >= 0:
             raise RuntimeError(f"the process that renders chat templates ended with {code}")
-        timed = -code in (signal.SIGPROF, signal.SIGKILL)
-        limit = f"{request['seconds']:g} s" if timed else f"{TEMPLATE_BYTES >> 20} MB of memory"
+        timed = -code == signal.SIGPROF
+        limit = (
+            f"{request['seconds']:g} s of processor time"
+            if timed
+            else f"{TEMPLATE_BYTES >> 20} MB of memory"
+        )
         return TemplateError(f"it took over {limit}", limit=True)
 
 

@@ -309,6 +309,29 @@ def test_who_exceeds_a_limit_forfeits_what_is_left() -> None:
 
 
 @needs_wall
+def test_time_in_which_this_process_stood_still_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        """It jumps by an hour in every tenth wait for the program."""
+
+        hours = waits = 0
+
+        def monotonic(self) -> float:
+            return time.monotonic() + 3600 * self.hours
+
+    ticking, select = Clock(), session.selectors.DefaultSelector.select
+
+    def stopped(selector: Any, timeout: float | None = None) -> Any:
+        found = select(selector, timeout)
+        ticking.waits += 1
+        ticking.hours = ticking.waits // 10
+        return found
+
+    monkeypatch.setattr(session, "time", ticking)
+    monkeypatch.setattr(session.selectors.DefaultSelector, "select", stopped)
+    assert grade(fenced(HONEST), CALLS, fresh=True).outcome == "pass" and ticking.hours > 1
+
+
+@needs_wall
 def test_fresh_processes_remember_nothing() -> None:
     counting = fenced("calls = []\ndef f():\n    calls.append(1)\n    return len(calls)")
     tests = [CallTest("f", [], 1), CallTest("f", [], 1)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +62,7 @@ BY_STEPS = {
 }
 BOMBS = AT_ONCE | BY_STEPS
 QUICK = ("a repeat", "a power", "padding", "replacing", "a loop in a loop", "doubling", "recursion", "a long text")
-OVER = r"it (took over (0.2 s|256 MB of memory)|wrote 4,194,305 characters)"
+OVER = r"it (took over (0.2 s of processor time|256 MB of memory)|wrote 4,194,305 characters)"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,6 +124,36 @@ def test_the_limits_hold_everywhere_a_template_renders(way: str, name: str) -> N
         ways[way]()
     assert time.monotonic() - began < 60, "one bad conversation costs its limit once"
     assert render_prompt(characters(template=CHATML), [Message("user", "2+2=")]), "and the next one is rendered"
+
+
+def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A computer that slept, or one with too much to do: the template took no processor time."""
+    tokenizer, renderer = characters(template=CHATML), safe_readers._renderer
+    expected = render_prompt(tokenizer, ASK)
+    assert renderer.process is not None
+    renderer.process.send_signal(signal.SIGSTOP)
+    start = renderer.start
+    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+
+    def patient() -> Any:
+        monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 120.0)
+        return start()
+
+    monkeypatch.setattr(renderer, "start", patient)
+    assert render_prompt(tokenizer, ASK) == expected
+
+    def stopped() -> Any:
+        process = start()
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+    monkeypatch.setattr(renderer, "start", stopped)
+    renderer.stop()
+    with pytest.raises(UserError, match="it did not answer within 120 s, twice"):
+        render_prompt(tokenizer, ASK)
+    monkeypatch.undo()
+    renderer.stop()
 
 
 def test_rendering_is_that_of_transformers() -> None:

@@ -15,6 +15,7 @@ from posttrain.rewards.sandbox.mechanisms import OUT_OF_MEMORY, SYNTAX, Child, E
 
 READY, BEGAN = b"ready\n", b"began\n"
 START_SECONDS = 30.0
+STOPPED = 2.0  # seconds beyond a limit in which nobody has looked at the clock
 CHUNK = 1 << 16
 HEADER = 8
 XCPU = 24
@@ -54,6 +55,7 @@ class Session:
         self.outgoing, self.incoming, self.noise, self.errors = bytearray(), bytearray(), 0, b""
         self.closing = False
         self.deadline = float("inf")
+        self.budget: Budget | None = None
         self.selector = selectors.DefaultSelector()
         for descriptor in (child.stdin, child.stdout, child.stderr):
             os.set_blocking(descriptor, False)
@@ -93,7 +95,8 @@ class Session:
         """Hand over the program. The clock starts when it has arrived; an interpreter may have died while it waited."""
         self.send({"kind": kind, "source": source, "functions": functions})
         self._await(BEGAN)
-        self.deadline = (budget or Budget(self.limits.wall)).start()
+        self.budget = budget = budget or Budget(self.limits.wall)
+        self.deadline = budget.start()
 
     def send(self, tree: Any) -> None:
         if self.incoming:
@@ -144,7 +147,14 @@ class Session:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Ended("timeout")
-        for key, _ in self.selector.select(left):
+        began = time.monotonic()
+        ready = self.selector.select(left)
+        waited = time.monotonic() - began
+        if waited > left + STOPPED:  # this process stood still, and so did the program
+            self.deadline += waited
+            if self.budget is not None and self.budget.since is not None:
+                self.budget.since += waited
+        for key, _ in ready:
             if key.fd == self.child.stdin:
                 self._write_some()
             elif key.fd == self.child.stdout:
