@@ -219,7 +219,9 @@ def _prefixed(row: Row) -> dict[str, float]:
 
 def _require_installed(name: str) -> None:
     try:
-        importlib.import_module(name)
+        found = getattr(importlib.import_module(name), "__spec__", None)
+        if found is not None and found.origin is None:
+            raise ImportError(f"the folder {name} here is none")
     except ImportError as error:
         needs = f"tracker {name!r} needs a package that is not installed ({error})"
         raise UserError(f"{needs}; pip install 'posttrain[{name}]'") from None

@@ -94,11 +94,17 @@ def test_stopping_the_run_is_not_a_trackers_failure(writer: RunWriter) -> None:
         Trackers({"x": Interrupting()}, writer).log(writer.metrics("rl", 1, {}))
 
 
-def test_absent_and_unknown_trackers_are_one_line(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_and_unknown_trackers_are_one_line(writer: RunWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
     with pytest.raises(UserError, match=r"pip install 'posttrain\[wandb\]'") as caught:
         Trackers.open(["wandb"], writer, {})
     assert "\n" not in str(caught.value)
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)  # of runs elsewhere: Python takes any folder for a package
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(UserError, match=r"not installed \(the folder wandb here is none\); pip install 'posttrain\[wandb\]'"):
+        Trackers.open(["wandb"], writer, {})
+    monkeypatch.delitem(sys.modules, "wandb")
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
         Trackers.open(["tensorbord"], writer, {})
 
