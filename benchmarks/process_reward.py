@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="where to draw it")
     parser.add_argument("--read", action="store_true", help="run nothing: OUT/process.json is there")
     parser.add_argument("settings", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     file = options.out / "process.json"
     if not options.read:
         options.out.mkdir(parents=True, exist_ok=True)

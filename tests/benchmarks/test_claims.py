@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from scripts_for_tests import ROOT, load_script
@@ -112,6 +114,26 @@ def test_carried_sums_carry_on_both_sides_of_the_split(arms: ModuleType) -> None
     for split in ("train", "test"):
         problems = arms.Carried(level=3, min_level=3).problems(split)[:50]
         assert all(arms.carries("+", p.facts["a"], p.facts["b"]) for p in problems), split
+
+
+def test_budgeted_sums_have_every_number_of_digits_in_turn_and_answer_when_the_work_is_cut(arms: ModuleType) -> None:
+    task = arms.Budgeted(level=4, min_level=2, budget=5)
+    assert [p.level for p in task.problems("test")[:6]] == [2, 3, 4, 2, 3, 4]
+
+    class Said:
+        """A policy that works one digit out and, asked for the answer, gives it."""
+
+        given: ClassVar[list[object]] = []
+
+        async def __call__(self, text: object = None, last: bool = False, *, max_new_tokens: int = 0) -> object:
+            self.given.append((text, max_new_tokens))
+            return SimpleNamespace(text="132" if text else "75012")
+
+        def rollout(self, answer: str) -> str:
+            return answer
+
+    assert asyncio.run(task.run(task.problems("test")[0], Said())) == "75012#132"
+    assert Said.given == [(None, 5), ("#", 16)]
 
 
 def test_wrong_work_has_one_wrong_digit_and_a_wrong_answer(arms: ModuleType) -> None:

@@ -17,6 +17,7 @@ def test_the_arms_of_rl_differ_in_the_reward_alone_and_the_longer_one_pays_for_t
     made = {stage.name: stage for stage in process(steps=60, solutions=512, completions=4).stages}
     outcome, by_step, longer = (made[name] for name in ("outcome", "process", "outcome_longer"))
     assert replace(by_step, name="outcome", reward=outcome.reward, algorithm=outcome.algorithm) == outcome
+    assert by_step.algorithm == replace(outcome.algorithm, supervision="process", beta=1.0), "a learned reward has an anchor"
     assert replace(longer, name="outcome", steps=60, evaluate_every=outcome.evaluate_every) == outcome
     assert longer.steps - outcome.steps == 512 * (1 + 2 * 4) // 256, "as many samples as solutions and completions"
     assert replace(made["outcomes"], name="labels", completions=4) == made["labels"], "the same solutions"
