@@ -69,7 +69,7 @@ def process(
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
     stages = (
-        imitating(size, *FORGETFUL, steps=1200),
+        imitating(size, *FORGETFUL, steps=800),
         measured,
         labels,
         replace(labels, name="outcomes", completions=0),
