@@ -13,7 +13,7 @@ from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST_LINE = 2000  # characters of an error
 
@@ -189,14 +189,23 @@ def check_fields(settings: Any, where: str = "") -> None:
 
 
 class Checked:
-    """A base for dataclasses of settings: their fields are checked when one is made."""
+    """A base for dataclasses of settings, which are checked when one is made: each field by its type, then all together."""
 
     __slots__ = ()
 
-    where: ClassVar[str] = ""  # what a complaint begins with
+    @property
+    def where(self) -> str:
+        """What a complaint begins with."""
+        return ""
 
     def __post_init__(self) -> None:
         check_fields(self, self.where)
+        for mistake in self.mistakes():
+            raise UserError(f"{self.where}{mistake}")
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with its settings together, each of which may be right by itself; the first is refused."""
+        yield from ()
 
 
 @cache

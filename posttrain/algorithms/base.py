@@ -3,14 +3,14 @@ inherit the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.errors import Checked, Several, UserError, check_fields, require
+from posttrain.errors import Checked, Several, require
 from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selection, Terms
 
 # JSON-able, saved with every checkpoint: adaptive coefficients, running statistics
@@ -50,18 +50,13 @@ class Algorithm(Checked):
     unit: ClassVar[str] = "sequence"  # sequence | pair | ranking: what a micro-batch may not cut
     trains: ClassVar[str] = "policy"  # policy | scorer: the vocabulary's head, or one of one number
 
-    def __post_init__(self) -> None:
-        check_fields(self, f"{self.name}: ")
-        for mistake in self.mistakes():
-            raise UserError(f"{self.name}: {mistake}")
-
-    def mistakes(self) -> Iterator[str]:
-        """What is wrong with its settings together, each of which may be right by itself; the first is refused."""
-        yield from ()
+    @property
+    def where(self) -> str:
+        return f"{self.name}: "
 
     def check(self, condition: bool, message: str) -> None:
         """Refuse settings unless `condition` holds."""
-        require(condition, f"{self.name}: {message}")
+        require(condition, f"{self.where}{message}")
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import AS_TRAINED, Precision
-from posttrain.errors import UserError, check_fields, field_types, prefixed, require, unknown
+from posttrain.errors import UserError, field_types, prefixed, require, unknown
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given
@@ -209,13 +209,11 @@ class Stage(Naming, ABC):
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)):
             object.__setattr__(self, name, in_full(getattr(self, name), hint))
-        check_fields(self, f"{self.name}: ")
-        for mistake in self.mistakes():
-            raise UserError(f"{self.name}: {mistake}")
+        super().__post_init__()
 
-    def mistakes(self) -> Iterator[str]:
-        """What is wrong with its settings together, each of which may be right by itself; the first is refused."""
-        yield from ()
+    @property
+    def where(self) -> str:
+        return f"{self.name}: "
 
     @abstractmethod
     def run(self, context: Context) -> dict[str, JSON]:
