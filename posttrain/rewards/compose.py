@@ -122,9 +122,3 @@ class Gate:
             return Score(self.otherwise, {self.gate.name: first.value}, outcome="wrong")
         second = as_score(self.reward.reward(prompt, response, answer))
         return combined({self.gate.name: first, self.reward.name: second}, second.value or 0.0)
-
-
-def textbook(correctness: Reward, form: Reward, reasoning: Reward) -> Weighted:
-    """The mix of the textbooks: 0.8 for being right, 0.1 for the format, 0.1 for showing the steps."""
-    right, formed = Part("correctness", correctness, 0.8), Part("format", form, 0.1)
-    return Weighted((right, formed, Part("reasoning", reasoning, 0.1)))

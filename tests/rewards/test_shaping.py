@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import UserError
 from posttrain.rewards.answer import answer
-from posttrain.rewards.compose import Gate, Part, Product, Weighted, as_score, textbook
+from posttrain.rewards.compose import Gate, Part, Product, Weighted, as_score
 from posttrain.rewards.format import format
 from posttrain.rewards.language import language, share
 from posttrain.rewards.length import cosine, length, near, overlong
@@ -121,7 +121,7 @@ def test_plain_numbers_are_rewards_and_nan_is_not() -> None:
 
 
 def test_the_textbook_mix() -> None:
-    mix = textbook(answer, format, steps)
+    mix = Weighted((Part("correctness", answer, 0.8), Part("format", format, 0.1), Part("reasoning", steps, 0.1)))
     assert mix("", "Step 1: add\nStep 2: write\nso it is\n#4", "4").value == pytest.approx(0.8 + 0.1)
     assert mix("", "#5", "4").value == 0.0
 
