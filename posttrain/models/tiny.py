@@ -5,6 +5,7 @@ They are what the tests train, and what a laptop can take through a whole pipeli
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.errors import require, unknown
@@ -17,17 +18,7 @@ PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS
 MAX_POSITIONS = 2048
 
 # The generation block marks what the assistant says, its end token included: that is what carries loss.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
-    "{% elif message['role'] in ['user', 'system'] %}"
-    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
-    "{% else %}{{ raise_exception('this chat template knows the roles system, user and assistant, not ' ~ message['role']) }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHAT_TEMPLATE = "".join(Path(__file__).with_suffix(".jinja").read_text("utf-8").splitlines())
 
 
 # Width, layers, heads, key-value heads, width of the feed-forward layer. Parameters with a vocabulary of about 100 characters: 0.2M,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 
 
 def words(text: str) -> frozenset[str]:
@@ -71,34 +73,7 @@ _MONTH = re.compile(MONTH)
 _COUNTED = words("people men women children mice geese teeth fish sheep unit way person")
 
 # What is measured: its units, each group of names with how many base units it is. Symbols stand as they are written: MW is not mW.
-_MEASURES = {
-    "length": "mm millimeter millimetre:1 cm centimeter centimetre:10 m meter metre:1000 km kilometer kilometre:1000000"
-    " inch in:127/5 foot feet ft:1524/5 yard yd:4572/5 mile mi:1609344",
-    "mass": "mg milligram:1 g gram:1000 kg kilogram:1000000",
-    "weight": "ounce oz:1 pound lb:16 ton:32000",
-    "time": "s second sec:1 minute min:60 h hour hr:3600 day:86400 week:604800",
-    "calendar": "month:1 year yr:12",
-    "money": "cent:1 dollar buck usd:100",
-    "volume": "ml milliliter millilitre:1 l L liter litre:1000",
-    "liquid": "teaspoon tsp:1 tablespoon tbsp:3 cup:48 pint:96 quart:192 gallon gal:768",
-    "angle": "degree deg:1",
-    "turn": "radian rad:1",
-    "euro": "euro eur:1",
-    "sterling": "sterling gbp:1",
-    "rupee": "paisa paise:1 rupee inr:100",
-    "yen": "yen jpy:1",
-    "power": "mW milliwatt:1 W watt:1000 kW kilowatt:1000000 MW megawatt:1000000000",
-    "energy": "J joule:1 kJ kilojoule:1000",
-    "force": "N newton:1 kN kilonewton:1000",
-    "voltage": "V volt:1 kV kilovolt:1000",
-    "current": "mA milliampere:1 A ampere amp:1000",
-    "pressure": "Pa pascal:1 kPa kilopascal:1000",
-    "frequency": "Hz hertz:1 kHz kilohertz:1000 MHz megahertz:1000000",
-    "temperature": "K kelvin:1",
-    "celsius": "celsius:1",
-    "fahrenheit": "fahrenheit:1",
-    "amount": "mol mole:1",
-}
+_MEASURES: dict[str, str] = json.loads(Path(__file__).with_name("units.json").read_text("utf-8"))
 
 
 MEASURES: dict[str, tuple[str, Fraction]] = {
