@@ -260,12 +260,7 @@ class Asynchronous(Rollouts):
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
     def fresh(
-        self,
-        step: int,
-        attempt: int,
-        wanted: int,
-        samples: Sequence[Sampling],
-        seconds: Seconds,
+        self, step: int, attempt: int, wanted: int, samples: Sequence[Sampling], seconds: Seconds
     ) -> Sequence[Group]:
         """Take the oldest of the groups that are finished; wait until there are enough."""
         began, self.samples = time.perf_counter(), samples

@@ -337,31 +337,25 @@ def fewest(shape: Shape, work: Work, gpu: GPU) -> int | None:
 
 # What textbooks and guides say of a few runs, as GPUs of 80 GB, from and to.
 TEXTBOOK = (
-    ("DPO, 7B", "7B", Work("dpo", prompts=64, response=512, steps=1000), 8, 8),
+    ("DPO, 7B", Work("dpo", prompts=64, response=512, steps=1000), 8, 8),
     (
         "iterative DPO, 7B",
-        "7B",
         Work("iterative_dpo", prompts=128, group=8, response=512, steps=500),
         8,
         8,
     ),
-    ("GRPO, 70B", "70B", Work("grpo", prompts=128, group=16, response=2048, steps=500), 32, 64),
-    ("PPO, 70B", "70B", Work("ppo", prompts=512, group=1, response=1024, steps=1000), 64, 128),
-    (
-        "online RLVR, 405B",
-        "405B",
-        Work("rlvr", prompts=128, group=16, response=2048, steps=500),
-        128,
-        256,
-    ),
+    ("GRPO, 70B", Work("grpo", prompts=128, group=16, response=2048, steps=500), 32, 64),
+    ("PPO, 70B", Work("ppo", prompts=512, group=1, response=1024, steps=1000), 64, 128),
+    ("online RLVR, 405B", Work("rlvr", prompts=128, group=16, response=2048, steps=500), 128, 256),
 )
 
 
 def textbook_lines(gpu: GPU) -> list[str]:
     """The table that textbooks give, with what this arithmetic says."""
     lines = ["what is usually said, and what this arithmetic says:"]
-    for name, size, work, low, high in TEXTBOOK:
-        shape, need = shape_of(size), fewest(shape_of(size), work, gpu)
+    for name, work, low, high in TEXTBOOK:
+        shape = shape_of(name.split()[-1])
+        need = fewest(shape, work, gpu)
         said = f"{low}" if low == high else f"{low}-{high}"
         found = best(shape, work, gpu, low) if need is not None else None
         fits = "fits on no number of these" if need is None else f"fits from {need}"

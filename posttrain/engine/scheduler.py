@@ -354,12 +354,7 @@ class Scheduler:
             pass
 
     def _completion(
-        self,
-        work: Work,
-        slot: int,
-        length: int,
-        finish: str = "",
-        routes: np.ndarray | None = None,
+        self, work: Work, slot: int, length: int, finish: str = "", routes: np.ndarray | None = None
     ) -> Completion:
         """What a row has sampled so far, before it was interrupted included."""
         parts: tuple[np.ndarray, ...] = (

@@ -450,13 +450,7 @@ def logits_gradient_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    code_ptr,
-    scale_ptr,
-    pairs_ptr,
-    out_ptr,
-    size,
-    SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    code_ptr, scale_ptr, pairs_ptr, out_ptr, size, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Two weights for each byte: its pair of levels, times the scale that SHARED bytes have in common."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
