@@ -27,15 +27,7 @@ from posttrain.system.world import current
 from posttrain.tasks import _rollouts
 from posttrain.tasks._remote import Host
 from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
-from posttrain.tasks.base import (
-    STOPS,
-    EpisodeEnd,
-    Given,
-    Limits,
-    Task,
-    failed,
-    score_group,
-)
+from posttrain.tasks.base import STOPS, EpisodeEnd, Given, Limits, Task, failed, score_group
 from posttrain.turns import Seconds, Turns
 from posttrain.types import (
     JSON,

@@ -15,16 +15,7 @@ from weakref import WeakSet
 
 from posttrain import catalogue, config, config_tree
 from posttrain.algorithms.base import Algorithm
-from posttrain.api.inputs import (
-    Files,
-    as_judge,
-    as_model,
-    as_probed,
-    as_rewards,
-    as_task,
-    built,
-    with_tools,
-)
+from posttrain.api import inputs
 from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
@@ -47,7 +38,9 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.types import JSON, Problem, Sampling
 
-_waiting: WeakSet[Files] = WeakSet()  # of runs that may not have begun: their directories are taken
+_waiting: WeakSet[inputs.Files] = (
+    WeakSet()
+)  # of runs that may not have begun: their directories are taken
 
 
 def rl(
@@ -79,14 +72,14 @@ def rl(
     chosen = _algorithm(algorithm)
     files = _files(out, chosen.name)
     file = "" if prompts is None else files.path(prompts, "prompts")
-    own = None if task is None else as_task(task)
-    scored, source = as_rewards(reward, weights, reward_models, own, file)
-    scored = with_tools(scored, tools, settings) if tools else scored
+    own = None if task is None else inputs.as_task(task)
+    scored, source = inputs.as_rewards(reward, weights, reward_models, own, file)
+    scored = inputs.with_tools(scored, tools, settings) if tools else scored
     if "batch" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("batch")
     others = [k for k in ("reference", "critic", "teacher") if settings.get(k)]
-    settings |= {k: as_model(settings[k]) for k in others}
-    given = {"model": as_model(model, tokenizer), "algorithm": chosen, "task": scored}
+    settings |= {k: inputs.as_model(settings[k]) for k in others}
+    given = {"model": inputs.as_model(model, tokenizer), "algorithm": chosen, "task": scored}
     return _run(RLStage, {"name": "rl", **given, "reward": source}, settings, files, callback)
 
 
@@ -119,7 +112,7 @@ def sft(
     _check_data("sft", data, settings)
     files = _files(out, "sft")
     sources = tuple(Data(file=path) for path in files.paths(data, "data"))
-    given = {"name": "sft", "model": as_model(model, tokenizer), "data": sources}
+    given = {"name": "sft", "model": inputs.as_model(model, tokenizer), "data": sources}
     return _run(SFTStage, given, settings, files, callback).train()
 
 
@@ -141,11 +134,11 @@ def preference(
     files = _files(out, chosen.name)
     given = {
         "name": chosen.name,
-        "model": as_model(model, tokenizer),
+        "model": inputs.as_model(model, tokenizer),
         "algorithm": chosen,
         "data": files.paths(data, "data"),
         "held_out_data": files.paths(held_out_data, "held_out_data") if held_out_data else (),
-        "reference": as_model(reference) if reference else "",
+        "reference": inputs.as_model(reference) if reference else "",
     }
     return _run(PreferenceStage, given, settings, files, callback)
 
@@ -169,7 +162,7 @@ def reward_model(
     `ppo(..., reward=run)`; `run.result` has its held-out accuracy."""
     _check_data("reward_model", data, settings)
     files = _files(out, "reward_model")
-    given = {"model": as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
+    given = {"model": inputs.as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
     given |= {"name": "reward_model", "data": files.paths(data, "data")}
     return _run(RewardModelStage, given, settings, files, callback).train()
 
@@ -191,14 +184,14 @@ def comparisons(
     default."""
     require((prompts is None) != (task is None), "comparisons: give either prompts or a task")
     files = _files(out, "comparisons")
-    given: dict[str, Any] = {"name": "comparisons", "model": as_model(model, tokenizer)}
-    given["judge"] = as_judge(judge)
+    given: dict[str, Any] = {"name": "comparisons", "model": inputs.as_model(model, tokenizer)}
+    given["judge"] = inputs.as_judge(judge)
     if task is None:
         file = files.path(prompts, "prompts")
         given["task"] = asked = Prompts(file, held_out=0)
         given["prompts"] = len(files.lines.get(Path(file)) or asked.problems("train"))
     else:
-        given["task"] = as_task(task)
+        given["task"] = inputs.as_task(task)
     if "problems" in settings:  # `prompts` of the stage, a number
         settings["prompts"] = settings.pop("problems")
     return _run(ComparisonsStage, given, settings, files, callback).train()
@@ -235,7 +228,7 @@ def sample(
     from posttrain.commands.inspect import answers, prompt_ids
 
     policy = _policy(model, tokenizer)
-    how = built(Sampling, {}, sampling, "sample")
+    how = inputs.built(Sampling, {}, sampling, "sample")
     require(n >= 1, f"sample: n must be at least 1, not {n}")
     several = isinstance(prompt, list | tuple) and bool(prompt)
     several = several and all(isinstance(p, str | list) for p in prompt)
@@ -267,18 +260,18 @@ def evaluate(
         return _agreement(model, data, **settings)
     require((prompts is None) != (task is None), "evaluate: give either prompts or a task")
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder), "evaluate")
+        files = inputs.Files(Path(folder), "evaluate")
         if task is None:
-            made, _ = as_rewards(reward, weights, (), None, files.path(prompts, "prompts"))
+            made, _ = inputs.as_rewards(reward, weights, (), None, files.path(prompts, "prompts"))
             values = {f.name: getattr(made, f.name) for f in fields(Prompts) if f.init}
             given: Task = _AllPrompts(**values)
         else:
             alone = "evaluate: a task has its own reward; give prompts with this one"
             require(reward is None, alone)
-            given = as_task(task)
-        given = with_tools(given, tools, settings) if tools else given
+            given = inputs.as_task(task)
+        given = inputs.with_tools(given, tools, settings) if tools else given
         given_stage = {"name": "eval", "model": "model", "task": given}
-        stage = built(EvaluateStage, given_stage, settings, "evaluate")
+        stage = inputs.built(EvaluateStage, given_stage, settings, "evaluate")
         with files, worker_pool([stage]) as workers:
             stage.task.ready()
             policy = _policy(model, tokenizer)
@@ -295,10 +288,10 @@ def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]
     from posttrain.models.scorer import load_scorer
     from posttrain.stages.reward_model import judge_pairs, report
 
-    places = model.scorers() if isinstance(model, Run) else [as_model(model)]
+    places = model.scorers() if isinstance(model, Run) else [inputs.as_model(model)]
     scorers = [load_scorer(place) for place in places]
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder), "evaluate")
+        files = inputs.Files(Path(folder), "evaluate")
         paths = files.paths(data, "data")
         with files:
             read = [read_preferences(path, scorers[0].tokenizer, max_length) for path in paths]
@@ -319,10 +312,10 @@ def probe(reward: Any = None, task: Any = None, *, prompts: Any = None, **settin
     """What a reward would pay, before any training, for the gold answers of a `task`, or of `prompts` with answers, and for wrong,
     empty, padded and other ones. Printed, the report is a table. Settings: weights of several rewards; problems, split, examples."""
     require((prompts is None) != (task is None), "probe: give either prompts or a task")
-    scored = as_probed(reward, settings.pop("weights", None))
+    scored = inputs.as_probed(reward, settings.pop("weights", None))
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder), "probe")
-        made = as_task(task) if task is not None else Prompts(files.path(prompts, "prompts"))
+        files = inputs.Files(Path(folder), "probe")
+        made = inputs.as_task(task) if task is not None else Prompts(files.path(prompts, "prompts"))
         with files:
             found = probe_task(scored, made, **settings)
     return replace(found, reward=found.reward.removeprefix(PREFIX))
@@ -356,7 +349,7 @@ class _AllPrompts(Prompts):
 def _policy(model: Any, tokenizer: Any) -> Any:
     if isinstance(model, Run | Model):
         return model.policy()
-    name = as_model(model, tokenizer)
+    name = inputs.as_model(model, tokenizer)
     from posttrain.models import given
 
     if not name.startswith(given.PREFIX):
@@ -376,14 +369,14 @@ def _algorithm(given: Algorithm | str) -> Algorithm:
     return made
 
 
-def _files(out: str | Path, name: str) -> Files:
+def _files(out: str | Path, name: str) -> inputs.Files:
     """The directory of a run: `out`, or the first runs/NAME-N that is free."""
     if out:
-        return Files(Path(out), name)
+        return inputs.Files(Path(out), name)
     taken = {files.place for files in _waiting}
     directories = (Path("runs", f"{name}-{number}") for number in count(1))
     free = (d for d in directories if d.absolute() not in taken and not d.exists())
-    files = Files(next(free), name)
+    files = inputs.Files(next(free), name)
     _waiting.add(files)
     return files
 
@@ -392,16 +385,20 @@ def _run(
     kind: type[Stage],
     given: Mapping[str, Any],
     settings: dict[str, Any],
-    files: Files,
+    files: inputs.Files,
     callback: Callback | None,
 ) -> Run:
     """The run of one stage."""
     name = files.name
     top = {key: settings.pop(key) for key in list(settings) if key in config.TOP}
-    return _begun(Recipe((built(kind, given, settings, name),)), files, callback, top)
+    return _begun(Recipe((inputs.built(kind, given, settings, name),)), files, callback, top)
 
 
-def _begun(recipe: Recipe, files: Files, callback: Callback | None, top: Mapping[str, Any]) -> Run:
+def _begun(
+    recipe: Recipe, files: inputs.Files, callback: Callback | None, top: Mapping[str, Any]
+) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
     config_tree.refuse_unknown("setting", top, config.TOP, [files.name])
-    return Run(files.directory, built(config.Settings, given, top, files.name), files, callback)
+    return Run(
+        files.directory, inputs.built(config.Settings, given, top, files.name), files, callback
+    )

@@ -12,17 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from posttrain import __version__ as VERSION
-from posttrain import catalogue
+from posttrain import catalogue, errors
 from posttrain.cli.base import fail, print_lines
-from posttrain.errors import (
-    GuardStop,
-    Interrupted,
-    OutOfMemory,
-    PeerFailed,
-    UserError,
-    Waiting,
-    unknown,
-)
 from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_with_parent
 
 
@@ -33,20 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_with_parent()
         options = parse(sys.argv[1:] if arguments is None else arguments)
         return options.call(options) or 0
-    except UserError as error:
+    except errors.UserError as error:
         return fail(str(error), 2)
-    except GuardStop as error:
+    except errors.GuardStop as error:
         return fail(str(error), 3)
-    except Waiting as error:
+    except errors.Waiting as error:
         print_lines([f"{error}; then continue with: posttrain resume {error.directory}"])
         return 0
-    except Interrupted as error:
+    except errors.Interrupted as error:
         more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""
         return fail(f"{error}{more}", 130)
-    except PeerFailed as error:
+    except errors.PeerFailed as error:
         # the process that started them says which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
-    except OutOfMemory as error:
+    except errors.OutOfMemory as error:
         return OUT_OF_MEMORY if STARTED in os.environ else fail(str(error), 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
@@ -67,7 +58,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         staged = options.command in ("run", "plan", "resume")
         example = "such as rl.steps=10" if staged else "without dashes"
         hint = f"settings are KEY=VALUE, {example}; " if "settings" in options else ""
-        raise UserError(f"unknown argument {rest[0]!r}; {hint}see '{place}'")
+        raise errors.UserError(f"unknown argument {rest[0]!r}; {hint}see '{place}'")
     return options
 
 
@@ -77,10 +68,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if found is None:
-            raise UserError(f"{message.replace(', key=value', '')}; see '{self.prog} --help'")
+            raise errors.UserError(
+                f"{message.replace(', key=value', '')}; see '{self.prog} --help'"
+            )
         kind, name, choices = found.groups()
         known = [choice.strip(" '") for choice in choices.split(",")]
-        raise unknown("command" if kind == "COMMAND" else f"{kind} of '{self.prog}'", name, known)
+        raise errors.unknown(
+            "command" if kind == "COMMAND" else f"{kind} of '{self.prog}'", name, known
+        )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,13 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.cli.base import (
-    add_allow_code,
-    add_settings,
-    print_lines,
-    report_sweep,
-    start_processes,
-)
+from posttrain.cli import base
 from posttrain.errors import UserError
 
 EXAMPLE = "posttrain run quickstart seed=1 rl.lr=1e-4"
@@ -25,7 +19,7 @@ class Help(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
     ) -> None:
         if recipe := getattr(namespace, "recipe", None):
-            print_lines(_keys(recipe))
+            base.print_lines(_keys(recipe))
         else:
             parser.print_help()
         parser.exit()
@@ -50,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=Help, nargs=0, help=text)
     parser.add_argument("recipe")
     more = "only=STAGE,... runs some alone; seeds=0,1,2 runs it with each of them"
-    add_settings(parser, f"settings of the recipe and of its stages; {more}")
+    base.add_settings(parser, f"settings of the recipe and of its stages; {more}")
     text = "a run with each of these values, as in rl.lr=1e-4,3e-4"
     text += "; may be given again for another key"
     form = "KEY=VALUE,VALUE"
     parser.add_argument("--sweep", action="append", default=[], metavar=form, help=text)
-    add_allow_code(parser)
+    base.add_allow_code(parser)
 
 
 def call(options: argparse.Namespace) -> int | None:
@@ -64,11 +58,11 @@ def call(options: argparse.Namespace) -> int | None:
 
     if sweep.axes(options.settings, options.sweep)[1]:
         words = options.recipe, options.settings, options.sweep
-        return report_sweep(sweep.run(*words, options.allow_code))
+        return base.report_sweep(sweep.run(*words, options.allow_code))
     settings = config.parse(options.recipe, options.settings, options.allow_code)
     directory = pipeline.place(settings)
     command = ["run", options.recipe, *options.settings, f"out={directory}"]
-    code = start_processes(command, options.allow_code, settings, directory)
+    code = base.start_processes(command, options.allow_code, settings, directory)
     if code is None:
         pipeline.start(settings)
     return code

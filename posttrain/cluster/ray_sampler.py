@@ -13,15 +13,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from posttrain.cluster import remote
 from posttrain.cluster.launch import NODE_FAILED
 from posttrain.cluster.ray_cluster import ANSWER, Cluster, load_ray, one_line
-from posttrain.cluster.remote import (
-    HUNG,
-    RemoteSampler,
-    WorkerProcess,
-    how_it_ended,
-    worker_settings,
-)
 from posttrain.engine.fp8 import AS_TRAINED, Precision
 from posttrain.errors import UserError
 from posttrain.events import Events
@@ -33,7 +27,7 @@ TAKE = 5.0  # seconds that an actor waits for something to pass on
 
 
 @dataclass(eq=False, kw_only=True)
-class RayWorker(WorkerProcess):
+class RayWorker(remote.WorkerProcess):
     """A process on a node, and the actor that has started it."""
 
     host: Any
@@ -51,7 +45,7 @@ class RayWorker(WorkerProcess):
             code, text = ray.get(self.host.ended.remote(), timeout=ANSWER)
         except ray.exceptions.RayError:
             return NODE_FAILED
-        return how_it_ended(code, text)
+        return remote.how_it_ended(code, text)
 
     def exit_code(self) -> None:
         """Not known before `reason` asks for it."""
@@ -64,10 +58,10 @@ class RayWorker(WorkerProcess):
 
     def hangs(self) -> bool:
         """Ray notices the end of an actor; what is alive and says nothing is given the longest time."""
-        return self.quiet() > HUNG
+        return self.quiet() > remote.HUNG
 
 
-class RaySampler(RemoteSampler):
+class RaySampler(remote.RemoteSampler):
     """A `Sampler` in `count` processes that a cluster has places for."""
 
     def __init__(
@@ -83,13 +77,13 @@ class RaySampler(RemoteSampler):
         self.put: tuple[int, Any] = (-1, None)  # the last bucket in the object store
         resources = cluster.settings.sampler
         device = "cuda" if resources.gpus else "cpu"
-        settings = worker_settings(policy, -(-rows // count), processes, **asdict(precision))
+        settings = remote.worker_settings(policy, -(-rows // count), processes, **asdict(precision))
         try:
             super().__init__(policy, replace(settings, device=device), count)
         except TimeoutError as error:
             raise UserError(str(error)) from None
 
-    def _start(self, number: int) -> WorkerProcess:
+    def _start(self, number: int) -> remote.WorkerProcess:
         ray: Any = load_ray()
         try:
             host = self.cluster.place(self.cluster.settings.sampler)
@@ -104,7 +98,7 @@ class RaySampler(RemoteSampler):
         relay.start()
         return RayWorker(pid=pid, into=-1, out=out, number=number, host=host)
 
-    def _write(self, worker: WorkerProcess, message: JSON) -> None:
+    def _write(self, worker: remote.WorkerProcess, message: JSON) -> None:
         assert isinstance(worker, RayWorker)
         host = worker.host
         worker.last_reply = time.monotonic()
@@ -132,7 +126,7 @@ class RaySampler(RemoteSampler):
                 ) from None
         return self.put[1]
 
-    def _replace(self, worker: WorkerProcess) -> None:
+    def _replace(self, worker: remote.WorkerProcess) -> None:
         try:
             super()._replace(worker)
         except TimeoutError as error:
@@ -153,7 +147,7 @@ def _relay(host: Any, ours: int) -> None:
     ray: Any = load_ray()
     try:
         while True:
-            said = ray.get(host.take.remote(TAKE), timeout=HUNG)
+            said = ray.get(host.take.remote(TAKE), timeout=remote.HUNG)
             if said is None:
                 return
             while said:

@@ -36,16 +36,8 @@ from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.lora import ADAPTER, adapter_of, has_experts
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
+from posttrain.system import wire
 from posttrain.system.processes import STARTED
-from posttrain.system.wire import (
-    LOOK,
-    SILENCE,
-    Finished,
-    PipedProcess,
-    decode_completions,
-    encode_requests,
-    whole_lines,
-)
 from posttrain.types import JSON, Completion, Request, Statistics
 
 HUNG = 1800.0  # seconds that one with work may say nothing at all
@@ -125,7 +117,7 @@ def vllm_python() -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class WorkerProcess(PipedProcess):
+class WorkerProcess(wire.PipedProcess):
     """One process of the sampler."""
 
     number: int
@@ -165,7 +157,7 @@ class WorkerProcess(PipedProcess):
         self.said.close()
 
     def hangs(self) -> bool:
-        return min(self.idle(), self.quiet()) > SILENCE or self.quiet() > HUNG
+        return min(self.idle(), self.quiet()) > wire.SILENCE or self.quiet() > HUNG
 
     def quiet(self) -> float:
         """Seconds since it last said something."""
@@ -184,7 +176,7 @@ class RemoteSampler:
         self.sessions: dict[int, Session] = {}
         self.first_turns: dict[int, int] = {}  # of sessions that moved: where they began anew
         self.queued: list[Request] = []
-        self.finished: Finished = []
+        self.finished: wire.Finished = []
         self.probes: list[tuple[int, Completion, str]] = []  # not compared yet
         self.past = Statistics()  # of processes that are gone
         self.deaths = 0
@@ -222,7 +214,7 @@ class RemoteSampler:
         self.prove()
         busy = any(worker.open for worker in self.workers)
         if busy and not self.finished:
-            self._read(self.workers, LOOK if timeout is None else min(timeout, LOOK))
+            self._read(self.workers, wire.LOOK if timeout is None else min(timeout, wire.LOOK))
             self._replace_gone()
         self._check_probes()
         found, self.finished = self.finished, []
@@ -322,7 +314,7 @@ class RemoteSampler:
         piece = os.read(worker.out, 1 << 20)
         worker.gone |= not piece
         worker.last_reply = time.monotonic()
-        for line in whole_lines(worker.received, piece):
+        for line in wire.whole_lines(worker.received, piece):
             what, *about = json.loads(line)
             if what == "free":
                 worker.freed += 1
@@ -333,7 +325,7 @@ class RemoteSampler:
             else:
                 worker.seen, counts = about[0], about[1]
                 worker.statistics = Statistics(*counts)
-                for key, completion in decode_completions(about[2]):
+                for key, completion in wire.decode_completions(about[2]):
                     self._completed(worker, key, completion)
 
     def _completed(
@@ -354,7 +346,7 @@ class RemoteSampler:
     ) -> None:
         """Until it is so of all that live; `_read` gives up those that hang."""
         while waiting := [w for w in workers if not w.gone and not done(w)]:
-            self._read(waiting, LOOK)
+            self._read(waiting, wire.LOOK)
 
     def _wait_freed(self, workers: Sequence[WorkerProcess], count: int) -> None:
         self._wait(workers, lambda worker: worker.freed >= count)
@@ -382,7 +374,7 @@ class RemoteSampler:
         self.queued = []
         for worker in self.workers:
             if worker.number in shares:
-                self._send(worker, "submit", encode_requests(shares[worker.number]))
+                self._send(worker, "submit", wire.encode_requests(shares[worker.number]))
 
     def _send_weights(self, workers: Sequence[WorkerProcess]) -> None:
         """Send the weights of the present version to these processes, and check their receipts."""

@@ -13,15 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.models import layers
 from posttrain.models.attention import Layout, Packed
-from posttrain.models.layers import (
-    LayerDescription,
-    ModelDescription,
-    Norm,
-    Projection,
-    describe,
-    prove,
-)
 from posttrain.models.policy import Policy
 from posttrain.ops.experts import Routes
 
@@ -71,7 +64,7 @@ def cpu_decoder(policy: Policy, pack: bool) -> Decoder | None:
     adapters, with silu and the norms of a Llama. `pack` lays its weights out for the processor."""
     if policy.device.type != "cpu" or policy.dtype != torch.float32:
         return None
-    described = describe(policy)
+    described = layers.describe(policy)
     if (
         isinstance(described, str)
         or described.adapted
@@ -81,7 +74,7 @@ def cpu_decoder(policy: Policy, pack: bool) -> Decoder | None:
     ):
         return None
     with torch.inference_mode():
-        if prove(policy, described, "cpu", lambda: Decoder(described, pack=False)):
+        if layers.prove(policy, described, "cpu", lambda: Decoder(described, pack=False)):
             return None
         return Decoder(described, pack)
 
@@ -91,7 +84,7 @@ class _Norm:
 
     __slots__ = ("epsilon", "share", "weight")
 
-    def __init__(self, norm: Norm):
+    def __init__(self, norm: layers.Norm):
         self.weight = norm.weight.detach()
         self.epsilon = self.weight.new_full((1,), norm.epsilon)
         self.share = 1.0 / self.weight.shape[0]
@@ -108,7 +101,7 @@ class _Norm:
 class _Layer:
     """One decoder layer on flat tokens: [T, H] -> [T, H]."""
 
-    def __init__(self, layer: LayerDescription, pack: bool):
+    def __init__(self, layer: layers.LayerDescription, pack: bool):
         self.number, self.rule = layer.number, replace(layer.rule, scaling=1.0)
         self.heads, self.keys, self.width = layer.heads.heads, layer.heads.keys, layer.heads.width
         rotated = (self.heads + self.keys) * self.width
@@ -167,11 +160,11 @@ def _gated(both: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _plain(projection: Projection, pack: bool) -> PackedLinear:
+def _plain(projection: layers.Projection, pack: bool) -> PackedLinear:
     return PackedLinear(projection.weight().detach(), _detached(projection.bias()), pack)
 
 
-def _scaled(projection: Projection, norm: _Norm) -> tuple[Tensor, Tensor | None]:
+def _scaled(projection: layers.Projection, norm: _Norm) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of layers that share their input, with the weight of the norm before them multiplied in."""
     return projection.weight().detach().mul_(norm.weight), _detached(projection.bias())
 
@@ -183,7 +176,7 @@ def _detached(bias: Tensor | None) -> Tensor | None:
 class Decoder:
     """Hidden states as `Policy.hidden` gives them, from the weights of the moment it was made."""
 
-    def __init__(self, described: ModelDescription, pack: bool):
+    def __init__(self, described: layers.ModelDescription, pack: bool):
         self.rotary = described.body.rotary_emb
         self.embedding = described.body.embed_tokens.weight.detach()
         self.layers = [_Layer(layer, pack) for layer in described.layers]

@@ -26,16 +26,7 @@ import numpy as np
 import torch
 
 from posttrain.engine.scheduler import Scheduler, Work, without
-from posttrain.system import machine, processes
-from posttrain.system.wire import (
-    LOOK,
-    Channel,
-    Finished,
-    PipedProcess,
-    decode_completions,
-    encode_completions,
-    whole_lines,
-)
+from posttrain.system import machine, processes, wire
 from posttrain.types import JSON, Request, Sampling, Statistics
 
 CORES = machine.requested_threads() or machine.cores()
@@ -78,7 +69,7 @@ class EngineWorkers:
         self.workers: list[EngineWorker] = []
         self.past = Statistics()  # of workers that are gone
         self.failed: list[Work] = []
-        self.finished: Finished = []
+        self.finished: wire.Finished = []
         self.paused = False
 
     @property
@@ -103,11 +94,11 @@ class EngineWorkers:
             worker.submit(part, message)
         return dealt
 
-    def poll(self, timeout: float | None) -> Finished:
+    def poll(self, timeout: float | None) -> wire.Finished:
         """What workers have finished; waits for one of them up to `timeout` seconds, or until it is time for another look."""
         if self.paused:
             self._send("resume")
-        wait = LOOK if timeout is None else min(timeout, LOOK)
+        wait = wire.LOOK if timeout is None else min(timeout, wire.LOOK)
         self._read([w for w in self.workers if w.works], 0.0 if self.finished else wait)
         found = self.finished.copy()
         self.finished.clear()
@@ -132,7 +123,7 @@ class EngineWorkers:
         """Let workers stop, drop their caches, and wait until they have. They go on at the next poll."""
         self._send("release")
         while waiting := [w for w in self.workers if w.seen < w.sent]:
-            self._read(waiting, LOOK)
+            self._read(waiting, wire.LOOK)
 
     def close(self) -> list[Work]:
         """End all workers; the works that they have not finished."""
@@ -167,15 +158,15 @@ class EngineWorkers:
 
 
 @dataclass(eq=False, kw_only=True)
-class EngineWorker(PipedProcess):
+class EngineWorker(wire.PipedProcess):
     """A process that runs a scheduler until its pipe closes."""
 
-    finished: Finished  # where completions are put
+    finished: wire.Finished  # where completions are put
     # by session and turn: in which message it was sent
     works: dict[tuple[int, int], tuple[int, Work]] = field(default_factory=dict)
 
     @classmethod
-    def fork(cls, make: Callable[[], Scheduler], finished: Finished) -> EngineWorker:
+    def fork(cls, make: Callable[[], Scheduler], finished: wire.Finished) -> EngineWorker:
         def live(requests: int, replies: int) -> None:
             _close_all_but(requests, replies)
             # it does not take this core from the parent, who has not asked the others yet
@@ -204,10 +195,10 @@ class EngineWorker(PipedProcess):
         """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
-        for line in whole_lines(self.received, piece):
+        for line in wire.whole_lines(self.received, piece):
             self.seen, counts, finished = json.loads(line)
             self.statistics = Statistics(*counts)
-            for key, completion in decode_completions(finished):
+            for key, completion in wire.decode_completions(finished):
                 message, work = self.works.get(key, (self.seen + 1, None))
                 if work is None or message > self.seen:
                     continue
@@ -259,8 +250,8 @@ def _close_all_but(*kept: int) -> None:
 
 def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
     """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
-    channel, seen, paused = Channel(requests, replies), 0, False
-    finished, sent = Finished(), 0.0  # not sent yet, and when it last sent
+    channel, seen, paused = wire.Channel(requests, replies), 0, False
+    finished, sent = wire.Finished(), 0.0  # not sent yet, and when it last sent
     while True:
         while paused or not scheduler.busy or channel.ready():
             try:
@@ -286,8 +277,8 @@ def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
             finished, sent = [], time.monotonic()
 
 
-def _reply(seen: int, statistics: Statistics, finished: Finished) -> JSON:
-    return seen, astuple(statistics), encode_completions(finished)
+def _reply(seen: int, statistics: Statistics, finished: wire.Finished) -> JSON:
+    return seen, astuple(statistics), wire.encode_completions(finished)
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:

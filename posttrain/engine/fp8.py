@@ -26,14 +26,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from posttrain.errors import require
+from posttrain.models import layers
 from posttrain.models.attention import Layout, Rule
-from posttrain.models.layers import (
-    LayerDescription,
-    ModelDescription,
-    Projection,
-    RopeTable,
-    describe,
-)
 from posttrain.models.policy import Policy
 from posttrain.ops.fused import power_of_two, row_block
 
@@ -111,7 +105,7 @@ def round_to_cache(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
-def key_centre(layer: LayerDescription, rope: RopeTable) -> Tensor:
+def key_centre(layer: layers.LayerDescription, rope: layers.RopeTable) -> Tensor:
     """[Hk, D] in float32: the mean of the rotated bias of the keys over positions; 0 where a norm or a cap comes after the bias."""
     heads, bias = layer.heads, layer.qkv.modules[1].bias
     if bias is None or layer.qk_norms is not None or layer.rule.softcap is not None:
@@ -138,7 +132,7 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def unsupported(described: ModelDescription) -> str:
+def unsupported(described: layers.ModelDescription) -> str:
     """Why the MLP of a model cannot be computed in fp8, or nothing."""
     for layer in described.layers:
         if layer.experts is not None:
@@ -155,7 +149,7 @@ class QuantizedMLP:
     """x += down(act(gate) * up) of norm(x) in place on [T, H], its two products in fp8. `gate_up` and `down` have the adapters, which
     are added in the type of x."""
 
-    def __init__(self, layer: LayerDescription, gate_up: Products, down: Products):
+    def __init__(self, layer: layers.LayerDescription, gate_up: Products, down: Products):
         self.layer, self.gate_up, self.down = layer, gate_up, down
         self.allocate()
 
@@ -169,7 +163,7 @@ class QuantizedMLP:
         self.scales = [torch.empty((), device=device) for _, device in both]
 
     @property
-    def _projections(self) -> tuple[Projection, Projection]:
+    def _projections(self) -> tuple[layers.Projection, layers.Projection]:
         return self.gate_up.projection, self.down.projection
 
     def release(self) -> None:
@@ -238,7 +232,7 @@ class Emulation(TorchFunctionMode):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        described = describe(policy)
+        described = layers.describe(policy)
         reason = described if isinstance(described, str) else unsupported(described)
         require(
             not reason, f"sampler_quantization=fp8 does not know this model: {reason}; leave it out"
@@ -278,7 +272,7 @@ class RoundedCache:
 
     @staticmethod
     def centres_of(policy: Policy) -> Sequence[Tensor]:
-        described = describe(policy)
+        described = layers.describe(policy)
         require(
             not isinstance(described, str),
             f"kv_cache_dtype=fp8 does not know this model: {described}; leave it out",

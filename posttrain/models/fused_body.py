@@ -11,18 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.models import layers
 from posttrain.models.attention import Attend, Packed, attend_packed, available, fits
-from posttrain.models.layers import (
-    LayerDescription,
-    ModelDescription,
-    Norm,
-    Projection,
-    RopeTable,
-    describe,
-    describe_layer,
-    prove,
-    report_plain_path,
-)
 from posttrain.models.nf4 import product
 from posttrain.models.policy import Network
 from posttrain.ops.experts import Routes
@@ -32,7 +22,7 @@ from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated
 class FusedBody:
     """Final hidden states of flat tokens, differentiable in the module's parameters."""
 
-    def __init__(self, described: ModelDescription, sharded: bool = False):
+    def __init__(self, described: layers.ModelDescription, sharded: bool = False):
         self.described, self.sharded = described, sharded
 
     def hidden(
@@ -87,10 +77,10 @@ class FusedBody:
 
 
 def _layer(
-    layer: LayerDescription,
+    layer: layers.LayerDescription,
     x: Tensor,
     y: Tensor | None,
-    rope: RopeTable,
+    rope: layers.RopeTable,
     position_T: Tensor,
     attend: Attend,
     routes: Routes | None,
@@ -118,18 +108,20 @@ def _layer(
     return x, _linear(layer.down, gated(_linear(layer.gate_up, inner), layer.tanh))
 
 
-def _gathered(module: Any, described: LayerDescription, *given: Any) -> tuple[Tensor, Tensor]:
+def _gathered(
+    module: Any, described: layers.LayerDescription, *given: Any
+) -> tuple[Tensor, Tensor]:
     """A layer whose parameters are others since its weights were gathered."""
-    now = describe_layer(described.number, module, described.rule)
-    assert isinstance(now, LayerDescription)
+    now = layers.describe_layer(described.number, module, described.rule)
+    assert isinstance(now, layers.LayerDescription)
     return _layer(now, *given)
 
 
-def _add_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+def _add_norm(x: Tensor, y: Tensor | None, norm: layers.Norm) -> tuple[Tensor, Tensor]:
     return add_norm(x, y, norm.weight, norm.epsilon, norm.shifted)
 
 
-def _linear(projection: Projection, x: Tensor) -> Tensor:
+def _linear(projection: layers.Projection, x: Tensor) -> Tensor:
     """The products of one input with several weights, as one product; and all their adapters as two narrow ones."""
     if projection.narrow:
         out = product(x, projection.weight, projection.bias())
@@ -154,12 +146,12 @@ def fused_body(network: Network) -> FusedBody | None:
         return None
     described = _fitting(network)
     reason = described
-    if isinstance(described, ModelDescription):
+    if isinstance(described, layers.ModelDescription):
         body = FusedBody(described, network.sharded is not None)
-        reason = prove(network, described, "training", lambda: body)
+        reason = layers.prove(network, described, "training", lambda: body)
         if not reason:
             return body
-    report_plain_path(network, "training", str(reason))
+    layers.report_plain_path(network, "training", str(reason))
     return None
 
 
@@ -168,12 +160,12 @@ def takes_fused_pass(network: Network) -> bool:
     all but the proof on tokens."""
     if network.device.type == network.model.device.type:
         return fused_body(network) is not None
-    return fits(network.dtype, 64, None) and isinstance(_fitting(network), ModelDescription)
+    return fits(network.dtype, 64, None) and isinstance(_fitting(network), layers.ModelDescription)
 
 
-def _fitting(network: Network) -> ModelDescription | str:
+def _fitting(network: Network) -> layers.ModelDescription | str:
     """The description of a model whose attention the kernel can do."""
-    described = describe(network)
+    described = layers.describe(network)
     if isinstance(described, str):
         return described
     shapes = ((layer.heads.width, layer.rule.softcap) for layer in described.layers)

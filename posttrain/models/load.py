@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, first_line, require, unknown
-from posttrain.models import bounds
-from posttrain.models.directory import (
-    COPY_TOKENIZER,
-    GIVE,
-    MODEL_FILES,
-    check_directory,
-    read_json,
-    weight_sizes,
-)
+from posttrain.models import bounds, directory
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # What is fetched from the hub: no pickles and no Python, so that neither can be read by mistake.
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", *MODEL_FILES]
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", *directory.MODEL_FILES]
 HUB_FILES = ["*.safetensors", *SMALL_FILES]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ONE_FAMILY = "use models of one family"
@@ -83,7 +75,7 @@ def load(
 def locate(name: str, weights: bool = True) -> Path:
     """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here, without
     its `weights` where those are not asked for."""
-    require(bool(name.strip()), f"the model name is empty; {GIVE}")
+    require(bool(name.strip()), f"the model name is empty; {directory.GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
         path = model_folder(path)
@@ -181,7 +173,7 @@ def check_vocabulary(
     """Refuse a tokenizer that can make an id without a row in the embedding: on a GPU that is an assertion far away."""
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    require(largest >= 0, f"{source}: the tokenizer has no vocabulary; {COPY_TOKENIZER}")
+    require(largest >= 0, f"{source}: the tokenizer has no vocabulary; {directory.COPY_TOKENIZER}")
     detail = f"ids up to {largest} but the model embeds only {rows}; they do not belong together"
     require(largest < rows, f"{source}: the tokenizer has {detail}")
 
@@ -212,7 +204,7 @@ def outline(name: str, score: bool = False) -> Reader:
     if path.suffix.lower() == ".gguf":
         require(not score, f"{name}: a reward model is read from {UNPACKED}")
         return Reader(None, name)
-    check_directory(path, weights=Path(name).expanduser().is_dir())
+    directory.check_directory(path, weights=Path(name).expanduser().is_dir())
     with quiet():
         config = read_config(path)
         causal = any(str(one).endswith("ForCausalLM") for one in config.architectures or ())
@@ -322,16 +314,16 @@ def read_directory(
     folder: Path, dtype: torch.dtype | None, score: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own. `score` asks for a reward model."""
-    check_directory(folder)
+    directory.check_directory(folder)
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
         kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
-        where, sizes = str(folder / "config.json"), weight_sizes(folder)
+        where, sizes = str(folder / "config.json"), directory.weight_sizes(folder)
         # before transformers makes something for every layer
-        bounds.check_numbers(where, read_json(folder / "config.json"), *sizes)
+        bounds.check_numbers(where, directory.read_json(folder / "config.json"), *sizes)
         config = read_config(folder)
         bounds.check_size(where, kind, config, *sizes)
         model, report = kind.from_pretrained(

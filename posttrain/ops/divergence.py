@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.ops.logprobs import (
-    Head,
-    HeadGradients,
-    chunk_size,
-    chunks,
-    head_logits,
-)
+from posttrain.ops import logprobs
 
 DIVERGENCES = ("reverse", "forward", "jensen_shannon")
 Settings = tuple[str, float, float, int]
@@ -24,9 +18,9 @@ Settings = tuple[str, float, float, int]
 
 def vocabulary_divergence(
     hidden_NH: Tensor,
-    head: Head,
+    head: logprobs.Head,
     teacher_NH: Tensor,
-    teacher_head: Head,
+    teacher_head: logprobs.Head,
     kind: str = "reverse",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -52,7 +46,7 @@ def vocabulary_divergence(
     words = min(head.weight_VH.shape[0], teacher_head.weight_VH.shape[0])
     head, teacher_head = _first_rows(head, words), _first_rows(teacher_head, words)
     if chunk_logits is None:
-        chunk_logits = chunk_size(hidden_NH.device)
+        chunk_logits = logprobs.chunk_size(hidden_NH.device)
     rows = max(1, chunk_logits // (4 * words))  # of which there are six at once
     settings = (kind, temperature, beta, rows)
     teacher = (
@@ -63,7 +57,7 @@ def vocabulary_divergence(
     return _Divergence.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _first_rows(head: Head, words: int) -> Head:
+def _first_rows(head: logprobs.Head, words: int) -> logprobs.Head:
     if head.weight_VH.shape[0] == words:
         return head
     bias_V = None if head.bias_V is None else head.bias_V[:words]
@@ -94,36 +88,38 @@ class _Divergence(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        head: Head,
-        teacher: tuple[Tensor, Head],
+        head: logprobs.Head,
+        teacher: tuple[Tensor, logprobs.Head],
         settings: Settings,
     ) -> Tensor:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         ctx.scaling, ctx.teacher, ctx.settings = (head.scale, head.softcap), teacher, settings
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         value_N = hidden_NH.new_empty(hidden_NH.shape[0], dtype=wide)
-        for part in chunks(hidden_NH, settings[-1]):
-            logits_NV = head_logits(hidden_NH[part], head)
+        for part in logprobs.chunks(hidden_NH, settings[-1]):
+            logits_NV = logprobs.head_logits(hidden_NH[part], head)
             value_N[part], _ = _Divergence.of_chunk(logits_NV, part, teacher, settings)
         return value_N
 
     @staticmethod
     def of_chunk(
-        logits_NV: Tensor, part: slice, teacher: tuple[Tensor, Head], settings: Settings
+        logits_NV: Tensor, part: slice, teacher: tuple[Tensor, logprobs.Head], settings: Settings
     ) -> tuple[Tensor, Tensor]:
         (teacher_NH, teacher_head), (kind, temperature, beta, _) = teacher, settings
         logp_NV = (logits_NV / temperature).log_softmax(-1)
-        logq_NV = (head_logits(teacher_NH[part], teacher_head) / temperature).log_softmax(-1)
+        logq_NV = (logprobs.head_logits(teacher_NH[part], teacher_head) / temperature).log_softmax(
+            -1
+        )
         return _parts(logp_NV, logq_NV, kind, beta)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
-        head, temperature = Head(weight_VH, bias_V, *ctx.scaling), ctx.settings[1]
-        found = HeadGradients(hidden_NH, head, ctx.needs_input_grad)
-        for part in chunks(hidden_NH, ctx.settings[-1]):
-            logits_NV = head_logits(hidden_NH[part], head)
+        head, temperature = logprobs.Head(weight_VH, bias_V, *ctx.scaling), ctx.settings[1]
+        found = logprobs.HeadGradients(hidden_NH, head, ctx.needs_input_grad)
+        for part in logprobs.chunks(hidden_NH, ctx.settings[-1]):
+            logits_NV = logprobs.head_logits(hidden_NH[part], head)
             _, slope_NV = _Divergence.of_chunk(logits_NV, part, ctx.teacher, ctx.settings)
             slope_NV *= grad_N[part, None] / temperature
             found.add_logits(part, slope_NV, logits_NV)

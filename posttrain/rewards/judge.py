@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import GuardStop, require, unknown
-from posttrain.rewards._asking import (
-    Asking,
-    Endpoint,
-    EndpointSettings,
-    Form,
-    Messages,
-    Reply,
-    Unanswered,
-)
+from posttrain.rewards import _asking
 from posttrain.types import JSON, Score
 
 RUBRIC = "Judge how correct, helpful and honest the answer is. Length by itself is no merit."
@@ -40,7 +32,7 @@ MODES = ("points", "group", "tournament")
 SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win for A, by verdict
 MAX_SHOWN = 40_000  # characters of a response that a judge is shown
 POINTS = tuple(range(1, HIGHEST + 1))
-SCORE, VERDICT = Form("score", POINTS), Form("verdict", ("A", "B", "tie"))
+SCORE, VERDICT = _asking.Form("score", POINTS), _asking.Form("verdict", ("A", "B", "tie"))
 # What chat templates write around turns. A server would read it in a response as such, so a space goes after its first character.
 CONTROL = re.compile(
     r"([<\[])(?=[|｜]|/?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_(?:turn|text)|im_(?:start|end)|INST|SYS|<SYS)[>\]])"
@@ -70,7 +62,7 @@ class Verdict:
 class Judge:
     """Asks `model` with a rubric."""
 
-    model: Asking
+    model: _asking.Asking
     rubric: str = RUBRIC
 
     def points(self, question: JSON, responses: Sequence[str]) -> list[Score]:
@@ -93,7 +85,7 @@ class Judge:
         replies = iter(self.model.ask(asked, SCORE))
         return [[_points(next(replies)) for _ in responses] for _, responses in rows]
 
-    def single(self, question: JSON, response: str) -> Messages:
+    def single(self, question: JSON, response: str) -> _asking.Messages:
         """What is asked about one response by itself."""
         task = f'Answer with one JSON object and nothing else: {{"score": n}}, n from 1 (useless) to {HIGHEST} (could not be better).'
         return self._messages(question, {"ANSWER": response}, task)
@@ -110,7 +102,7 @@ class Judge:
         found: dict[int, list[Score]] = {}
         for count in sorted({len(responses) for _, responses in rows}):
             task = f'Answer with one JSON object and nothing else: {{"scores": [...]}}, {count} numbers from 1 to {HIGHEST} in order.'
-            form, asked = Form("scores", POINTS, count), {}
+            form, asked = _asking.Form("scores", POINTS, count), {}
             for number, (question, responses) in enumerate(rows):
                 named = {f"ANSWER {n + 1}": r for n, r in enumerate(responses)}
                 if len(named) == count:
@@ -139,7 +131,7 @@ class Judge:
                 continue
             raise GuardStop(f"the judge {said}")
 
-    def _messages(self, question: JSON, texts: dict[str, str], task: str) -> Messages:
+    def _messages(self, question: JSON, texts: dict[str, str], task: str) -> _asking.Messages:
         """The rubric, the data between markers, and last what to answer. Images in the question's parts are passed on."""
         data = json.dumps([question, list(texts.values())], sort_keys=True)
         mark = hashlib.sha256(data.encode()).hexdigest()[:16]
@@ -170,7 +162,7 @@ def broken_up(text: str) -> str:
     return CONTROL.sub(r"\1 ", text)
 
 
-def _points(reply: Reply) -> Score:
+def _points(reply: _asking.Reply) -> Score:
     value = SCORE.read(reply)
     return _unscored(reply) if value is None else _score(value)
 
@@ -179,17 +171,17 @@ def _score(value: JSON) -> Score:
     return Score((float(value) - 1) / (HIGHEST - 1), {"judge": float(value)})
 
 
-def _unscored(reply: Reply) -> Score:
+def _unscored(reply: _asking.Reply) -> Score:
     return Score.failed(_failure(reply), "infrastructure")
 
 
-def _failure(reply: Reply) -> str:
+def _failure(reply: _asking.Reply) -> str:
     """Why a reply says nothing: a line that begins with its kind."""
-    why = reply if isinstance(reply, Unanswered) else f"unusable reply {reply[:80]!r}"
+    why = reply if isinstance(reply, _asking.Unanswered) else f"unusable reply {reply[:80]!r}"
     return f"no verdict of the judge: {why}"
 
 
-def _settled(first: Reply, second: Reply) -> Verdict:
+def _settled(first: _asking.Reply, second: _asking.Reply) -> Verdict:
     """The verdict of both orders."""
     mirror = {"A": "B", "B": "A", "tie": "tie"}
     said = VERDICT.read(first), VERDICT.read(second)
@@ -227,7 +219,7 @@ def read_rubric(file: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _judge(endpoint: Endpoint, rubric: str) -> Judge:
+def _judge(endpoint: _asking.Endpoint, rubric: str) -> Judge:
     found = Judge(endpoint, rubric)
     found.check_canaries(CANARY_QUESTION)
     return found
@@ -235,20 +227,20 @@ def _judge(endpoint: Endpoint, rubric: str) -> Judge:
 
 def check_options(rubric: str = "", mode: str = "points", **options: Any) -> None:
     """Refuse options that no judge reward has."""
-    known = [f.name for f in fields(EndpointSettings)]
+    known = [f.name for f in fields(_asking.EndpointSettings)]
     for name in options:
         if name not in known:
             raise unknown("option of the reward judge:", name, ["rubric", "mode", *known])
     check_mode(mode)
 
 
-def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> Endpoint:
+def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> _asking.Endpoint:
     """The address that the options of a judge reward name, after all that can be known of them before it is asked."""
     check_options(rubric, mode, **options)
     given = bool(options.get("url")) and bool(options.get("model"))
     require(given, "the judge reward needs the options url and model")
     read_rubric(rubric)
-    return Endpoint(**options)
+    return _asking.Endpoint(**options)
 
 
 def judged(
@@ -261,7 +253,7 @@ def judged(
     endpoint = check_judge(rubric, mode, **options)
     one = _judge(endpoint, read_rubric(rubric))
     asked = one.model
-    assert isinstance(asked, Endpoint)
+    assert isinstance(asked, _asking.Endpoint)
     used, before = asked.usage, replace(asked.usage)
     (scores,) = one.scores(mode, [(question, responses)])
     spent = {"judge_tokens": (used.tokens - before.tokens) / len(responses)}

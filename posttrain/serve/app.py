@@ -20,18 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from posttrain.serve.wire import (
-    Answer,
-    Body,
-    ChatBody,
-    Delta,
-    Form,
-    Refused,
-    ScoreBody,
-    TextBody,
-    read_body,
-    refusal,
-)
+from posttrain.serve import wire
 from posttrain.types import JSON
 
 RETRY = "x-stainless-retry-count"  # in the headers of OpenAI's clients
@@ -47,7 +36,7 @@ class Source(Protocol):
     def names(self) -> Mapping[str, int | None]:
         """Its models, and the length of their context where it is known."""
 
-    async def answer(self, body: Body, retry: bool) -> Answer:
+    async def answer(self, body: wire.Body, retry: bool) -> wire.Answer:
         """Begin to answer; `retry`: the client has asked this before, and did not get the answer."""
 
 
@@ -57,7 +46,7 @@ class Scores(Protocol):
     def names(self) -> Mapping[str, str]:
         """What can score, and what it is: a policy gives log-probs, a reward_model and the reward of a stage give rewards."""
 
-    async def score(self, body: ScoreBody) -> JSON:
+    async def score(self, body: wire.ScoreBody) -> JSON:
         """The scores of a request's items."""
 
 
@@ -93,7 +82,7 @@ class Guard:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
             self.check(scope, headers)
-        except Refused as error:
+        except wire.Refused as error:
             more = {429: {"retry-after": "1"}, 413: {"connection": "close"}}.get(error.status)
             response = JSONResponse(error.body(), error.status, more)
             await response(scope, receive, send_in_time)
@@ -110,19 +99,21 @@ class Guard:
         host = headers.get("host", "")
         if not permitted(host, self.hosts):
             text = f"the host {host[:100]!r} is not this server's; name it with hosts="
-            raise Refused(403, text, "host_not_allowed")
+            raise wire.Refused(403, text, "host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise Refused(403, "requests of other sites are refused", "origin_not_allowed")
+            raise wire.Refused(403, "requests of other sites are refused", "origin_not_allowed")
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise Refused(401, "a token is needed: Authorization: Bearer TOKEN", "invalid_api_key")
+            raise wire.Refused(
+                401, "a token is needed: Authorization: Bearer TOKEN", "invalid_api_key"
+            )
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self.limits.body_bytes:
             raise too_large(self.limits)
         if self.busy >= self.limits.requests:
             text = f"{self.busy} requests are being answered; ask again later"
-            raise Refused(429, text, "queue_full")
+            raise wire.Refused(429, text, "queue_full")
 
 
 def permitted(host: str, hosts: Sequence[str]) -> bool:
@@ -135,9 +126,9 @@ def permitted(host: str, hosts: Sequence[str]) -> bool:
         return name in ("localhost", socket.gethostname().lower(), *(h.lower() for h in hosts))
 
 
-def too_large(limits: Limits) -> Refused:
+def too_large(limits: Limits) -> wire.Refused:
     text = f"a body has at most {limits.body_bytes:,} bytes, and says how many"
-    return Refused(413, text, "body_too_large")
+    return wire.Refused(413, text, "body_too_large")
 
 
 async def read(request: Request, limits: Limits) -> bytes:
@@ -152,19 +143,19 @@ async def read(request: Request, limits: Limits) -> bytes:
                     raise too_large(limits)
     except TimeoutError:
         text = f"the body did not come within {limits.read_seconds:g} s"
-        raise Refused(408, text, "request_timeout") from None
+        raise wire.Refused(408, text, "request_timeout") from None
     return b"".join(parts)
 
 
 async def respond(
-    request: Request, find: Callable[[Request], Source], kind: type[Body], limits: Limits
+    request: Request, find: Callable[[Request], Source], kind: type[wire.Body], limits: Limits
 ) -> Response:
     """The answer to a completion: whole, or as a stream. A client that hangs up ends what is decoded for it."""
     try:
-        body = read_body(await read(request, limits), kind)
+        body = wire.read_body(await read(request, limits), kind)
         retry = request.headers.get(RETRY, "0") != "0"
         answer = await find(request).answer(body, retry)
-        form = Form(body, answer)
+        form = wire.Form(body, answer)
         if not body.stream:
             return JSONResponse(form.whole(await collected(request, answer.deltas)))
         first = await anext(answer.deltas)  # what the engine refuses has a status of its own
@@ -177,13 +168,13 @@ async def respond(
     return StreamingResponse(chunks, media_type="text/event-stream", headers=unbuffered)
 
 
-async def collected(request: Request, deltas: AsyncIterator[Delta]) -> list[Delta]:
+async def collected(request: Request, deltas: AsyncIterator[wire.Delta]) -> list[wire.Delta]:
     """All choices, whole, in order."""
 
-    async def collect() -> dict[int, Delta]:
-        found: dict[int, Delta] = {}
+    async def collect() -> dict[int, wire.Delta]:
+        found: dict[int, wire.Delta] = {}
         async for delta in deltas:
-            found.setdefault(delta.index, Delta(delta.index)).add(delta)
+            found.setdefault(delta.index, wire.Delta(delta.index)).add(delta)
         return found
 
     async def hang_up() -> None:
@@ -202,12 +193,14 @@ async def collected(request: Request, deltas: AsyncIterator[Delta]) -> list[Delt
     return [found[index] for index in sorted(found)]
 
 
-async def events(form: Form, first: Delta, deltas: AsyncIterator[Delta]) -> AsyncIterator[str]:
+async def events(
+    form: wire.Form, first: wire.Delta, deltas: AsyncIterator[wire.Delta]
+) -> AsyncIterator[str]:
     """A stream of server-sent events. An error in the middle of it is one, which clients raise."""
     begun: set[int] = set()
     tokens = 0
 
-    def chunks(delta: Delta) -> str:
+    def chunks(delta: wire.Delta) -> str:
         found = form.chunks(delta, delta.index not in begun)
         begun.add(delta.index)
         return "".join(map(event, found))
@@ -236,7 +229,9 @@ async def score(scores: Scores, limits: Limits, request: Request) -> Response:
         cards = [{"id": name, "kind": kind} for name, kind in scores.names().items()]
         return JSONResponse({"object": "list", "data": cards})
     try:
-        return JSONResponse(await scores.score(read_body(await read(request, limits), ScoreBody)))
+        return JSONResponse(
+            await scores.score(wire.read_body(await read(request, limits), wire.ScoreBody))
+        )
     except ClientDisconnect:
         raise
     except Exception as error:
@@ -248,9 +243,9 @@ def _answered(error: Exception) -> Response:
     return JSONResponse(found.body(), found.status)
 
 
-def _logged(error: Exception) -> Refused:
-    found = refusal(error)
-    if found.status >= 500 and not isinstance(error, Refused):
+def _logged(error: Exception) -> wire.Refused:
+    found = wire.refusal(error)
+    if found.status >= 500 and not isinstance(error, wire.Refused):
         traceback.print_exception(error)
     return found
 
@@ -264,10 +259,10 @@ def application(
     """The routes of a server; `find` gives who answers a request, `scores` scores answers."""
 
     async def chat(request: Request) -> Response:
-        return await respond(request, find, ChatBody, limits)
+        return await respond(request, find, wire.ChatBody, limits)
 
     async def text(request: Request) -> Response:
-        return await respond(request, find, TextBody, limits)
+        return await respond(request, find, wire.TextBody, limits)
 
     async def models(request: Request) -> Response:
         card = {"object": "model", "created": 0, "owned_by": "posttrain"}
@@ -286,7 +281,7 @@ def application(
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
         known += ", GET and POST /v1/score" if scores else ""
         text = f"{request.method} {request.url.path[:100]}: there are {known}"
-        return _answered(Refused(status, text, "unknown_url"))
+        return _answered(wire.Refused(status, text, "unknown_url"))
 
     routes = [
         Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
@@ -296,5 +291,5 @@ def application(
     ]
     if scores is not None:
         routes.append(Route("/v1/score", partial(score, scores, limits), methods=["GET", "POST"]))
-    handlers = {404: missing, 405: missing, Refused: refused}
+    handlers = {404: missing, 405: missing, wire.Refused: refused}
     return Starlette(routes=routes, exception_handlers=handlers)

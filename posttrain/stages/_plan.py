@@ -13,17 +13,7 @@ from posttrain.loop import Stop
 from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
-from posttrain.train.memory import (
-    PLAIN_BUDGET,
-    activation_bytes,
-    at_hand,
-    choose_way,
-    head_bytes,
-    learning_bytes,
-    logits_bytes,
-    step_bytes,
-    weight_bytes,
-)
+from posttrain.train import memory
 from posttrain.train.optimizer import Optimization
 
 if TYPE_CHECKING:
@@ -125,11 +115,11 @@ def training_memory(
     by_layer = optimizer.checkpointing == "layer" if layered is None else layered
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
-    items = {"weights": weight_bytes(policy) + more}
-    items |= learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
-    items["activations"] = activation_bytes(policy, tokens, by_layer)
-    items["logits"] = logits_bytes(policy, predicted or tokens)
-    items["logits"] += 0.0 if adapters else head_bytes(policy)
+    items = {"weights": memory.weight_bytes(policy) + more}
+    items |= memory.learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
+    items["activations"] = memory.activation_bytes(policy, tokens, by_layer)
+    items["logits"] = memory.logits_bytes(policy, predicted or tokens)
+    items["logits"] += 0.0 if adapters else memory.head_bytes(policy)
     return Memory({**items, "key-value cache": cache, **(others or {})})
 
 
@@ -146,22 +136,22 @@ class Way:
 
 def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float = 0.0) -> Way:
     """For sequences of up to `longest` tokens. Roles that learn are not counted."""
-    optimizer, lora, have = stage.optimizer, stage.lora, at_hand(policy.device)
+    optimizer, lora, have = stage.optimizer, stage.lora, memory.at_hand(policy.device)
     count = policy.parameters if lora is None else lora.parameters(policy.body)
     if have is not None:  # once the weights are there, and in 4 bits
         there = policy.model.device.type == policy.device.type
         more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
-        have -= more + (0.0 if there else weight_bytes(policy))
-    learning = sum(learning_bytes(policy, count, optimizer.moment_bytes).values())
-    frozen = 0.0 if lora is None else head_bytes(policy)
+        have -= more + (0.0 if there else memory.weight_bytes(policy))
+    learning = sum(memory.learning_bytes(policy, count, optimizer.moment_bytes).values())
+    frozen = 0.0 if lora is None else memory.head_bytes(policy)
 
     def need(layered: bool, tokens: int) -> float:
-        whole = step_bytes([policy], learning, max(tokens, longest), layered)
+        whole = memory.step_bytes([policy], learning, max(tokens, longest), layered)
         return reserved + whole - frozen
 
     asked = (optimizer.token_budget, optimizer.checkpointing)
-    tokens, layered = choose_way(*asked, need, have, reserved + learning)
-    usual = tokens if isinstance(optimizer.token_budget, int) else max(tokens, PLAIN_BUDGET)
+    tokens, layered = memory.choose_way(*asked, need, have, reserved + learning)
+    usual = tokens if isinstance(optimizer.token_budget, int) else max(tokens, memory.PLAIN_BUDGET)
     return Way(tokens, layered, need(False, usual), have)
 
 
@@ -256,7 +246,10 @@ def rl_plan(
     reserved = stage.cache_bytes(policy) + stage.sampler_bytes(policy)
     way = planned_way(stage, policy, longest, reserved)
     budget = way.tokens
-    automatic, here = stage.optimizer.token_budget == "auto", at_hand(policy.device) is not None
+    automatic, here = (
+        stage.optimizer.token_budget == "auto",
+        memory.at_hand(policy.device) is not None,
+    )
     elsewhere = automatic and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # a prompt is computed once for those of its group that are in one micro-batch
@@ -270,7 +263,7 @@ def rl_plan(
     if not (held_out and stage.evaluate_every):
         scored = "there is no held-out score"
 
-    def memory(one: RLStage) -> Memory:
+    def needed(one: RLStage) -> Memory:
         cache, rewards = one.cache_bytes(policy, training=False), reward_bytes(one, policy, before)
         return rl_memory(one, policy, tokens, cache, rewards, way.layered, together * new)
 
@@ -282,9 +275,9 @@ def rl_plan(
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",
         *stage.precision_lines(),
-        memory(stage).line(),
+        needed(stage).line(),
         checkpointing_line(stage, policy, tokens, way),
-        *savings(stage, memory),
+        *savings(stage, needed),
     ]
 
 
@@ -322,12 +315,12 @@ def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) ->
 def model_bytes(name: str, policy: Policy) -> float:
     """Weights of the model called `name`: what its folder holds, or else as many as the policy has."""
     sizes = [float(f.stat().st_size) for f in Path(name).glob("*.safetensors")] if name else []
-    return sum(sizes) or weight_bytes(policy)
+    return sum(sizes) or memory.weight_bytes(policy)
 
 
 def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) -> str:
     """What checkpointing by layers would save and cost, and what the setting chooses with the memory at hand."""
-    kept, by_layer = (activation_bytes(policy, tokens, layered) for layered in (False, True))
+    kept, by_layer = (memory.activation_bytes(policy, tokens, layered) for layered in (False, True))
     price = f"per layer, activations take {size_text(by_layer)} in place of {size_text(kept)}, and training about a third longer"
     chosen, need, have = stage.optimizer.checkpointing, way.need, way.have
     if chosen != "auto":
@@ -344,7 +337,7 @@ def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) ->
     return f"activation checkpointing: {found}; {price}"
 
 
-def savings(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
+def savings(stage: RLStage, needed: Callable[[RLStage], Memory]) -> list[str]:
     """What each way to save memory would save, where there is something to save."""
     ways: list[tuple[str, RLStage]] = []
     if stage.lora is None or stage.reference:  # with lora the reference is the policy's own weights
@@ -356,7 +349,7 @@ def savings(stage: RLStage, memory: Callable[[RLStage], Memory]) -> list[str]:
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
     if stage.lora is None and not stage.moves:  # a reference that moves has weights of its own
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
-    now = memory(stage).total
-    found = [(way, now - memory(other).total) for way, other in ways]
+    now = needed(stage).total
+    found = [(way, now - needed(other).total) for way, other in ways]
     parts = [f"{stage.name}.{way} saves {size_text(saved)}" for way, saved in found if saved > 0]
     return [f"to save memory on a GPU: {', '.join(parts)}"] if parts else []

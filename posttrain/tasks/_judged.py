@@ -18,14 +18,7 @@ from posttrain.rewards.compose import as_score
 from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
 from posttrain.rewards.sandbox import isolation
-from posttrain.tasks._questions import (
-    Pool,
-    Questions,
-    canonical,
-    make_problem,
-    one_side,
-    require_apart,
-)
+from posttrain.tasks import _questions
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
@@ -52,10 +45,10 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Questions):
+class Judged(_questions.Questions):
     """Questions of records in one or two parts, whose class says where those are."""
 
-    make: ClassVar[Callable[..., Problem]] = staticmethod(make_problem)  # of a record
+    make: ClassVar[Callable[..., Problem]] = staticmethod(_questions.make_problem)  # of a record
 
     question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
     answer: str = "answer"
@@ -87,14 +80,14 @@ class Judged(Questions):
         if second is None and self.held_out in (0, 1):
             return train.problems if (split == "test") == bool(self.held_out) else ()
         if second is None:
-            return one_side(train, self.held_out, split, first.name)
+            return _questions.one_side(train, self.held_out, split, first.name)
         if split == "train":
             return train.problems
         test = self._read(second)
-        require_apart(train, test, first.name, second.name)
+        _questions.require_apart(train, test, first.name, second.name)
         return test.problems
 
-    def _read(self, part: Part) -> Pool:
+    def _read(self, part: Part) -> _questions.Pool:
         fields = (self.question, self.answer, self.answer_after)
         own = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
         return _read(part, type(self).make, *fields, own)
@@ -156,7 +149,7 @@ class Judged(Questions):
     def final(self, response: str) -> str | None:
         """The final answer that a shipped reward would look at; None where a reward looks at the whole response."""
         if self.reward in ("math", "math_verify"):
-            return canonical(final_answer(response, MathReward(**self.options)))
+            return _questions.canonical(final_answer(response, MathReward(**self.options)))
         if self.reward == "answer":
             return after_marker(response, str(self.options.get("marker", MARKER)))
         return None
@@ -213,8 +206,10 @@ class Judged(Questions):
 
 
 @lru_cache(maxsize=8)
-def _read(part: Part, make: Callable[..., Problem], *fields: str | bool) -> Pool:
-    return Pool(tuple(make(row, where, name, *fields) for where, name, row in part.read(part)))
+def _read(part: Part, make: Callable[..., Problem], *fields: str | bool) -> _questions.Pool:
+    return _questions.Pool(
+        tuple(make(row, where, name, *fields) for where, name, row in part.read(part))
+    )
 
 
 async def _awaited(found: Any) -> Score:

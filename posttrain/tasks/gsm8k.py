@@ -12,28 +12,21 @@ from typing import Annotated, Any, ClassVar
 
 from posttrain.errors import Range, Share
 from posttrain.rewards.compose import UNPARSEABLE, weigh
+from posttrain.tasks import _questions
 from posttrain.tasks._programs import as_program
-from posttrain.tasks._questions import (
-    Published,
-    Questions,
-    found_answer,
-    make_problem,
-    one_side,
-    read_published,
-)
 from posttrain.types import Problem, Score
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the solutions
 
 
 @dataclass(frozen=True)
-class Gsm8k(Published):
+class Gsm8k(_questions.Published):
     """A row has `question`, and `answer` with the gold one after ####."""
 
     name: ClassVar[str] = "gsm8k"
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
     # of `marked`, what stands after #### counts, and nothing else
-    styles: ClassVar = Questions.styles
+    styles: ClassVar = _questions.Questions.styles
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
     # the share of the value that an answer in the asked form earns, right or wrong
@@ -44,13 +37,13 @@ class Gsm8k(Published):
     def pool(self, split: str) -> tuple[Problem, ...]:
         if not self.held_out:
             return super().pool(split)
-        train, _ = read_published(type(self), self.data, self.test_data)
-        return one_side(train, self.held_out, split, "gsm8k's training part")
+        train, _ = _questions.read_published(type(self), self.data, self.test_data)
+        return _questions.one_side(train, self.held_out, split, "gsm8k's training part")
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
         """The gold answer follows ####; the steps before it are the solution, without the calculator's notes."""
-        made = make_problem(row, where, name, answer_after="####", chosen=False)
+        made = _questions.make_problem(row, where, name, answer_after="####", chosen=False)
         worked = str(made.facts["solution"])
         steps = CALCULATOR.sub("", worked).rpartition("####")[0].strip()
         facts = {"solution": steps, "worked": worked}
@@ -62,7 +55,7 @@ class Gsm8k(Published):
         if judged.value is None:
             return judged
         read = judged.outcome != UNPARSEABLE.outcome
-        formed = read or found_answer(self.style, response) is not None
+        formed = read or _questions.found_answer(self.style, response) is not None
         parts = {"answer": judged.value, "format": float(formed)}
         return weigh(parts, {"format": self.format_weight}, judged.outcome)
 

@@ -13,21 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from posttrain.tasks._procedural import (
-    TRAIN_COUNT,
-    Dice,
-    Procedural,
-    require_split,
-    side,
-    stable_hash,
-    words,
-)
+from posttrain.tasks import _procedural
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Score
 
-EVENTS, PLANS = words("fire flu baby win"), words("job exam rent move")
+EVENTS, PLANS = _procedural.words("fire flu baby win"), _procedural.words("job exam rent move")
 POINTS = dict.fromkeys(EVENTS, 3) | dict.fromkeys(PLANS, 2)
-POINTS |= dict.fromkeys(words("cat hat nap sun"), 1)  # small talk
+POINTS |= dict.fromkeys(_procedural.words("cat hat nap sun"), 1)  # small talk
 # facts of a post, of a summary that the writer wants, and of one that people write at most
 LENGTH, WANTED, MAX_STATED = 4, 2, 3
 # points that a fact costs which is not in the post, comes again, or is one too many
@@ -85,13 +77,15 @@ class Posts(Task):
     summary: Literal["best", "any"] = "best"
     annotator: Literal["writer", "reader"] = "writer"
 
-    def problems(self, split: str, level: int | None = None) -> Procedural:
-        require_split(split)
+    def problems(self, split: str, level: int | None = None) -> _procedural.Procedural:
+        _procedural.require_split(split)
 
         def make(index: int) -> Problem:
             return Problem(f"{split}/{index}", post(split, index))
 
-        return Procedural(make, range(TRAIN_COUNT if split == "train" else TEST_COUNT))
+        return _procedural.Procedural(
+            make, range(_procedural.TRAIN_COUNT if split == "train" else TEST_COUNT)
+        )
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(*taste(facts_of(problem.question), response, self.annotator == "reader"))
@@ -100,7 +94,10 @@ class Posts(Task):
         facts = facts_of(problem.question)
         said = sorted(facts, key=lambda fact: -facts[fact])
         if self.summary == "any":
-            dice, left = Dice(stable_hash("summary", problem.id)), list(facts)
+            dice, left = (
+                _procedural.Dice(_procedural.stable_hash("summary", problem.id)),
+                list(facts),
+            )
             said = [dice.take(left) for _ in range(dice.roll(MAX_STATED) + 1)]
         elif self.annotator == "reader":
             said = [fact for fact in said if facts[fact] > READING]
@@ -112,9 +109,12 @@ class Posts(Task):
 def post(split: str, index: int) -> str:
     """A post of this split that depends on its number alone; one fact at least is news."""
     for attempt in range(1000):
-        dice, left = Dice(stable_hash("post", split, index, attempt)), list(POINTS)
+        dice, left = (
+            _procedural.Dice(_procedural.stable_hash("post", split, index, attempt)),
+            list(POINTS),
+        )
         facts = [dice.take(left) for _ in range(LENGTH)]
         text = " ".join(facts)
-        if set(facts) & set(EVENTS) and side("posts", text) == split:
+        if set(facts) & set(EVENTS) and _procedural.side("posts", text) == split:
             return text
     raise AssertionError("one draw in five at least is of either split")

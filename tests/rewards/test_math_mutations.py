@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.rewards import math as math_reward
 from posttrain.rewards.math import MathReward, grade
-from posttrain.rewards.mathematics import compare, form, latex, named, numbers, tokens, words
+from posttrain.rewards.mathematics import compare, form, latex, naming, numbers, words
 from posttrain.rewards.mathematics.compare import Comparison
 from posttrain.rewards.mathematics.tree import Node
 
@@ -59,8 +59,7 @@ def no_units(value: Node) -> tuple[Node, str]:
 
 
 def letters_as_symbols(patch: pytest.MonkeyPatch) -> None:
-    for module in (words, tokens):
-        patch.setattr(module, "is_word", lambda word: False)
+    patch.setattr(words, "is_word", lambda word: False)
 
 
 def any_name(collection: Node) -> set[str]:
@@ -85,7 +84,7 @@ QUESTIONS = {"the question restated": "Factor $x^2+5x+6$."}
 HOLES: list[tuple[str, Patch, str, str]] = [
     # hole, how it is opened, gold, response
     ("the last side of a chain", replaced(Comparison, "same_relation", last_side), "5", r"\boxed{x = 6 = 5}"),
-    ("any left side is a name", replaced(named, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
+    ("any left side is a name", replaced(naming, "is_name", lambda value: True), "5", r"\boxed{7 = 5}"),
     ("unevaluated powers", replaced(math_reward, "undone", lambda value: frozenset()), "144", r"\boxed{12^2}"),
     ("unevaluated sums", replaced(math_reward, "undone", lambda value: frozenset()), "4", r"\boxed{2+2}"),
     ("radicals that cancel", replaced(compare, "hidden", lambda *a: False), "5", r"\boxed{\frac{\sqrt{50}}{\sqrt2}}"),
@@ -106,7 +105,7 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("brackets ignored", replaced(Comparison, "same_sequence", any_brackets), "[1,2]", r"\boxed{(1,2)}"),
     ("one sign of two", replaced(form, "SIGNS", ()), r"\pm2", r"\boxed{2}"),
     ("the sign of infinity", replaced(compare, "infinity", lambda v: int("inf" in repr(v))), r"\infty", r"\boxed{-\infty}"),
-    ("names left out", replaced(compare, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
+    ("names left out", replaced(naming, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
     ("the last number of the text", replaced(math_reward, "final_answer", last_number), "5", "I think 1 2 3 4 5"),
     ("reasoning searched", replaced(math_reward, "STRICT", None), "7", r"<think>\boxed{7}</think> I cannot solve it."),
     ("several boxes, the last one paid", replaced(math_reward, "MAX_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from posttrain.rewards import math as math_reward
 from posttrain.rewards.math import grade
-from posttrain.rewards.mathematics import compare, form, latex, named, numbers, phrases, sets, tokens, tree, words
+from posttrain.rewards.mathematics import compare, form, latex, naming, numbers, phrases, sets, tokens, tree, words
 from posttrain.rewards.mathematics.latex import read
 from posttrain.rewards.mathematics.numbers import Meter, evaluate
 
@@ -276,7 +276,7 @@ def test_in_a_ray_actor() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [math_reward, compare, form, latex, named, numbers, phrases, sets, tokens, tree, words],
+    [math_reward, compare, form, latex, naming, numbers, phrases, sets, tokens, tree, words],
     ids=lambda m: m.__name__,
 )
 def test_no_signals_no_clock_no_processes(module: object) -> None:

@@ -17,20 +17,8 @@ from math import gcd
 from typing import Annotated, Literal
 
 from posttrain.errors import Range
-from posttrain.rewards.mathematics import numbers
+from posttrain.rewards.mathematics import naming, numbers
 from posttrain.rewards.mathematics.form import FLIPPED, constants
-from posttrain.rewards.mathematics.named import (
-    ORDERED,
-    graph,
-    is_equation,
-    is_name,
-    is_named_tuple,
-    names_of,
-    names_value,
-    roots_of,
-    spread,
-    unnamed,
-)
 from posttrain.rewards.mathematics.numbers import Meter, Undefined, Value, evaluate
 from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node, symbols
 from posttrain.rewards.mathematics.words import Unit, spelled, unit_of, words
@@ -71,10 +59,10 @@ class Comparison:
         self.meter.charge(1)
         if "option" in (gold.kind, given.kind):
             return self.same_option(gold, given)
-        if is_named_tuple(given) and (gold.kind == "list" or is_named_tuple(gold)):
-            return self.same(spread(gold), spread(given))
-        if is_named_tuple(gold) and given.kind == "list":
-            return self.same(spread(gold), given)
+        if naming.is_named_tuple(given) and (gold.kind == "list" or naming.is_named_tuple(gold)):
+            return self.same(naming.spread(gold), naming.spread(given))
+        if naming.is_named_tuple(gold) and given.kind == "list":
+            return self.same(naming.spread(gold), given)
         if gold.kind == "relation" or given.kind == "relation":
             return self.same_relation(gold, given)
         if clock(gold)[1] or clock(given)[1]:
@@ -88,7 +76,7 @@ class Comparison:
             return alike and self.same_collection(gold, given)
         if gold.kind in ("domain", "builder", "without"):
             return gold == given
-        if gold.kind in ORDERED:
+        if gold.kind in naming.ORDERED:
             return self.same_sequence(gold, given)
         if gold.kind == "based" or given.kind == "based":
             return self.same_based(gold, given)
@@ -125,10 +113,10 @@ class Comparison:
 
     def same_collection(self, gold: Node, given: Node) -> bool:
         """The same members, each as often; a set has each once. What is exact is counted, the rest is matched one by one."""
-        both = [names_of(side) for side in (gold, given)]
-        names = [roots_of(side) for side in both]
+        both = [naming.names_of(side) for side in (gold, given)]
+        names = [naming.roots_of(side) for side in both]
         if min(map(len, both)) < 2 and len(names[0] | names[1]) == 1:
-            gold, given = unnamed(gold), unnamed(given)  # x=1, x=2 is 1, 2
+            gold, given = naming.unnamed(gold), naming.unnamed(given)  # x=1, x=2 is 1, 2
         measures = any(member.kind in MEASURED for member in (*gold.nodes, *given.nodes))
         sides = [self.members(side, not measures) for side in (gold, given)]
         if sides[0][0] != sides[1][0] or len(sides[0][1]) != len(sides[1][1]):
@@ -160,17 +148,19 @@ class Comparison:
 
     def same_relation(self, gold: Node, given: Node) -> bool:
         if gold.kind != "relation":
-            return names_value(given, gold) and self.same(gold, given.nodes[1])
+            return naming.names_value(given, gold) and self.same(gold, given.nodes[1])
         if given.kind != "relation":
-            named = is_equation(gold) and (is_name(gold.nodes[0]) or is_named_tuple(gold))
+            named = naming.is_equation(gold) and (
+                naming.is_name(gold.nodes[0]) or naming.is_named_tuple(gold)
+            )
             return named and self.same(gold.nodes[1], given)
         if len(gold.nodes) != len(given.nodes):
             return False
         pairs = zip(gold.nodes, given.nodes, strict=True)
         if gold.text == given.text and all(self.same_or_not(a, b) for a, b in pairs):
             return True
-        equations = is_equation(gold) and is_equation(given)
-        if equations and {graph(gold), graph(given)} == {"y", "f(x)"}:
+        equations = naming.is_equation(gold) and naming.is_equation(given)
+        if equations and {naming.graph(gold), naming.graph(given)} == {"y", "f(x)"}:
             return self.same(gold.nodes[1], given.nodes[1])
         sides = (*gold.nodes, *given.nodes)
         if len(gold.nodes) != 2 or any(side.kind not in SCALARS for side in sides):

@@ -6,18 +6,10 @@ import re
 from fractions import Fraction
 from itertools import takewhile
 
-from posttrain.rewards.mathematics.words import (
-    MONTH,
-    NUMBERS,
-    RATES,
-    SCALES,
-    SCALES_BELOW,
-    bare_words,
-    singular,
-)
+from posttrain.rewards.mathematics import words
 
 _OF_WORDS = re.compile(
-    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{MONTH}|exactly|point|dne|exist|total|number|positive|negative|nonnegative)\b"
+    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{words.MONTH}|exactly|point|dne|exist|total|number|positive|negative|nonnegative)\b"
     r"|^=",
     re.IGNORECASE,
 )
@@ -60,7 +52,7 @@ _PHRASES = [
         (r"^(?:12(?::00)? ?)?noon$", "12:00 pm"),
         (r"^(?:12(?::00)? ?)?midnight$", "12:00 am"),
         (r"^([0-9]+) to ([0-9]+)$", r"\1:\2"),
-        (rf"^([0-9]{{1,2}})(?:st|nd|rd|th)? (?:of )?((?:{MONTH})(?: [0-9]+)?)$", r"\2 \1"),
+        (rf"^([0-9]{{1,2}})(?:st|nd|rd|th)? (?:of )?((?:{words.MONTH})(?: [0-9]+)?)$", r"\2 \1"),
         (r"^(-?[0-9]+) and (?:a|one) half$", r"\1\\frac12"),
         (r"^([0-9]*[0-9A-F]) ?\(?(?:in )?base[ -]?([0-9]+|[a-z]+)\)?$", r"\1_{\\text{\2}}"),
         (r"^([a-z]) is not (?:equal to )?([^a-z]+)$", r"\1 \\neq \2"),
@@ -82,7 +74,7 @@ def rephrased(text: str) -> str:
     """
     if not _OF_WORDS.search(text):
         return text
-    bare = said = bare_words(text).rstrip(". ")
+    bare = said = words.bare_words(text).rstrip(". ")
     for pattern, written in _PHRASES:
         said = pattern.sub(written, said, count=1)
     return text if said == bare else said
@@ -96,7 +88,7 @@ def option(text: str) -> tuple[str, str] | None:
     """
     if not _OPTION.match(text):
         return None
-    found = _OPTION_CONTENT.fullmatch(bare_words(text))
+    found = _OPTION_CONTENT.fullmatch(words.bare_words(text))
     if not found:
         return None
     letter, content = found[1] or found[3], found[2] or found[4]
@@ -115,16 +107,16 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
     sign = -1 if said[:1] in (["minus"], ["negative"]) else 1
     total, place = _counted(said[sign < 0 :])
     found, place = place > 0, place + (sign < 0)
-    after = [singular(word) for word in said[place:]]
+    after = [words.singular(word) for word in said[place:]]
     if after[:1] == ["point"] and found:
-        digits = list(takewhile(lambda word: NUMBERS.get(word, 10) < 10, after[1:]))
-        decimals = Fraction(f"0.{''.join(str(NUMBERS[d]) for d in digits)}0")
+        digits = list(takewhile(lambda word: words.NUMBERS.get(word, 10) < 10, after[1:]))
+        decimals = Fraction(f"0.{''.join(str(words.NUMBERS[d]) for d in digits)}0")
         return sign * (total + decimals), " ".join(said[place + 1 + len(digits) :])
     # half a dozen
-    if not found and after[:2] == ["half", "a"] and after[2:3] and after[2] in SCALES:
-        return sign * SCALES[after[2]] / 2, " ".join(said[place + 3 :])
+    if not found and after[:2] == ["half", "a"] and after[2:3] and after[2] in words.SCALES:
+        return sign * words.SCALES[after[2]] / 2, " ".join(said[place + 3 :])
     part = re.match(r"(and )?(an? |one )?(\w+)", " ".join(after))
-    if part and part[3] not in RATES and (below := SCALES_BELOW.get(part[3])):
+    if part and part[3] not in words.RATES and (below := words.SCALES_BELOW.get(part[3])):
         parts = part[1] if found else part[2] or part[3] == "half"  # two and a half; a third; half
         # two thirds
         plural = found and not part[1] and not part[2] and (total == 1 or said[place].endswith("s"))
@@ -139,18 +131,18 @@ def _counted(said: list[str]) -> tuple[Fraction, int]:
     """The whole number that words spell from the start, and how many they are."""
     total = group = Fraction(0)  # group: what the next scale word multiplies
     size, place, fresh = Fraction("1e30"), 0, True
-    for place, word in enumerate([*map(singular, said), ""]):
+    for place, word in enumerate([*map(words.singular, said), ""]):
         following = said[place + 1] if place + 1 < len(said) else ""
-        if word in NUMBERS and (fresh or _continues(group, NUMBERS[word])):
-            group, fresh = group + NUMBERS[word], False
-        elif word in ("a", "an") and fresh and singular(following) in SCALES:
+        if word in words.NUMBERS and (fresh or _continues(group, words.NUMBERS[word])):
+            group, fresh = group + words.NUMBERS[word], False
+        elif word in ("a", "an") and fresh and words.singular(following) in words.SCALES:
             group, fresh = Fraction(1), False
         elif word == "hundred" and group < 100 and (group or not place):
             group, fresh = max(group, Fraction(1)) * 100, False
-        elif word in SCALES and SCALES[word] < size and (group or not place):
-            total += max(group, Fraction(1)) * SCALES[word]
-            group, size, fresh = Fraction(0), SCALES[word], True
-        elif not (place and following in NUMBERS and _joins(word, group, fresh)):
+        elif word in words.SCALES and words.SCALES[word] < size and (group or not place):
+            total += max(group, Fraction(1)) * words.SCALES[word]
+            group, size, fresh = Fraction(0), words.SCALES[word], True
+        elif not (place and following in words.NUMBERS and _joins(word, group, fresh)):
             break
     return total + group, place
 

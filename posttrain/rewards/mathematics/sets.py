@@ -11,14 +11,7 @@ from math import inf
 
 from mpmath import libmp  # type: ignore[import-untyped]
 
-from posttrain.rewards.mathematics.numbers import (
-    Exhausted,
-    Meter,
-    Undefined,
-    Value,
-    evaluate,
-    is_real,
-)
+from posttrain.rewards.mathematics import numbers
 from posttrain.rewards.mathematics.tree import Node, negative, node
 
 Cut = tuple[Fraction | float, int]
@@ -46,7 +39,7 @@ def _combined(sets: tuple[Node, ...], combine: object) -> Node | None:
     ends: dict[Fraction | float, Node] = {}
     try:
         spans = [_spans(one, ends) for one in sets]
-    except (Undefined, Exhausted, KeyError):
+    except (numbers.Undefined, numbers.Exhausted, KeyError):
         return None
     names = {piece.labels[1:] for one in sets for piece in one.walk() if piece.kind == "interval"}
     label = next(iter(names)) if len(names) == 1 else ()
@@ -76,11 +69,11 @@ def _place(end: Node) -> Fraction | float:
     sign, inner = (-1, end.nodes[0]) if end.kind == "negative" else (1, end)
     if inner == INFINITY:
         return sign * inf
-    value: Value = evaluate(end, {}, Meter(2_000))
+    value: numbers.Value = numbers.evaluate(end, {}, numbers.Meter(2_000))
     if isinstance(value, Fraction):
         return value
-    if not is_real(value):
-        raise Undefined("an end that is not real")
+    if not numbers.is_real(value):
+        raise numbers.Undefined("an end that is not real")
     return Fraction(round(Fraction(*libmp.to_rational(value[0])) * 2**_BITS), 2**_BITS)
 
 

@@ -6,15 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from posttrain.rewards.mathematics.words import (
-    FUNCTION_WORDS,
-    SEPARATOR_WORDS,
-    TEXT_MACROS,
-    bare_words,
-    is_unit,
-    is_word,
-    words,
-)
+from posttrain.rewards.mathematics import words
 
 LENGTH = 2_000  # characters of an answer
 
@@ -39,7 +31,7 @@ _UNICODE |= str.maketrans(dict.fromkeys("\u200b\ufeff\u2060", ""))
 _UNICODE |= str.maketrans(dict.fromkeys("\u2009\u202f", r"\,"))
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_GREEK = words(
+_GREEK = words.words(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
     chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
@@ -57,7 +49,7 @@ _TOKEN = (
     r"(?P<skip>\s+|\\[,;:! ]|~|\\(?:left|right|middle|[bB]igg?[lr]?|quad|qquad|limits|thinspace|hspace\{[^{}]*\}"
     r"|phantom\s*(?:\{[^{}]*\}|\S))(?![A-Za-z])\.?)"
     r"|\\(?P<edge>begin|end)\s*\{(?P<environment>[a-zA-Z]+\*?)\}(?:\s*\{[lcr| ]*\})?"
-    rf"|\\(?P<style>{TEXT_MACROS}|mathbb|operatorname\*?)\s*\{{(?P<text>[^{{}}]*)\}}"
+    rf"|\\(?P<style>{words.TEXT_MACROS}|mathbb|operatorname\*?)\s*\{{(?P<text>[^{{}}]*)\}}"
     r"|(?P<based>[0-9]+[A-Fa-f][0-9A-Fa-f]*(?=_\{?16(?![0-9])))"
     rf"|{_NUMBER}"
     r"|\\(?P<macro>[A-Za-z]+)|\\(?P<escaped>[{}$%|\\])|(?P<word>[A-Za-z]+)"
@@ -178,8 +170,8 @@ def _number(digits: str, exponent: str | None) -> Token:
 
 
 def _styled(style: str, text: str, after_number: bool) -> list[Token]:
-    bare = bare_words(text)
-    letter = len(bare) == 1 and bare.isalpha() and not (after_number and is_unit(bare))
+    bare = words.bare_words(text)
+    letter = len(bare) == 1 and bare.isalpha() and not (after_number and words.is_unit(bare))
     if letter and style in ("mathrm", "mathbf", "mathit"):
         return [Token("symbol", bare)]
     if style == "mathbb":
@@ -187,19 +179,19 @@ def _styled(style: str, text: str, after_number: bool) -> list[Token]:
     if bare.strip("\\") == "%":
         return [Token("sign", "%")]
     lowered = bare.strip(" ,").lower()
-    if FUNCTION_WORDS.get(lowered) == "infty":
+    if words.FUNCTION_WORDS.get(lowered) == "infty":
         return [Token("macro", "infty")]
-    if lowered in SEPARATOR_WORDS or (not lowered and "," in bare):
+    if lowered in words.SEPARATOR_WORDS or (not lowered and "," in bare):
         return [Token("separator", lowered or ",")]
     return [Token("text", bare)] if bare else []
 
 
 def _word(word: str, after_number: bool) -> list[Token]:
     lowered = word.lower()
-    if lowered in SEPARATOR_WORDS:
+    if lowered in words.SEPARATOR_WORDS:
         return [Token("separator", lowered)]
-    if word in FUNCTION_WORDS:
-        return [Token("macro", FUNCTION_WORDS[word])]
-    if is_word(word) or (len(word) > 1 and after_number and is_unit(word)):
+    if word in words.FUNCTION_WORDS:
+        return [Token("macro", words.FUNCTION_WORDS[word])]
+    if words.is_word(word) or (len(word) > 1 and after_number and words.is_unit(word)):
         return [Token("text", word)]
     return [Token("symbol", letter) for letter in word]
