@@ -41,7 +41,7 @@ $(BASE):
 
 $(READY): $(BASE) pyproject.toml constraints.txt
 	@echo "installing posttrain and its tools into $(VENV) (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,serve,studio,gymnasium]'
+	@$(PIP_INSTALL) -e '.[dev,gguf,judge,lora,data,int8,sentiment,serve,studio,gymnasium]'
 	@touch $@
 
 $(PEERS): $(READY)

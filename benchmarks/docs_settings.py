@@ -45,6 +45,13 @@ PAGES_ELSEWHERE = {
 }
 FEW = "prompts=4 problems=8 steps=2 tokens=16"
 FIT = "compared=64 reward.steps=2 reward.batch=8 reward.min_accuracy=0"
+# a random model needs longer answers, and more of them, until an annotator prefers one
+RANDOM = "prompts=4 problems=8 steps=2 tokens=64"
+FITTED = (
+    "compared=400 reward.steps=2 reward.batch=8 reward.min_accuracy=0 sft.steps=2 "
+    "demonstrations.min_score=-1 demonstrations.prompts=32"
+)
+TASTE = "rounds=1 comparisons=400 fresh=64 reward_1.steps=2 reward_1.min_accuracy=0"
 # Settings of recipes with a real model, and options of scripts. The first whose words stand in the command is taken.
 SMALL = {
     "run gsm8k processes=8": f"{FEW} group=4 processes=2",
@@ -57,7 +64,10 @@ SMALL = {
     "run dpo": "steps=2 dpo.batch=4",
     "run kto": "steps=2 kto.batch=4",
     "run iterative_dpo": "prompts=32 problems=4 steps=1 tokens=96 rounds=1",
-    "run instructgpt ordinary=CHATS.jsonl": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 demonstrations.prompts=32",
+    "real_models.py run instructgpt ordinary=CHATS.jsonl": f"{RANDOM} {FITTED}",
+    "real_models.py run instructgpt": f"{RANDOM} {FITTED} ordinary.prompts=8 unseen.prompts=8",
+    "real_models.py run sentiment": f"{RANDOM} {TASTE}",
+    "run sentiment style=story": f"{RANDOM} {TASTE}",
     "run instructgpt": f"{FEW} {FIT} sft.steps=2 demonstrations.min_score=-1 "
     "demonstrations.prompts=32 ordinary.prompts=8 unseen.prompts=8",
     "run rlaif": f"{FEW} tokens=48 {FIT} agreement.pairs=4",
@@ -98,7 +108,7 @@ TOYS = {
     "run best_of_n": f"{REVIEWS} steps=2 rl.prompts=4 versus_sft.problems=8",
     "run rejection_sampling": f"{REVIEWS} steps=2 rl.prompts=4 versus_sft.problems=8",
     "run dpo": f"{REVIEWS} comparisons.prompts=64 steps=2 versus_sft.problems=8",
-    "run kto": "pretrain.steps=80 sft.steps=20 feedback.prompts=64 steps=2 versus_sft.problems=8",
+    "run kto": "pretrain.steps=200 sft.steps=40 feedback.prompts=400 steps=2 versus_sft.problems=8",
     "run iterative_dpo": f"{REVIEWS} prompts=32 problems=8 steps=1 rounds=1",
     "run instructgpt annotator=people": REVIEWS,
     "run instructgpt": f"{REVIEWS} compared=64 reward.steps=2 reward.min_accuracy=0 steps=2 prompts=4 problems=8",
@@ -120,9 +130,9 @@ TOYS = {
     "staleness.py learn recipe=nanochat_rl": f"{ARM} steps=2 pretrain.steps=5 problems=8 prompts=4 group=4",
     "staleness.py speed": "steps=2",
     "staleness.py learn": f"{ARM} {BOTH}",
-    "claims.py --scale": "--claims 1 --seeds 0",
+    "claims.py --scale": "--claims 1 --seeds 0 --until 60",
     "claims.py --read": "",
-    "claims.py": "--scale 0.01 --seeds 0 --processes 1",
+    "claims.py": "--scale 0.01 --seeds 0 --processes 1 --until 60",
     "environments.py": "--arms guess --seeds 0 --processes 1",
     "process_reward.py": "sft.steps=200 steps=2 solutions=64 problems=8 prm.steps=2 orm.steps=2 --seeds 0",
     "quickstart_seeds.py": f"{BOTH} control.steps=2 after_control.problems=8",

@@ -351,7 +351,7 @@ def main(words: list[str]) -> int:
             check(Path(out))
         case _:
             print(__doc__)
-            return 2
+            return 0 if words == ["--help"] else 2
     return 0
 
 
