@@ -35,7 +35,6 @@ ELSEWHERE_CPU = {
     "reward.url=": "needs a judge behind an address: tests/rewards/test_judge.py has one of its own",
     "url=https": "needs a judge behind an address: tests/recipes/test_feedback.py has one of its own",
     "stories15M": "needs a model of its own",
-    "/shared/": "needs two nodes of a cluster",
 }
 # pages whose blocks are programs of several lines
 PAGES_ELSEWHERE = {
@@ -79,6 +78,7 @@ SMALL = {
     "preferences.steps=2 preferences.min_accuracy=0 comparisons.prompts=64 sampled.prompts=64 sampled.min_score=-1 "
     "favourites.prompts=64",
     "run claim_arms.py:thoughts": "steps=1 prompts=2 tokens=16 problems=4",
+    "host_step.py": "--repeats 1",
     "multi_turn.py": "--only turns",
     "publish.py": "--times 1",
     "sequence_ratio_mismatch.py": "--tiny",
