@@ -99,7 +99,7 @@ def _hub_name(data: str | Path) -> str:
 def _rows(data: Any, what: str) -> Iterable[Any]:
     """Rows of a list, a data set of `datasets`, a table of pandas, or whatever yields them."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        return data.to_dict("records")  # type: ignore[no-any-return]
+        return data.astype(object).where(data.notna(), None).to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
         wrong = (

@@ -167,7 +167,11 @@ def make_problem(
     of messages is the conversation so far; a field may be a path such as `a.b`. `chosen`: settings name the fields."""
     keys = ("question", "answer") if chosen else ("", "")
     asked = pick(record, question, where, keys[0])
-    solution = str(pick(record, answer, where, keys[1])) if answer else ""
+    found = pick(record, answer, where, keys[1]) if answer else None
+    absent = (
+        found is None or found != found
+    )  # NaN is how tables spell it; the reward then fails, and counts it
+    solution = "" if absent else str(found)
     gold = solution
     if answer_after:
         _, marker, gold = solution.rpartition(answer_after)

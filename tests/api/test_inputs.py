@@ -76,6 +76,9 @@ def test_data_of_every_kind_is_the_same_rows(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame(ROWS)
     assert read(table, tmp_path / "run") == ROWS
+    lacking = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["1", float("nan")], "level": pandas.array([1, None], "Int64")})
+    expected = [{"prompt": "a", "answer": "1", "level": 1}, {"prompt": "b", "answer": None, "level": None}]
+    assert read(lacking, tmp_path / "run", "prompts") == expected
     pytest.importorskip("pyarrow")
     table.to_parquet("a.parquet")
     assert read("a.parquet", tmp_path / "run") == ROWS
