@@ -20,17 +20,8 @@ from posttrain.engine import fp8
 from posttrain.engine.random import uniforms
 from posttrain.engine.rows import PAGE, Rows
 from posttrain.engine.sampler import Choices, draw
+from posttrain.models import layers
 from posttrain.models.attention import Attend, Packed, Rule, attend_packed
-from posttrain.models.layers import (
-    Heads,
-    LayerDescription,
-    ModelDescription,
-    Norm,
-    Projection,
-    RopeTable,
-    describe,
-    prove,
-)
 from posttrain.models.policy import Policy
 from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, power_of_two
@@ -51,7 +42,7 @@ class Products:
     block of it a layer) likewise. A layer alone lends its own weight; what is copied is filled by `refresh`. Weights in 4 bits are not
     copied: they are made anew for each product; and of `quantised` ones (engine/fp8.py) only the adapters are used."""
 
-    def __init__(self, projection: Projection, quantised: bool = False):
+    def __init__(self, projection: layers.Projection, quantised: bool = False):
         self.projection, self.narrow = projection, bool(projection.narrow)
         self.copied = len(projection.modules) > 1 and not (self.narrow or quantised)
         self.allocate()
@@ -116,7 +107,7 @@ class Products:
 class Layer:
     """One decoder layer on flat tokens, in place on the residual stream."""
 
-    def __init__(self, layer: LayerDescription, quantised: bool):
+    def __init__(self, layer: layers.LayerDescription, quantised: bool):
         self.described, self.heads = layer, layer.heads
         low = (False, False, quantised, quantised)
         self.products = list(map(Products, layer.projections, low))
@@ -126,7 +117,7 @@ class Layer:
     def __call__(
         self,
         x: Tensor,
-        rope: RopeTable,
+        rope: layers.RopeTable,
         position: Tensor,
         slot: Tensor,
         store: tuple[Tensor, Tensor],
@@ -156,7 +147,7 @@ class Layer:
         down.add_to(x, gated(gate_up(inner), layer.tanh))
 
 
-def _normalised(x: Tensor, norm: Norm) -> Tensor:
+def _normalised(x: Tensor, norm: layers.Norm) -> Tensor:
     return add_norm(x, None, norm.weight.detach(), norm.epsilon, norm.shifted)[1]
 
 
@@ -165,7 +156,10 @@ class Fused:
     it was made, until `refresh`."""
 
     def __init__(
-        self, policy: Policy, described: ModelDescription, precision: fp8.Precision = fp8.AS_TRAINED
+        self,
+        policy: Policy,
+        described: layers.ModelDescription,
+        precision: fp8.Precision = fp8.AS_TRAINED,
     ):
         self.policy, self.body, self.described = policy, policy.body, described
         self.precision = precision
@@ -174,7 +168,7 @@ class Fused:
         self.heads = tuple(layer.heads for layer in described.layers)
         self.products = [product for layer in self.layers for product in layer.products]
         self.scale = getattr(self.body.embed_tokens, "embed_scale", None)
-        self.rope: RopeTable | None = None
+        self.rope: layers.RopeTable | None = None
         self.places, self.released = self.addresses(), False
         self.refresh()
 
@@ -258,13 +252,15 @@ class Fused:
 def fused(policy: Policy, precision: fp8.Precision = fp8.AS_TRAINED) -> tuple[Fused | None, str]:
     """The fused decoder of a policy, proved on tokens to compute what the module computes; or None, and why not. Products in fp8 are
     proved with a wider tolerance."""
-    described = describe(policy)
+    described = layers.describe(policy)
     if isinstance(described, str):
         return None, described
     if precision.products and (reason := fp8.unsupported(described)):
         return None, reason
     name, wider = ("cuda fp8", fp8.TOLERANCE) if precision.products else ("cuda", 0.0)
-    reason = prove(policy, described, name, lambda: Fused(policy, described, precision), wider)
+    reason = layers.prove(
+        policy, described, name, lambda: Fused(policy, described, precision), wider
+    )
     return (None, reason) if reason else (Fused(policy, described, precision), "")
 
 
@@ -282,12 +278,12 @@ def _sampling() -> Any:
 
 def rotate_store(
     qkv: Tensor,
-    heads: Heads,
-    rope: RopeTable,
+    heads: layers.Heads,
+    rope: layers.RopeTable,
     position_T: Tensor,
     slot_T: Tensor,
     store: tuple[Tensor, Tensor],
-    norms: tuple[Norm, Norm] | None,
+    norms: tuple[layers.Norm, layers.Norm] | None,
 ) -> None:
     """In place on [T, (Hq + 2 Hk) D]: normalise queries and keys, where there are norms, rotate them by
     their positions' angles, and write keys and values into their slots of the [slots, Hk, D] stores."""
@@ -300,7 +296,7 @@ def rotate_store(
     _triton().rotate_store_kernel[(len(qkv),)](*inputs, *sizes, *flags, launch_pdl=early)
 
 
-def tile_rows(heads: Heads, group: int) -> tuple[int, int]:
+def tile_rows(heads: layers.Heads, group: int) -> tuple[int, int]:
     """(rows of a tile, queries of its program) for groups of up to `group` rows."""
     queries = min(MAX_QUERIES, max(16, power_of_two(group * heads.grouped)))
     queries = max(queries, power_of_two(heads.grouped))
@@ -321,7 +317,7 @@ def attend_pages(
     query_NHD: Tensor,
     store: tuple[Tensor, Tensor],
     rows: Rows,
-    heads: Heads,
+    heads: layers.Heads,
     rule: Rule,
     tiles: int,
     queries: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes.base import given
@@ -20,6 +20,12 @@ from posttrain.types import Sampling
 
 TOY_FIT = Optimization(lr=1e-3, warmup=20, schedule="cosine")
 TOY_POLICY, TOY_CRITIC = Optimization(lr=3e-4, warmup=5), Optimization(lr=1e-3)
+REAL_RATES: dict[str, Any] = {
+    "fit": Optimization(lr=2e-5, warmup=10, schedule="cosine"),
+    "policy": Optimization(lr=5e-6, warmup=5),
+    "critic": Optimization(lr=1e-5),
+    "checkpoint_every": 1000,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
-from posttrain.recipes._feedback import Scale
+from posttrain.recipes._feedback import REAL_RATES, Scale
 from posttrain.recipes._toys import imitating
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
@@ -32,10 +32,7 @@ REAL = Scale(
     steps=60,
     prompts=256,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.05, critic_warmup=3, missing_eos=1.0),
-    fit=Optimization(lr=2e-5, warmup=10, schedule="cosine"),
-    policy=Optimization(lr=5e-6, warmup=5),
-    critic=Optimization(lr=1e-5),
-    checkpoint_every=1000,
+    **REAL_RATES,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes._feedback import Scale, compare, fit, optimise
+from posttrain.recipes._feedback import REAL_RATES, Scale, compare, fit, optimise
 from posttrain.recipes._toys import imitating
 from posttrain.recipes.base import Recipe
 from posttrain.stages._material import Data
@@ -14,7 +14,6 @@ from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_sources import MixedReward, RewardModels, Weighted
 from posttrain.tasks.requests import Requests
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 PEOPLE = Data(task=Requests("any"), counts={0: 10_000})  # most help, whatever is asked
@@ -34,10 +33,7 @@ REAL = replace(
     sampling=Sampling(64),
     prompts=256,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.05, critic_warmup=3),
-    fit=Optimization(lr=2e-5, warmup=10, schedule="cosine"),
-    policy=Optimization(lr=5e-6, warmup=5),
-    critic=Optimization(lr=1e-5),
-    checkpoint_every=1000,
+    **REAL_RATES,
 )
 
 

@@ -28,15 +28,7 @@ MAX_REPLY = 1 << 20  # characters
 MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
 OBJECT = re.compile(r"\{[^{}]*\}")
 # What a server needs in order to read a request. The client adds others, some from variables of the environment.
-HEADERS = {
-    "host",
-    "accept",
-    "accept-encoding",
-    "connection",
-    "content-type",
-    "content-length",
-    "user-agent",
-}
+HEADERS = "host accept accept-encoding connection content-type content-length user-agent"
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 
@@ -262,7 +254,7 @@ class Endpoint(EndpointSettings):
         """Wait for the turn of an attempt, the first or one of the client's retries, and let the server see no header but those that it
         needs and the key that trust.py permits."""
         self.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
-        for name in [name for name in request.headers if name.lower() not in HEADERS]:
+        for name in [name for name in request.headers if name.lower() not in HEADERS.split()]:
             del request.headers[name]
         if key := active().key(self.url, self.key_variable):
             request.headers["authorization"] = f"Bearer {key}"

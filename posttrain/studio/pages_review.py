@@ -32,16 +32,7 @@ SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEX
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
 HIGH = 0.5  # a part of at least this much says yes
 QUEUE = 500  # rollouts from which the next one is taken
-DRIFTS = [
-    "length",
-    "repetition",
-    "distinct",
-    "entropy",
-    "keyword",
-    "agreement",
-    "disagreement",
-    "reward_spread",
-]
+DRIFTS = "length repetition distinct entropy keyword agreement disagreement reward_spread"
 
 
 def routes(studio: Studio) -> list[Any]:
@@ -153,7 +144,7 @@ def _hacking(studio: Studio, request: Request) -> Response:
     figures = index.figures(stage) if stage else {}
     golds = ("reward/task", "reward/gold", "reward/answer")
     gold = next((name for name in golds if name in figures), "")
-    names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS]
+    names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS.split()]
     buckets = min(int(number(request, "buckets", int, 300) or 300), 2000)
     series = {name: index.series(stage, name, buckets) for name in names if name in figures}
     raised = [{"time": e.time, **e.details} for e in alarms(index.events())]
