@@ -60,61 +60,48 @@ class Backend(Protocol):
     @property
     def prefill_tokens(self) -> int:
         """Tokens prefilled in one forward pass."""
-        ...
 
     def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
         """Get ready for works that arrived and `rows` rows at once; `fresh`: with the weights of this moment."""
-        ...
 
     def fits(self, work: Work | None) -> bool:
         """Whether there is memory for one more work, at its longest; None: for what is held already."""
-        ...
 
     def enter(self, work: Work, first: int) -> None:
         """Take what the work's rows, those from `first` on, need from the start."""
-        ...
 
     def prefill(
         self, works: Sequence[Work], caches: Sequence[Any], first: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Compute the works' ids, after the cached ones; ids and log-probs of the first tokens of the rows from `first` on, [1, N].
         Either all of the works have a cache, or none."""
-        ...
 
     def launch(self) -> None:
         """Start a burst of steps for the live rows."""
-        ...
 
     def ahead(self) -> bool:
         """Wait for the burst, and start another one of the rows that go on where that needs nothing of what was drawn; then the one
         that is over is collected next."""
-        ...
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probs of the burst, [S, N]; what comes after a row's end has no meaning."""
-        ...
 
     def routes(self, row: int) -> np.ndarray | None:
         """The experts that the tokens of a row went to, [prompt and response, L K], -1 where that is not known."""
-        ...
 
     def keep(self, row: int, number: int) -> Kept:
         """Keep a finished row's cache. The row is removed next."""
-        ...
 
     def drop(self, kept: Any) -> None: ...
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
         """Free what these rows hold; the rows that stay, in the order that they have from now on."""
-        ...
 
     def idle(self) -> None:
         """Nothing is left to do: what each new call makes anew can go."""
-        ...
 
     def release(self) -> None:
         """Give all memory back. No row is live and nothing is kept."""
-        ...
 
 
 class Scheduler:

@@ -44,7 +44,6 @@ class Layout(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """[B, Hq, S, D] queries with [B, Hk, S, D] keys and values -> [B, S, Hq, D]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

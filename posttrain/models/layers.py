@@ -336,7 +336,6 @@ class Pass(Protocol):
         routes: Routes | None = None,
     ) -> Tensor:
         """The residual stream after one layer; `packed` says which tokens are one sequence, `routes` which experts they go to."""
-        ...
 
     def final_norm(self, x_TH: Tensor) -> Tensor: ...
 

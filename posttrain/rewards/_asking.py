@@ -109,7 +109,6 @@ class Asking(Protocol):
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> Sequence[Reply]:
         """The reply to each conversation, in order, or why there is none."""
-        ...
 
 
 @dataclass(slots=True)

@@ -60,12 +60,10 @@ class Generate(Protocol):
     @property
     def template(self) -> str:
         """The chat template of the policy's tokenizer; "" where it has none."""
-        ...
 
     @property
     def decoder(self) -> Any:
         """Makes text of ids; its `tokenizer` is the policy's."""
-        ...
 
     async def __call__(
         self,
@@ -82,26 +80,21 @@ class Generate(Protocol):
         JSON schemas that the template shows with the messages of the first turn. A turn has at most `max_new_tokens`, or as many as
         the stage's sampling says.
         """
-        ...
 
     def reward(self, value: float) -> None:
         """Pay the last turn: credit by turn. Payments of one turn add up; the score of the whole comes on top."""
-        ...
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Count something that happened: its mean over all rollouts is a metric."""
-        ...
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         """The conversation so far as a rollout. Without a score the task's `score` or `score_group` gives it one, named `outcome`, for
         the text of all turns or for `answer`."""
-        ...
 
     def session(self, role: str) -> Generate:
         """Another conversation of the same episode; its rollouts are compared with those of the same role."""
-        ...
 
 
 class Task(ABC):
