@@ -239,9 +239,8 @@ class Episodes:
     known: Renderer | None = None  # with prompts that were rendered before
 
     def __post_init__(self) -> None:
-        plain = type(self.task).run is Task.run
-        new = Renderer(self.decoder, self.problems, self.task.prompt, plain)
-        self.rendered = self.known or new
+        asked = (self.problems, self.task.prompt, type(self.task).run is Task.run)
+        self.rendered = self.known or Renderer(self.decoder, *asked)
         self.sessions = count(self.session)
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
         # by the problem's place and the prompt

@@ -235,12 +235,9 @@ class Rows:
             return done.fetchall()
 
 
-def path_id(path: Path) -> str:
-    """The id of a run's directory, or of a file of comparisons."""
-    return _hashed(str(path.resolve()))
-
-
-def _hashed(resolved: str) -> str:
+def path_id(path: Path | str) -> str:
+    """The id of a run's directory, or of a file of comparisons; a text is a path that is resolved already."""
+    resolved = path if isinstance(path, str) else str(path.resolve())
     return hashlib.sha256(resolved.encode()).hexdigest()[:12]
 
 
@@ -259,7 +256,7 @@ def _walk(folder: str, resolved: str, shown: str, depth: int) -> list[Place]:
             return []
         files = [entry for entry in (events, entries.get(layout.METRICS)) if entry is not None]
         changed = max(map(_modified, files))
-        return [Place(_hashed(resolved), Path(folder), shown or ".", changed, LABELS in entries)]
+        return [Place(path_id(resolved), Path(folder), shown or ".", changed, LABELS in entries)]
     if depth == 0:
         return []
     return [
