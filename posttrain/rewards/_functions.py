@@ -10,9 +10,11 @@ a file (a lambda, a closure, a cell of a notebook) has a name that begins with `
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import re
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ PREFIX = "python:"
 TEXTS = ("prompt", "response", "answer")  # in this order where a function names none of them
 LISTS = ("prompts", "completions")
 COLUMNS = "columns"  # the fact of a problem that holds its row
+_prints: dict[str, JSON] = {}  # of rewards and tools of this process
 _given: dict[str, Mix] = {}  # functions of this process, by the name that a setting calls them
 
 
@@ -249,6 +252,7 @@ def give(mix: Mix) -> str:
             break
         number += 1
     _given[name] = mix
+    note(name, [function.call for function in mix.functions])
     return name
 
 
@@ -276,30 +280,47 @@ def without_places(name: str) -> str:
 
 
 def fingerprint(call: Any) -> JSON:
-    """What decides what a function returns, as far as that can be told: its code, and plain values that it was made with."""
+    """What decides what a function returns, as far as that is certain: its text without comments, and plain values that cannot change.
+    What an object or a list holds may be other after every call, and is left out."""
     if isinstance(call, partial):
-        return [fingerprint(call.func), _plain(call.args), _plain(call.keywords)]
+        return [fingerprint(call.func), _plain(call.args), _plain((*call.keywords.items(),))]
     made = inspect.unwrap(call)
-    called = "begin" if hasattr(made, "begin") else "__call__"  # of a tool, of another object
-    function = made if hasattr(made, "__code__") else getattr(type(made), called, None)
-    code, own = getattr(function, "__code__", None), getattr(made, "__dict__", {})
+    function = made if inspect.isroutine(made) else type(made)
     cells = getattr(function, "__closure__", None) or ()
     kept = [_plain(cell.cell_contents) for cell in cells if cell != type(cell)()]
-    return [_plain(code), kept, _plain(getattr(function, "__defaults__", None)), _plain(own)]
+    return [_text(function), kept, _plain(getattr(function, "__defaults__", None))]
+
+
+def _text(function: Any) -> JSON:
+    """The text of a function or a class; of a lambda not what stands around it. Where there is none, what Python made of it."""
+    name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        parts = () if code is None else (code.co_code, code.co_names, code.co_consts)
+        return [name, _plain(parts)]
+    inner = [one for one in ast.walk(tree) if isinstance(one, ast.Lambda)]
+    return [ast.unparse(one) for one in (inner if name.endswith("<lambda>") else [tree])]
 
 
 def _plain(value: Any) -> JSON:
-    """A value as text that is the same in every process; of others than plain ones, the type."""
-    if inspect.iscode(value):
-        return [value.co_code.hex(), [*value.co_names], [_plain(one) for one in value.co_consts]]
-    if isinstance(value, tuple | list):
+    """A value that cannot change, as text that is the same in every process; of others the type."""
+    if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, frozenset | set):
+    if isinstance(value, frozenset):
         return sorted(map(repr, value))
     plain = isinstance(value, str | bytes | int | float | complex | None)
     return repr(value) if plain else type(value).__name__
+
+
+def note(name: str, calls: Sequence[Any]) -> None:
+    """Keep what functions are when they are given, before any of them runs."""
+    _prints[name] = [*map(fingerprint, calls)]
+
+
+def code_of(name: str) -> JSON:
+    """What `note` kept of the functions of that name; None where it is none of theirs."""
+    return _prints.get(name)
 
 
 def given(name: str) -> Mix:

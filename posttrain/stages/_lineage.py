@@ -25,7 +25,6 @@ from posttrain.rewards import _functions as functions
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
 from posttrain.system.files import model_folder, read_json
-from posttrain.tasks.tools import function as tools
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
@@ -123,11 +122,8 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
             path = model_folder(path) if field in MODELS else path
             inputs[word] = sha256(path) if path.is_file() else content(path)
     for _, word in _words(stage):
-        own = functions._given.get(word)
-        calls = [f.call for f in own.functions] if own is not None else [tools._given.get(word)]
-        if calls != [None]:
-            name = f"{functions.without_places(word)} (code)"
-            inputs[name] = digest({"code": [*map(functions.fingerprint, calls)]})
+        if (own := functions.code_of(word)) is not None:
+            inputs[f"{functions.without_places(word)} (code)"] = digest({"code": own})
     code = _code(stage)
     alike = Counter(path.name for path in code)
     for path in code:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import runpy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,38 @@ def test_a_reward_that_was_changed_in_place_runs_again_and_one_that_moved_does_n
     before = made.stat().st_mtime_ns
     assert called("# a comment\n\n" + one) == first and made.stat().st_mtime_ns == before
     assert called(one.replace("1.0", "-100.0"))[0] == first[0] - 101
+
+
+def test_a_reward_with_state_keeps_what_was_done_with_it() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls, self.began = 0, time.time()
+
+        def __call__(self, response: str) -> float:
+            self.calls += 1
+            return float(len(response))
+
+    def noting() -> Any:
+        seen: list[str] = []
+
+        def reward(response: str) -> float:
+            seen.append(response)
+            return float(len(response))
+
+        return reward
+
+    how = {**SMALL, "evaluate_every": 0, "steps": 3, "checkpoint_every": 1, "again": True}
+    for name, reward in (("object", Counting()), ("closure", noting())):
+        steps: list[int] = []
+
+        def stop(figures: dict[str, Any], steps: list[int] = steps) -> None:
+            steps.append(figures["step"])
+            if figures["step"] == 2 and len(steps) == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            pt.grpo(prompts=FOUR, reward=reward, out=name, callback=stop, **how)
+        pt.grpo(prompts=FOUR, reward=reward, out=name, callback=stop, **how)
+        assert steps[:2] == [1, 2] and 1 not in steps[2:] and steps[-1] == 3, "it goes on from its checkpoint"
+        pt.grpo(prompts=FOUR, reward=reward, out=name, callback=stop, **how)
+        assert steps[-1] == 3 and steps.count(3) == 1, "and is kept when it is done"

@@ -135,7 +135,16 @@ def test_a_fingerprint_is_of_what_a_function_does_in_every_process(tmp_path: Pat
     assert found(SAMPLE.replace("word in {", "word not in {")) != (same := found(SAMPLE)) != found(SAMPLE.replace("zz", "z"))
     assert same != found(SAMPLE, k=2.0) and same != found(SAMPLE, words=())
     assert same == found("# a line more\n\n" + SAMPLE) == json.loads(json.dumps(same))
+    state: list[str] = []
+    counted = SAMPLE.replace("words=(", "state=[], words=(").replace("return k", "state.append(response); return k")
+    assert found(counted) == found(counted, state=["x"]) != same, "what it has seen is not what it does"
+    assert fingerprint(state.append) == fingerprint(["x"].append)
+    one = {"reward": lambda r: 1.0, "steps": 3}
+    two = {"reward": lambda r: 2.0, "steps": 3}
+    more = {"reward": lambda r: 1.0, "steps": 4}
+    assert fingerprint(one["reward"]) == fingerprint(more["reward"]) != fingerprint(two["reward"])
     assert fingerprint(len) != fingerprint(partial(round, ndigits=1)) != fingerprint(partial(round, ndigits=2))
+    file.write_text(SAMPLE)
     program = "import json, runpy, sys; from posttrain.rewards._functions import fingerprint;"
     program += "print(json.dumps(fingerprint(runpy.run_path(sys.argv[1])['rated']())))"
     for seed in ("1", "2"):

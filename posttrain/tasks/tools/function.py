@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from posttrain import catalogue
 from posttrain.errors import Positive, require
-from posttrain.rewards._functions import same_function
+from posttrain.rewards._functions import note, same_function
 from posttrain.tasks.tools.base import Signature, Tool
 from posttrain.trust import code_place
 
@@ -71,4 +71,5 @@ def give(function: Any) -> Function:
             break
         number += 1
     _given[name] = function
+    note(name, [function])
     return Function(name)
