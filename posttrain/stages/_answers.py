@@ -49,6 +49,9 @@ class AnswerStage(Stage):
     def splits(self) -> list[tuple[str, int | None]]:
         return [("test", None)]
 
+    def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+        return problems[: getattr(self, self.counts)]
+
     def dry_run(self) -> DryRun:
         return fewer(self, self.counts)
 
@@ -87,6 +90,10 @@ class AskingStage(AnswerStage):
 
     def splits(self) -> list[tuple[str, int | None]]:
         return [("train", None)]
+
+    def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+        end = self.skip + self.prompts
+        return problems[self.skip : end] if end <= len(problems) else problems
 
     def training_problems(self) -> list[Problem]:
         """`prompts` training problems after the first `skip`, from the beginning again where they run out."""

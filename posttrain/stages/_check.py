@@ -189,7 +189,7 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
             require(len(problems) > 0, f"{lacking}; {advice}")
             if reader.tokenizer is None or sampling is None:
                 continue
-            looked = first_and_longest(problems)
+            looked = first_and_longest(stage.asks(split, problems))
             names = [f"problem {p.id}" for p in looked]
             asked = zip(names, map(task.prompt, looked), strict=True)
             prompts = render_prompts(reader.tokenizer, asked)

@@ -44,7 +44,7 @@ from posttrain.tasks.base import Task
 from posttrain.train.parts import gathering, plain_network
 from posttrain.train.saving import Saving, Store
 from posttrain.train.torch_settings import use_threads
-from posttrain.types import JSON, Sampler
+from posttrain.types import JSON, Problem, Sampler
 
 PRINTABLE = string.printable[:95] + "\n"
 
@@ -233,6 +233,10 @@ class Stage(Naming, ABC):
         """The splits and levels of its task that it asks, which must have a problem."""
         return ()
 
+    def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+        """Of the problems of a split, those that it may ask."""
+        return problems
+
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         """Read the data that is there, as the run will, and refuse what the run would refuse; what the stages `before` it write is
         not there yet."""
@@ -347,8 +351,10 @@ def _due(
         how = f"'posttrain run ... out={context.directory} again=true'"
         other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
         require(done or again, other)
+        removed = "" if done else "; what it had done is removed"
+        level: Level = "info" if done else "warning"
+        context.announce(stage.name, [f"runs again: {why}{removed}"], level)
         context.discard(stage.name)
-        context.announce(stage.name, [f"runs again: {why}"])
     return now
 
 

@@ -202,8 +202,12 @@ class RLStage(ReferenceStage):
 
     def splits(self) -> list[tuple[str, int | None]]:
         train = [("train", level) for level in self.task.levels] if not self.problems else []
-        asked = self.evaluate_every > 0 and len(self.task.problems("test")) > 0
+        asked = self.measures() and len(self.task.problems("test")) > 0
         return [*train, *([("test", None)] if self.measure_problems or asked else [])]
+
+    def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+        held_out = max(self.evaluate_problems if self.measures() else 0, self.measure_problems)
+        return problems[:held_out] if split == "test" else problems
 
     def check_ready(self, device: str) -> None:
         super().check_ready(device)

@@ -33,6 +33,7 @@ from posttrain.runs.read import Run
 from posttrain.stages._check import check_problems
 from posttrain.stages._material import Data
 from posttrain.stages.base import Context
+from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_sources import (
     ImplicitReward,
     JudgeReward,
@@ -427,3 +428,19 @@ def test_a_prompt_that_does_not_fit_is_named_before_the_first_step_wherever_it_i
     )
     with pytest.raises(UserError, match=line):
         run(tmp_path / "run", stage(task=task))
+
+
+def test_held_out_problems_that_are_never_asked_may_be_of_any_length(tmp_path: Path) -> None:
+    for name, longest in (("train", 0), ("test", 399)):
+        questions = [f"{n}+{len(name)}=" if n != longest or not n else "1+" * 1500 + "1=" for n in range(400)]
+        rows = [json.dumps({"question": question, "answer": "2"}) + "\n" for question in questions]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    task = Jsonl(file=str(tmp_path / "train.jsonl"), test_file=str(tmp_path / "test.jsonl"), reward="answer")
+    tokenizer = character_tokenizer(stage().alphabet())
+    reader, asked = Reader(tokenizer, "x", 100), {"task": task, "evaluate_every": 1}
+    made = {"name": "e", "model": "x", "task": task, "sampling": Sampling(6, temperature=0.0)}
+    for few in (stage(evaluate_problems=2, **asked), stage(evaluate_problems=0, **asked), EvaluateStage(problems=2, **made)):
+        check_problems(few, reader)
+    for many in (stage(evaluate_problems=400, **asked), EvaluateStage(problems=400, **made)):
+        with pytest.raises(UserError, match=r"problem test.jsonl:400: prompt and response may be"):
+            check_problems(many, reader)
