@@ -125,16 +125,14 @@ class Decoder:
         return known
 
     def _find_bytes(self, i: int) -> bytes:
-        if (
-            self._joins
-        ):  # what stands in the vocabulary is bytes, or the text of a token that was added to it
-            token = str(self.tokenizer.convert_ids_to_tokens(i))
+        # none beyond the vocabulary: a model may have more rows
+        token = str(self.tokenizer.convert_ids_to_tokens(i) or "")
+        if self._joins:  # bytes, or the text of a token that was added
             known = [BYTE_ALPHABET.get(character, -1) for character in token]
             return bytes(known) if min(known, default=0) >= 0 else token.encode()
         piece = self._text([*self._anchor, i])[len(self._text(self._anchor)) :]
         if REPLACEMENT not in piece:
             return piece.encode()
-        token = str(self.tokenizer.convert_ids_to_tokens(i))
         if found := BYTE_TOKEN.fullmatch(token):
             return bytes([int(found[1], 16)])
         if all(character in BYTE_ALPHABET for character in token):
