@@ -235,7 +235,7 @@ class ReplayLoop(Loop):
             return super().apply(prepared, rate, meanwhile, groups)
         self.question.say("the parts of the gradient")
         with torch.random.fork_rng():
-            seen = self.seen = self.look(prepared.replace(learned=frozenset()), rate)
+            seen = self.seen = self.look(prepared, rate)
             if prepared.learned:
                 self.trainer.learn_again()
         done = super().apply(prepared, rate, meanwhile, groups)
@@ -369,7 +369,7 @@ class ReplayLoop(Loop):
         return Answered(m.prompt, m.text, m.tokens, m.before, m.after, m.without)
 
     def leave_out(self, seen: Seen, left: int) -> Without:
-        """Make the update once more from where it began, without a unit."""
+        """Make the update once more from where it began, without a unit; learners that learned early rest, and nothing reads them."""
         trainer, batch = self.trainer, seen.prepared
         for learner in trainer.learners:  # one that began anew has no moments to put back
             learner.optimizer.adam.state.clear()

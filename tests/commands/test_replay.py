@@ -19,6 +19,7 @@ from posttrain.commands.replay import Replay, lines, replay
 from posttrain.errors import UserError
 from posttrain.runs.lock import Lock
 from posttrain.runs.read import Run
+from posttrain.train.roles.critic import Critic
 
 LETTERS = Path(__file__).parent.parent / "faults" / "letters.py"
 OPTIMIZER = {"lr": 3e-3, "warmup": 2, "schedule": "cosine"}
@@ -81,10 +82,14 @@ def test_a_step_is_computed_again_to_the_bit_and_the_run_is_unchanged(run: Path)
         assert sum(span.share for span in item.spans) == pytest.approx(item.share, abs=1e-5)
 
 
-def test_what_a_critic_has_learned_early_is_learned_again_after_the_look(run: Path) -> None:
-    [row] = [row for row in Run(run).metrics("once") if row.step == 2]
-    assert row.figures["grad_norm/critic"] > 0
-    assert found(run, "once/2", top=1).found.difference is None
+def test_what_a_critic_has_learned_early_is_learned_again_after_the_look(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in nothing else: the parts of the gradient, and the update without a rollout, are the policy's alone."""
+    asked, plain = list[int](), Critic.outputs
+    monkeypatch.setattr(Critic, "outputs", lambda role, piece: asked.append(piece.tokens) or plain(role, piece))
+    first, second = (row.figures for row in Run(run).metrics("once") if row.step)
+    assert second["grad_norm/critic"] > 0
+    assert found(run, "once/2", without=1, top=1).found.difference is None
+    assert sum(asked) == first["tokens"] + 2 * second["tokens"]
 
 
 def test_the_numbers_of_rollouts_are_those_of_show(run: Path) -> None:
@@ -132,7 +137,7 @@ def test_the_update_without_a_rollout_begins_where_the_update_began(run: Path, m
     assert made.answer is not None and made.answer.tokens > 3
     assert len({made.answer.before, made.answer.after, made.answer.without}) == 3
     monkeypatch.setattr(replay_loop, "gather", lambda batch, rest: batch)
-    for place, number in (("rl/1", 1), ("ppo/1", numbers(run, "ppo/1")[0])):
+    for place, number in (("rl/1", 1), ("ppo/1", numbers(run, "ppo/1")[0]), ("once/1", 1)):
         same = found(run, place, without=number, top=1).found.without
         assert same is not None and same.distance == 0.0 and same.cosine == pytest.approx(1)
 
