@@ -223,12 +223,12 @@ class Loop:
         metrics = [*collected.metrics, Metric("tokens", collected.batch.tokens, None)]
         usable = monitor.before(step, collected)
         shown = is_due(step, schedule.rollouts_every) or step in (1, schedule.steps)
-        filled = trainer.fill(collected.batch, shown and bool(groups), groups, self.state)
+        write = shown and bool(groups)
+        filled = trainer.fill(collected.batch, write, groups, self.state if usable else None)
         metrics += trainer.role_metrics(filled)
         rate = trainer.settings.rate(self.step, schedule.steps)
         figures: dict[str, float] = {}
         arrays: list[TrainedArrays] = []
-        write = shown and bool(groups)
         # then the first update has everything that is written
         written = arrays if write and algorithm.reuse.once else None
         work = self.side_work(step, groups, metrics, figures, written)

@@ -309,6 +309,18 @@ def test_steps_with_nan_log_probs_may_be_skipped_but_not_for_ever(tmp_path: Path
     assert {int(v) for name, v in loop.trainer.moments().items() if name.startswith("step.")} == {2}
 
 
+def test_a_critic_learns_nothing_of_a_step_that_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        spoiled = text(range(3, 21), 1.0, [math.nan] * 18)
+        return [group([spoiled, *groups[0].rollouts[1:]], "p0"), *groups[1:]] if step == 1 else groups
+
+    learned, plain = [], Trainer._learn
+    monkeypatch.setattr(Trainer, "_learn", lambda trainer, *given: learned.append(loop.step) or plain(trainer, *given))
+    loop = make(tmp_path, PPO(group=4, epochs=1), plant, steps=3, monitor=MonitorSettings(skip=2))
+    loop.run()
+    assert learned == [0, 2]
+
+
 def test_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_path: Path) -> None:
     """A mini-batch, or what was selected, in an order of its own: its second sequence is not the second rollout."""
     loop = make(tmp_path)

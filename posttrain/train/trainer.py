@@ -226,9 +226,10 @@ class Trainer:
             live = self._balanced(live)
         if not live.sequences:
             return Update((Metric("skipped", 1, None),), 0.0, False)
-        before = self.learn_again if live.learned else lambda: None
-        found = self._within_memory(lambda: self.accumulate(live, added, meanwhile), before)
-        found[0][1].extend(self.early if live.learned else ())
+        work = partial(self.accumulate, live, added, meanwhile)
+        found = self._within_memory(work, self.learn_again)
+        found[0][1].extend(self.early)
+        self.learn_again, self.early = lambda: None, []  # it holds the step
         metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
         # beyond the work that may be done again: here processes wait for each other
         for name, own in found:

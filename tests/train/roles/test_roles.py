@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -173,6 +174,18 @@ def test_a_critic_that_learns_early_is_asked_once(monkeypatch: pytest.MonkeyPatc
     algorithm = PPO(group=4, epochs=1)
     one_update(algorithm, True)
     assert sum(asked) == material(algorithm).tokens
+
+
+def test_the_step_that_a_critic_learned_early_is_not_kept_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, plain = list[ref[torch.Tensor]](), Trainer._learn
+
+    def learn(trainer: Trainer, role: Any, learner: Any, batch: Any) -> Any:
+        kept.append(ref(batch.paid_by_token_T))
+        return plain(trainer, role, learner, batch)
+
+    monkeypatch.setattr(Trainer, "_learn", learn)
+    trainer, _ = one_update(PPO(group=4, epochs=1), True)
+    assert [one() for one in kept] == [None] and not trainer.early
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"epochs": 1, "mini_batches": 2}, {"epochs": 1, "critic_warmup": 3}])
