@@ -376,9 +376,10 @@ class RLStage(ReferenceStage):
         by_layer = self.optimizer.checkpointing == "layer"
         learns = (self.critic_optimizer or self.optimizer, by_layer, adapters, bool(self.critic))
         own = self.lora is not None and not self.teacher
+        at_once = 0 if self.algorithm.learns_apart else tokens  # with those of the policy
         prices = {
             "reference": self.reference_bytes(policy),
-            "critic": Critic.price(policy, tokens, *learns),
+            "critic": Critic.price(policy, at_once, *learns),
             "teacher": 0.0 if own else model_bytes(self.teacher, policy),
         }
         return {name: size for name, size in prices.items() if name in wanted}

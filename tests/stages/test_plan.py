@@ -54,10 +54,13 @@ def test_each_process_that_samples_has_weights_of_its_own() -> None:
 
 
 def test_all_models_of_ppo() -> None:
-    """The critic has weights, gradients, two moments and activations of its own."""
+    """The critic has weights, gradients, two moments and activations of its own; the last not while the policy has its own, where
+    one learns after the other."""
     found = items(stage(algorithm=PPO(), reward=RewardModels(models=("a", "b"))), rewards=1e6)
     assert found["reference"] == 4.0 * COUNT and found["reward models"] == 1e6
     assert found["critic"] == (4 + 4 + 8) * COUNT + 4.0 * 100 * LAYERS
+    assert items(stage(algorithm=PPO(epochs=1)))["critic"] == (4 + 4 + 8) * COUNT
+    assert items(stage(algorithm=PPO(epochs=1, critic_warmup=1)))["critic"] == found["critic"]
 
 
 def test_models_on_the_cpu_cost_nothing_there() -> None:

@@ -35,8 +35,8 @@ class Critic(Role):
         adapters: int | None,
         own_body: bool,
     ) -> float:
-        """Bytes of a critic of the policy's size: `adapters` is the number of weights that learn with LoRA, `own_body` whether the
-        frozen body is not the policy's own."""
+        """Bytes of a critic of the policy's size with the activations of so many tokens: `adapters` is the number of weights that learn
+        with LoRA, `own_body` whether the frozen body is not the policy's own."""
         count = policy.parameters if adapters is None else adapters
         weights = weight_bytes(policy) if adapters is None or own_body else 0.0
         added = 0.0 if adapters is None else float(policy.dtype.itemsize * count)
