@@ -260,8 +260,9 @@ class Loop:
         arrays: Sequence[TrainedArrays] | None,
     ) -> Iterator[bool]:
         """What is done while the device is busy with the first update, in pieces that are shorter than a micro-batch."""
-        self.source.look_ahead()
-        yield True
+        if step < self.schedule.steps:
+            self.source.look_ahead()
+            yield True
         if groups:
             metrics += group_metrics(groups)
             yield True

@@ -321,6 +321,13 @@ def test_a_critic_learns_nothing_of_a_step_that_is_left_out(tmp_path: Path, monk
     assert learned == [0, 2]
 
 
+def test_the_last_step_makes_nothing_for_a_next_one(tmp_path: Path) -> None:
+    loop, looked = make(tmp_path, steps=3), list[int]()
+    loop.source.look_ahead = lambda: looked.append(loop.step + 1)  # type: ignore[method-assign]
+    loop.run()
+    assert looked == [1, 2]
+
+
 def test_the_problem_is_named_also_where_the_batch_is_part_of_the_rollouts(tmp_path: Path) -> None:
     """A mini-batch, or what was selected, in an order of its own: its second sequence is not the second rollout."""
     loop = make(tmp_path)
