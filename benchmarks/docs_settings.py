@@ -78,7 +78,7 @@ SMALL = {
     "preferences.steps=2 preferences.min_accuracy=0 comparisons.prompts=64 sampled.prompts=64 sampled.min_score=-1 "
     "favourites.prompts=64",
     "run claim_arms.py:thoughts": "steps=1 prompts=2 tokens=16 problems=4",
-    "host_step.py": "--steps 1 --prompts 4",
+    "host_step.py": "--steps 4 --prompts 4",
     "multi_turn.py": "--only turns",
     "publish.py": "--times 1",
     "sequence_ratio_mismatch.py": "--tiny",

@@ -45,22 +45,26 @@ COLLAPSED = 0.5  # an arm has collapsed where its score ends below this share of
 LETTERS, LENGTH, CARELESS = string.ascii_lowercase, 6, 0.35
 
 
+def following(letter: str) -> str:
+    return (LETTERS + LETTERS)[LETTERS.index(letter) + 1 :][:LENGTH]
+
+
 @dataclass(frozen=True)
 class Alphabet(Task):
-    """Say the six letters after this one; after z comes a. The demonstrations are careless: a third of their letters are wrong."""
+    """Say the six letters after this one; after z comes a. The demonstrations are careless: a third of their letters are wrong.
+    All 26 questions are on both sides, which is refused of questions with a gold answer: the score knows it by itself."""
 
     alphabet: ClassVar[str] = LETTERS
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
-        following = LETTERS + LETTERS
-        return [Problem(f"{split}/{n}", LETTERS[n % 26], following[n % 26 + 1 : n % 26 + 1 + LENGTH]) for n in range(2000)]
+        return [Problem(f"{split}/{n}", LETTERS[n % 26], "") for n in range(2000)]
 
     def demonstration(self, problem: Problem) -> str:
         dice = random.Random(problem.id)
-        return "".join(dice.choice(LETTERS) if dice.random() < CARELESS else letter for letter in problem.answer)
+        return "".join(dice.choice(LETTERS) if dice.random() < CARELESS else letter for letter in following(problem.question))
 
     def score(self, problem: Problem, response: str) -> Score:
-        right = sum(a == b for a, b in zip(response, problem.answer, strict=False))
+        right = sum(a == b for a, b in zip(response, following(problem.question), strict=False))
         return Score(right / max(LENGTH, len(response)))
 
 
