@@ -139,7 +139,7 @@ def test_checkpointing_is_chosen_and_priced() -> None:
 
 def test_the_way_of_a_step_is_planned_by_the_memory_that_4_bits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the trainer will choose it: by what is at hand once the weights are in 4 bits, with what learns counted as it is."""
-    monkeypatch.setattr(plan, "at_hand", lambda device: have)
+    monkeypatch.setattr(plan.memory, "at_hand", lambda device: have)
     have = 1e9
     narrow = stage(lora=Lora(load_in_4bit=True))
     saved = -Lora(load_in_4bit=True).weight_bytes(POLICY.body, 4)
