@@ -178,7 +178,7 @@ def test_a_gpu_need_not_hold_in_full_what_it_will_have_in_4_bits(monkeypatch: py
         policy = plan.load_priced(one, Context(writer, 0, "cuda", say=False))
     assert policy.device.type == "cuda" and policy.model.device.type == "cpu"
     monkeypatch.setattr("posttrain.stages._plan.memory.at_hand", lambda device: 1e9)
-    monkeypatch.setattr("posttrain.stages._plan.step_bytes", lambda *given: 0.0)
+    monkeypatch.setattr("posttrain.stages._plan.memory.step_bytes", lambda *given: 0.0)
     has = weight_bytes(policy) + lora.weight_bytes(policy.body, 4)
     assert planned_way(one, policy, 10).have == 1e9 - has and has < weight_bytes(policy)
 

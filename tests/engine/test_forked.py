@@ -101,7 +101,7 @@ class Counting:
     def cancel(self, sessions: Sequence[int]) -> None:
         self.works = []
 
-    def poll(self) -> forked.Finished:
+    def poll(self) -> wire.Finished:
         self.fault()
         one = self.works.pop(0)
         return [(r, completion([r.seed])) for r in one.requests]
@@ -119,7 +119,7 @@ def drained(pool: forked.EngineWorkers) -> tuple[list[int], list[Work]]:
 @pytest.mark.parametrize("fault", ["killed", "raised", "hung"])
 def test_what_a_worker_could_not_do_is_given_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SILENCE", 0.3)
-    monkeypatch.setattr(forked, "LOOK", 0.1)
+    monkeypatch.setattr(wire, "LOOK", 0.1)
 
     def fail() -> None:
         if fault == "killed":
@@ -243,7 +243,7 @@ def test_a_completion_of_before_a_cancel_is_not_that_of_the_next_session_of_the_
 
 def test_work_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SILENCE", 2.0)
-    monkeypatch.setattr(forked, "LOOK", 0.05)
+    monkeypatch.setattr(wire, "LOOK", 0.05)
 
     def compute() -> None:
         until = time.process_time() + 2.5

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from sampler_for_tests import completion
 
-from posttrain.engine.forked import EngineWorkers, Finished
+from posttrain.engine.forked import EngineWorkers
 from posttrain.engine.scheduler import Work
 from posttrain.monitor import watchdog as watchdog_module
 from posttrain.monitor.watchdog import WRITING, Watchdog, forks
+from posttrain.system import wire
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import Task
 from posttrain.types import Problem, Request, Sampling, Score, Statistics
@@ -138,7 +139,7 @@ class Waiting:
     def submit(self, works: Sequence[Work]) -> None:
         self.works += works
 
-    def poll(self) -> Finished:
+    def poll(self) -> wire.Finished:
         assert until(self.gate.exists)
         works, self.works = self.works, []
         return [(r, completion([r.seed])) for work in works for r in work.requests]
