@@ -94,7 +94,9 @@ class Source:
         return " ".join([*above, *after])
 
     def find(self, name: str) -> tuple[Source, ast.ClassDef | ast.expr] | None:
-        """The class or the type that a name stands for, here or where it is imported from."""
+        """The class or the type that a name or MODULE.NAME stands for, here or where it is imported from."""
+        module, _, last = name.rpartition(".")
+        first = module or name
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return self, node
@@ -102,10 +104,11 @@ class Source:
                 return self, node.value
             if isinstance(node, ast.AnnAssign) and name == ast.unparse(node.target) and node.value:
                 return self, node.value
-            if isinstance(node, ast.ImportFrom) and name in [one.name for one in node.names]:
-                package, *inner = (node.module or "").split(".")
+            if isinstance(node, ast.ImportFrom) and first in [one.name for one in node.names]:
+                package, *inner = f"{node.module}.{module}".rstrip(".").split(".")
                 path = HOME.joinpath(*inner).with_suffix(".py")
-                return Source.of(path).find(name) if package == "posttrain" and inner else None
+                ours = package == "posttrain" and path.is_file()
+                return Source.of(path).find(last) if ours else None
         return None
 
     def keys(self, name: str) -> dict[str, Key]:
@@ -262,7 +265,7 @@ def keys_of(kind: str, name: str) -> list[Key]:
     if kind == "reward" and name == "compose":
         return list(COMPOSE)
     if kind == "reward" and name == "judge":
-        options = source.keys("EndpointSettings").values()
+        options = source.keys("_asking.EndpointSettings").values()
         return [*options, *(_parameters(source, "check_options") or ())]
     if (parameters := _parameters(source, wanted)) is not None:
         return [key for key in parameters if kind != "reward" or key.name not in TEXTS]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,12 +13,14 @@ import pytest
 
 from posttrain import catalogue, cli
 from posttrain.algorithms.base import Algorithm
-from posttrain.commands.keys import Key, documented, keys_of
+from posttrain.commands.keys import TEXTS, Key, documented, keys_of
+from posttrain.rewards._asking import EndpointSettings
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
+from posttrain.tasks.tools.base import Tool
 
-BASES = {"stage": Stage, "algorithm": Algorithm, "task": Task}
-KINDS = (*BASES, "reward", "recipe")
+BASES = {"stage": Stage, "algorithm": Algorithm, "task": Task, "tool": Tool}
+KINDS = ("stage", "algorithm", "task", "reward", "recipe")
 
 
 def all_of(keys: Iterable[Key]) -> list[Key]:
@@ -34,6 +38,16 @@ def test_the_keys_are_the_fields_of_the_class(kind: str) -> None:
     for name in catalogue.names(kind):
         fields = dataclasses.fields(catalogue.load(kind, name, BASES[kind]))
         assert {key.name for key in keys_of(kind, name)} == {f.name for f in fields if f.init}, name
+
+
+@pytest.mark.parametrize("name", catalogue.names("reward"))
+def test_the_keys_of_a_reward_are_all_that_it_can_be_given(name: str) -> None:
+    module = importlib.import_module(f"posttrain.rewards.{name}")
+    listed = {key.name for key in keys_of("reward", name)}
+    if name == "judge":
+        assert {field.name for field in dataclasses.fields(EndpointSettings)} < listed
+    elif name != "compose":
+        assert set(inspect.signature(getattr(module, name)).parameters) - set(TEXTS) <= listed
 
 
 @pytest.mark.parametrize("kind", KINDS)
