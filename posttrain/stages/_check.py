@@ -202,7 +202,12 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
 
 
 def first_and_longest(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problems and, of those that were read and need not be made, as many of the others with the longest questions."""
+    """The first problems and, of those that were read and need not be made, as many of the longest others: of a conversation all
+    turns are asked, of which its question is the last."""
     first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
     rest = problems[PROMPTS:] if isinstance(problems, list | tuple) else ()
-    return [*first, *nlargest(PROMPTS, rest, key=lambda problem: len(problem.question))]
+    return [*first, *nlargest(PROMPTS, rest, key=_asked_length)]
+
+
+def _asked_length(problem: Problem) -> int:
+    return sum(len(str(turn)) for turn in problem.facts.get("messages") or [problem.question])

@@ -444,3 +444,15 @@ def test_held_out_problems_that_are_never_asked_may_be_of_any_length(tmp_path: P
     for many in (stage(evaluate_problems=400, **asked), EvaluateStage(problems=400, **made)):
         with pytest.raises(UserError, match=r"problem test.jsonl:400: prompt and response may be"):
             check_problems(many, reader)
+
+
+def test_a_conversation_is_as_long_as_all_its_turns(tmp_path: Path) -> None:
+    before = [{"role": "user", "content": "1+" * 1500 + "1="}, {"role": "assistant", "content": "1"}]
+    turns = [[{"role": "user", "content": f"{n}+1="}] for n in range(1000, 1599)] + [
+        [*before, {"role": "user", "content": "1="}]
+    ]
+    rows = [{"question": asked, "answer": "2"} for asked in turns]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = stage(task=Jsonl(file=str(tmp_path / "train.jsonl"), reward="answer"), evaluate_every=0)
+    with pytest.raises(UserError, match=r"problem train.jsonl:600: prompt and response may be"):
+        check_problems(made, Reader(character_tokenizer(stage().alphabet()), "x", 100))
