@@ -288,7 +288,8 @@ def fingerprint(call: Any) -> JSON:
     function = made if inspect.isroutine(made) else type(made)
     cells = getattr(function, "__closure__", None) or ()
     kept = [_plain(cell.cell_contents) for cell in cells if cell != type(cell)()]
-    return [_text(function), kept, _plain(getattr(function, "__defaults__", None))]
+    named = (*(getattr(function, "__kwdefaults__", None) or {}).items(),)
+    return [_text(function), kept, _plain(getattr(function, "__defaults__", None)), _plain(named)]
 
 
 def _text(function: Any) -> JSON:

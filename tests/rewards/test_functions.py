@@ -135,6 +135,8 @@ def test_a_fingerprint_is_of_what_a_function_does_in_every_process(tmp_path: Pat
     assert found(SAMPLE.replace("word in {", "word not in {")) != (same := found(SAMPLE)) != found(SAMPLE.replace("zz", "z"))
     assert same != found(SAMPLE, k=2.0) and same != found(SAMPLE, words=())
     assert same == found("# a line more\n\n" + SAMPLE) == json.loads(json.dumps(same))
+    bound = SAMPLE.replace("inner(response)", "inner(response, *, k=k)")
+    assert found(bound) == found(bound, k=1.0) != found(bound, k=2.0), "defaults of keywords"
     state: list[str] = []
     counted = SAMPLE.replace("words=(", "state=[], words=(").replace("return k", "state.append(response); return k")
     assert found(counted) == found(counted, state=["x"]) != same, "what it has seen is not what it does"
