@@ -269,10 +269,11 @@ def stop_ids(
         pad = getattr(generation, "pad_token_id", None)
     if pad not in own and pad != getattr(model.config.get_text_config(), "bos_token_id", None):
         stops.discard(pad)
-    found = tuple(sorted(int(stop) for stop in stops if stop is not None))
+    # some configurations write -1 for none
+    found = tuple(sorted(int(stop) for stop in stops if stop is not None and stop >= 0))
     words = model.config.get_text_config().vocab_size
     text = f"{source}: of the end tokens {found} one is beyond its {words:,} ids"
-    fine = all(0 <= stop < words for stop in found)
+    fine = all(stop < words for stop in found)
     require(fine, f"{text}; correct eos_token_id in generation_config.json and config.json")
     return found
 

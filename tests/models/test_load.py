@@ -311,6 +311,9 @@ def marked_tokenizer(special: list[str], template: str | None, **roles: str) -> 
         # no marker after the assistant's words, or no template
         (["<eos>", "<x>"], PLAIN, {"eos_token": "<eos>"}, None, None, (0,)),
         (["<eos>", "<x>"], None, {"eos_token": "<eos>"}, [1], None, (0, 1)),
+        # -1 stands for none
+        (["<eos>", "<x>"], PLAIN, {"eos_token": "<eos>"}, -1, None, (0,)),
+        (["<x>"], PLAIN, {}, [-1], None, ()),
         # a pad token in the list of ends is no end ...
         (["<eos>", "<pad>"], PLAIN, {"eos_token": "<eos>", "pad_token": "<pad>"}, [0, 1], None, (0,)),
         # ... unless it is the eos, the end of a turn, or the token that also begins a text
