@@ -38,9 +38,8 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.types import JSON, Problem, Sampling
 
-_waiting: WeakSet[inputs.Files] = (
-    WeakSet()
-)  # of runs that may not have begun: their directories are taken
+# of runs that may not have begun: their directories are taken
+_waiting: WeakSet[inputs.Files] = WeakSet()
 
 
 def rl(

@@ -128,9 +128,8 @@ def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str
 
 
 def _broken_up(tokenizer: Tokenizer, text: str) -> str:
-    text = text.encode(
-        "utf-8", "replace"
-    ).decode()  # half a character, which no tokenizer reads, is a mark
+    # half a character, which no tokenizer reads, is a mark
+    text = text.encode("utf-8", "replace").decode()
     for control in special_texts(tokenizer):
         text = text.replace(control, f"{control[:1]} {control[1:]}" if control[1:] else " ")
     return text

@@ -23,9 +23,8 @@ class Renderer:
     decoder: Decoder
     problems: Sequence[Problem]
     prompt_of: Callable[[Problem], Sequence[Message]]
-    at_once: (
-        bool  # every episode asks for its problem's prompt: the first one has all of them rendered
-    )
+    # every episode asks for its problem's prompt: the first one has all of them rendered
+    at_once: bool
     prompts: dict[int, Segment] = field(default_factory=dict)  # by the problem's place
     prompt_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     # other messages, by the place of the problem (-1: after a turn), the token that ended the turn, tools

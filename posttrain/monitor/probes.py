@@ -114,9 +114,8 @@ def unusable(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Those that hold what no update may see: a log-prob that is not finite, or a reward out of all proportion."""
     known = [[s.logprobs for s in r.segments if s.logprobs is not None] for r in rollouts]
     together = np.concatenate([np.zeros(0), *(one for own in known for one in own)])
-    fine = bool(
-        np.isfinite(together).all()
-    )  # of all at once: to ask each is slower, and seldom needed
+    # of all at once: to ask each is slower, and seldom needed
+    fine = bool(np.isfinite(together).all())
     finite = [fine or all(np.isfinite(one).all() for one in own) for own in known]
     pairs = zip(rollouts, finite, strict=True)
     return [r for r, good in pairs if not good or abs(r.score.value or 0.0) > LARGEST]

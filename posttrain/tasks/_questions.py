@@ -168,9 +168,8 @@ def make_problem(
     keys = ("question", "answer") if chosen else ("", "")
     asked = pick(record, question, where, keys[0])
     found = pick(record, answer, where, keys[1]) if answer else None
-    absent = (
-        found is None or found != found
-    )  # NaN is how tables spell it; the reward then fails, and counts it
+    # NaN is how tables spell it; the reward then fails, and counts it
+    absent = found is None or found != found
     solution = "" if absent else str(found)
     gold = solution
     if answer_after:

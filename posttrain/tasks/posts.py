@@ -94,10 +94,8 @@ class Posts(Task):
         facts = facts_of(problem.question)
         said = sorted(facts, key=lambda fact: -facts[fact])
         if self.summary == "any":
-            dice, left = (
-                _procedural.Dice(_procedural.stable_hash("summary", problem.id)),
-                list(facts),
-            )
+            dice = _procedural.Dice(_procedural.stable_hash("summary", problem.id))
+            left = list(facts)
             said = [dice.take(left) for _ in range(dice.roll(MAX_STATED) + 1)]
         elif self.annotator == "reader":
             said = [fact for fact in said if facts[fact] > READING]
@@ -109,10 +107,8 @@ class Posts(Task):
 def post(split: str, index: int) -> str:
     """A post of this split that depends on its number alone; one fact at least is news."""
     for attempt in range(1000):
-        dice, left = (
-            _procedural.Dice(_procedural.stable_hash("post", split, index, attempt)),
-            list(POINTS),
-        )
+        dice = _procedural.Dice(_procedural.stable_hash("post", split, index, attempt))
+        left = list(POINTS)
         facts = [dice.take(left) for _ in range(LENGTH)]
         text = " ".join(facts)
         if set(facts) & set(EVENTS) and _procedural.side("posts", text) == split:

@@ -140,9 +140,8 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
             found = context.run(function, **arguments)
         except BaseException as raised:  # of a thread nobody would see it
             kept = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = (
-                raised if kept else ToolError(type(raised).__name__)
-            )  # no future holds the others
+            # no future holds the others
+            error = raised if kept else ToolError(type(raised).__name__)
         with suppress(RuntimeError):  # the step is over
             loop.call_soon_threadsafe(deliver, found, error)
 
