@@ -108,12 +108,8 @@ class Scheduler:
     """Decodes works with one policy in one process. `waiting` works enter in order; completions leave as they are done."""
 
     def __init__(self, policy: Policy, backend: Backend, max_rows: int):
-        self.policy, self.backend, self.rows, self.max_rows = (
-            policy,
-            backend,
-            backend.rows,
-            max_rows,
-        )
+        self.policy, self.max_rows = policy, max_rows
+        self.backend, self.rows = backend, backend.rows
         self.version, self.limit = 0, max_rows
         self.waiting: deque[Work] = deque()
         self.arrived: list[Work] = []  # those that the backend has not prepared for

@@ -246,10 +246,8 @@ def rl_plan(
     reserved = stage.cache_bytes(policy) + stage.sampler_bytes(policy)
     way = planned_way(stage, policy, longest, reserved)
     budget = way.tokens
-    automatic, here = (
-        stage.optimizer.token_budget == "auto",
-        memory.at_hand(policy.device) is not None,
-    )
+    automatic = stage.optimizer.token_budget == "auto"
+    here = memory.at_hand(policy.device) is not None
     elsewhere = automatic and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # a prompt is computed once for those of its group that are in one micro-batch
