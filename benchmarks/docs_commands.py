@@ -7,7 +7,7 @@
 With --cpu, those that need no GPU: one after the other, in the order of the pages, in FOLDER, which gets a copy of the repository and
 keeps the runs that later commands name. Without it, those that need one GPU; DIR is a model with a chat template, FOLDER has the files
 of GSM8K, MBPP and HumanEval that the recipes name. Other files that a command names are made (docs_settings.py, which also has what is
-added). Commands that ran according to OUT.json are left out. It then has for each command the settings that were added, its exit code,
+added). Commands that ran according to OUT.json, with what is added now, are left out. It then has for each command the settings that were added, its exit code,
 its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json (GPU) and docs_commands_cpu.json are what
 tests/test_docs.py reads. SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints one JSON line last.
 """
@@ -168,6 +168,11 @@ def went_through(one: dict[str, Any]) -> bool:
     return one["code"] in (0, verdict)
 
 
+def holds(one: dict[str, Any]) -> bool:
+    """Whether a result is good, and of the settings that are added now."""
+    return went_through(one) and one["added"] == small(one["command"])
+
+
 def execute(lane: Lane, line: str, place: Path) -> dict[str, Any]:
     """One command that needs a GPU, in a folder of its own."""
     known.make_files(place)
@@ -309,11 +314,11 @@ class Kept:
     def __init__(self, path: Path, wanted: list[str], device: str) -> None:
         before = json.loads(path.read_text())["commands"] if path.exists() else []
         self.path, self.wanted, self.lock = path, [line for line in wanted if not elsewhere(line)], threading.Lock()
-        self.rows = [one for one in before if went_through(one) and one["command"] in wanted]
+        self.rows = [one for one in before if holds(one) and one["command"] in wanted]
         self.found = {"date": datetime.now(UTC).date().isoformat(), "device": device}
 
     def left(self) -> list[str]:
-        ran = {one["command"] for one in self.rows if went_through(one)}
+        ran = {one["command"] for one in self.rows if holds(one)}
         return [line for line in self.wanted if line not in ran]
 
     def add(self, one: dict[str, Any]) -> None:
