@@ -6,10 +6,11 @@
 
 With --cpu, those that need no GPU: one after the other, in the order of the pages, in FOLDER, which gets a copy of the repository and
 keeps the runs that later commands name. Without it, those that need one GPU; DIR is a model with a chat template, FOLDER has the files
-of GSM8K, MBPP and HumanEval that the recipes name. Other files that a command names are made (docs_settings.py, which also has what is
-added). Commands that ran according to OUT.json, with what is added now, are left out. It then has for each command the settings that were added, its exit code,
-its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json (GPU) and docs_commands_cpu.json are what
-tests/test_docs.py reads. SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints one JSON line last.
+of GSM8K, MBPP and HumanEval that the recipes name. Other files that a command names are made (docs_settings.py, which also has what
+is added). Commands that ran according to OUT.json, with what is added now, are left out. It then has for each command the settings
+that were added, its exit code, its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json (GPU) and
+docs_commands_cpu.json are what tests/test_docs.py reads. SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints
+one JSON line last.
 """
 
 from __future__ import annotations
