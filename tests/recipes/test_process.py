@@ -1,4 +1,4 @@
-"""The recipe of process rewards: its arms differ in the reward alone, and the longer one has the budget of the labels."""
+"""The recipe of process rewards: its arms differ in the reward and its anchor, and the longer one has the budget of the labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Problem, Score
 
 
-def test_the_arms_of_rl_differ_in_the_reward_alone_and_the_longer_one_pays_for_the_labels() -> None:
+def test_the_arms_of_rl_differ_in_the_reward_and_its_anchor_and_the_longer_one_pays_for_the_labels() -> None:
     made = {stage.name: stage for stage in process(steps=60, solutions=512, completions=4).stages}
     outcome, by_step, longer = (made[name] for name in ("outcome", "process", "outcome_longer"))
     assert replace(by_step, name="outcome", reward=outcome.reward, algorithm=outcome.algorithm) == outcome
