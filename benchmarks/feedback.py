@@ -46,6 +46,7 @@ FIGURES = {
     },
 }
 ARMS = ("summarize", "rlaif", "rlaif labels=people", "safety")
+MEAN = 3  # seeds at least, for a mean and its interval
 CURVES = ("reward", "reward/task", "kl", "length")
 
 
@@ -74,7 +75,7 @@ def table(arm: str, rows: list[dict[str, Any]]) -> str:
     lines = [["", *(f"seed {row['seed']}" for row in rows), "mean"], ["---"] * (len(rows) + 2)]
     for name in names:
         values = [row["figures"][name] for row in rows]
-        lines.append([name, *map(cell, values), cell(over_seeds([v[0] for v in values])) if len(rows) > 1 else ""])
+        lines.append([name, *map(cell, values), cell(over_seeds([v[0] for v in values])) if len(rows) >= MEAN else ""])
     kl = [next((one["kl"] for one in row["kept"].values() if one.get("kl") is not None), None) for row in rows]
     if None not in kl:
         lines.append(["KL from SFT, nats a response", *(f"{value:.2f}" for value in kl), f"{mean(kl):.2f}"])
@@ -85,7 +86,7 @@ def table(arm: str, rows: list[dict[str, Any]]) -> str:
         asked = [row["kept"]["agreement"] for row in rows]
         lines.append(["pairs decided by the order alone", *(f"{one['swayed']} of {one['judged']}" for one in asked), ""])
     lines.append(["seconds", *(f"{row['seconds']:.0f}" for row in rows), ""])
-    columns = len(rows) + (2 if len(rows) > 1 else 1)  # one seed has no mean
+    columns = len(rows) + (2 if len(rows) >= MEAN else 1)
     return "\n".join(f"| {' | '.join(line[:columns])} |" for line in lines)
 
 
@@ -127,7 +128,9 @@ def fill(recipe: str, found: dict[str, Any], folder: Path) -> None:
     """Write the figures into the page of a recipe, between its two marks."""
     arms = list(dict.fromkeys(row["arm"] for row in found["rows"] if row["arm"].split()[0] == recipe))
     seeds = sorted({row["seed"] for row in found["rows"] if row["arm"] in arms})
-    last = "the last column is the mean over seeds, with Student's interval" if len(seeds) > 1 else "one seed"
+    last = (
+        "the last column is the mean over seeds, with Student's interval" if len(seeds) >= MEAN else "too few seeds for a mean"
+    )
     how = f"{found['date']}, {found['machine']}; `python benchmarks/feedback.py OUT --seeds {','.join(map(str, seeds))}`"
     lines = [f"Held-out prompts, sampled at temperature 1, with 95% intervals over prompts; {last}", f"({how})."]
     for arm in arms:
