@@ -93,6 +93,8 @@ SMALL = {
 BOTH = "sft.steps=5 before.problems=8 rl.steps=2 rl.prompts=4 after.problems=8"
 ARM = "seeds=0 arms=0-none,4-token processes=1"
 REVIEWS = "pretrain.steps=5 sft.steps=5"
+# after fewer steps of SFT every solution is wrong, and there is nothing to label
+STEPWISE = "sft.steps=600 steps=2 solutions=300 problems=8 prm.steps=2 orm.steps=2"
 # The same of recipes with their toy model.
 TOYS = {
     "run quickstart control=true": f"{BOTH} control.steps=2 after_control.problems=8",
@@ -115,7 +117,7 @@ TOYS = {
     "run instructgpt": f"{REVIEWS} compared=64 reward.steps=2 reward.min_accuracy=0 steps=2 prompts=4 problems=8",
     "run iterate": "sft.steps=5 before.problems=8 steps=1 after.problems=8",
     "run star": "sft.steps=5 before.problems=8 steps=2 after.problems=8 rounds=1 sample_1.min_score=-1",
-    "run process": "sft.steps=200 steps=2 solutions=300 problems=8 prm.steps=2 orm.steps=2",
+    "run process": STEPWISE,
     "run r1_zero": "pretrain.steps=5 steps=2 samples=2 prompts=4 problems=8",
     "run r1": "base.steps=5 cold_start.steps=2 mixture.steps=2 preferences.steps=2 preferences.min_accuracy=0 reasoning_steps=1 "
     "final_steps=1 problems=8 sampled.prompts=64 sampled.min_score=-1 comparisons.prompts=64",
@@ -135,7 +137,7 @@ TOYS = {
     "claims.py --read": "",
     "claims.py": "--scale 0.01 --seeds 0 --processes 1 --until 60",
     "environments.py": "--arms guess --seeds 0 --processes 1",
-    "process_reward.py": "sft.steps=200 steps=2 solutions=300 problems=8 prm.steps=2 orm.steps=2 --seeds 0",
+    "process_reward.py": f"{STEPWISE} --seeds 0",
     "quickstart_seeds.py": f"{BOTH} control.steps=2 after_control.problems=8",
     "why_ppo.py": "--seeds 1 --steps 2",
     "trpo.py": "--seeds 1 --updates 2",
