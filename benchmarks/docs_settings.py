@@ -93,7 +93,7 @@ SMALL = {
 BOTH = "sft.steps=5 before.problems=8 rl.steps=2 rl.prompts=4 after.problems=8"
 ARM = "seeds=0 arms=0-none,4-token processes=1"
 REVIEWS = "pretrain.steps=5 sft.steps=5"
-# after fewer steps of SFT every solution is wrong, and there is nothing to label
+# after 200 steps of SFT every solution is wrong, and there is nothing to label
 STEPWISE = "sft.steps=600 steps=2 solutions=300 problems=8 prm.steps=2 orm.steps=2"
 # The same of recipes with their toy model.
 TOYS = {
