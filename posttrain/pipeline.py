@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,14 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    redirect_stdout,
-    suppress,
-)
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -95,7 +88,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         if made:
             forget(directory, there)
         for path in above:  # made for it
-            with suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # it holds something
                 path.rmdir()
         raise
     return directory
@@ -278,7 +271,7 @@ def follow(settings: Settings) -> Path:
         worker_pool(settings.recipe.stages) as workers,
         tempfile.TemporaryDirectory() as folder,
         RunWriter(Path(folder)) as writer,
-        redirect_stdout(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
         joined(settings),
     ):
         place = Path(str(current().same(None)))
@@ -286,7 +279,7 @@ def follow(settings: Settings) -> Path:
     return place
 
 
-def joined(settings: Settings) -> AbstractContextManager[World]:
+def joined(settings: Settings) -> contextlib.AbstractContextManager[World]:
     """This process with those that were started with it, which must have the same versions and the same to do."""
     tree = {**config.to_config(settings), "out": "", "processes": 0}
     sharding = {"auto": "auto", "ddp": "never", "fsdp": "always"}[settings.parallel]
@@ -356,11 +349,11 @@ def _run_stages(
     threads = set_up_torch(settings, device)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         trackers = None
         if (settings.trackers or settings.prometheus) and place is None:
             trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
-            stack.enter_context(closing(trackers))
+            stack.enter_context(contextlib.closing(trackers))
             if settings.prometheus:
                 trackers.add("prometheus", Endpoint(settings.prometheus))
         interrupt = stack.enter_context(interrupts(place or writer.directory))
@@ -387,7 +380,7 @@ def _run_stages(
     return context
 
 
-@contextmanager
+@contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
     """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once. The error names
     the directory that can be resumed."""
@@ -401,7 +394,9 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
             console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
 
     previous = {}
-    with suppress(ValueError):  # not in the main thread: the program that embeds us handles signals
+    with contextlib.suppress(
+        ValueError
+    ):  # not in the main thread: the program that embeds us handles signals
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, handler)
     try:
