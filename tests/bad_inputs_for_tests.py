@@ -396,13 +396,15 @@ MODELS = [
     case(
         "prompts-too-long",
         [RL | {"model": "./model", "sampling": {"max_new_tokens": 4000}}],
-        "rl.task: prompt and response may be",
+        "rl.task: problem train/",
+        "prompt and response may be",
         "2048 positions; lower max_new_tokens",
     ),
     case(
         "eval-too-long",
         [EVAL | {"sampling": {"max_new_tokens": 4000, "temperature": 0}}],
-        "eval.task: prompt and response may be",
+        "eval.task: problem ",
+        "prompt and response may be",
         "2048 positions",
     ),
 ]
@@ -730,7 +732,7 @@ LATE = [
     late(
         "prompt-too-long",
         RL | {"model": "first", "task": PROMPTS},
-        "rl.task: prompt and response may be",
+        "rl.task: problem prompts.jsonl:5: prompt and response may be",
         prompts_jsonl=lines(*[{"prompt": "x" * 2100 + str(n)} for n in range(5)]),
     ),
     late(

@@ -50,6 +50,7 @@ DERIVED = {
     r".*optimizer\.adam\.param_groups.*": "the rate is set before every update, from the step",
     r".*\.(sampler|source\.sampler)\.(scheduler|pool|memory|numbers|took_over).*": "caches, and counts of tokens",
     r"loop\.(source|pretraining)\.decoder.*": "a cache of what tokens decode to",
+    r"loop\.source\.looked_ahead.*": "prompts rendered ahead, used only where the same problems are drawn",
     r"global\.cuda": "saved where there is a device",
 }
 # Not state of the training: what writes it down, and what it reads.
