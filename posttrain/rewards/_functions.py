@@ -99,7 +99,7 @@ class Function:
             return self._finished(self._listed, problems, responses)
         pairs = zip(problems, responses, strict=True)
         found = [self._finished(self._single, [p], [r]) for p, r in pairs]
-        return _then(found, lambda lists: [score for [score] in lists])
+        return then(found, lambda lists: [score for [score] in lists])
 
     def _finished(
         self, call: Callable[..., Any], problems: Sequence[Problem], responses: Sequence[str]
@@ -196,7 +196,7 @@ class Mix:
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         """A score for each response, or a coroutine of them."""
         found = [function.scores(problems, responses) for function in self.functions]
-        return _then(found, lambda lists: [self.mixed(own) for own in zip(*lists, strict=True)])
+        return then(found, lambda lists: [self.mixed(own) for own in zip(*lists, strict=True)])
 
     def mixed(self, scores: Sequence[Score | None]) -> Score:
         named = zip(self.functions, self.weights, scores, strict=True)
@@ -212,14 +212,11 @@ class Mix:
 
 def finished(found: Any) -> Any:
     """What a call has returned, or what its coroutine returns."""
-    return run_to_end(_awaited(found)) if inspect.isawaitable(found) else found
+    awaited = then([found], lambda values: values[0])
+    return run_to_end(awaited) if inspect.isawaitable(found) else found
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
-
-
-def _then(found: Sequence[Any], use: Callable[[Sequence[Any]], Any]) -> Any:
+def then(found: Sequence[Any], use: Callable[[Sequence[Any]], Any]) -> Any:
     """What `use` makes of all that was found; a coroutine of it where some of that is awaited, which is done together."""
 
     async def together() -> Any:

@@ -6,11 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from inspect import isawaitable
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import PREFIX, columns_of, given
+from posttrain.rewards._functions import PREFIX, columns_of, given, then
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.code import patience
@@ -49,6 +48,7 @@ class Judged(_questions.Questions):
     """Questions of records in one or two parts, whose class says where those are."""
 
     make: ClassVar[Callable[..., Problem]] = staticmethod(_questions.make_problem)  # of a record
+    by_number: ClassVar[bool] = False  # whether `held_out` may be a number of problems
 
     question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
     answer: str = "answer"
@@ -63,10 +63,13 @@ class Judged(_questions.Questions):
     score_seconds: float = 10.0  # the time limit of a reward of yours
 
     def check_settings(self, task: str) -> None:
-        check(self.reward, self.options)
+        if self.scores:
+            check(self.reward, self.options)
         self.check_style(task)
-        share = 0 <= self.held_out <= 1
-        require(share, f"{task}: held_out is a share, 0 for none, 1 for all, not {self.held_out}")
+        kept = self.held_out
+        fine = 0 <= kept <= 1 or (self.by_number and kept > 1 and kept % 1 == 0)
+        number = ", or a number of prompts" if self.by_number else ", 1 for all"
+        require(fine, f"{task}: held_out is a share, 0 for none{number}, not {kept}")
         fine = self.score_seconds > 0
         require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")
 
@@ -90,7 +93,8 @@ class Judged(_questions.Questions):
     def _read(self, part: Part) -> _questions.Pool:
         fields = (self.question, self.answer, self.answer_after)
         own = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
-        return _read(part, type(self).make, *fields, own)
+        single = self.reward if self.reward in CERTAIN else ""
+        return _read(part, type(self).make, single, *fields, own)
 
     @property
     def form(self) -> str | None:
@@ -134,8 +138,8 @@ class Judged(_questions.Questions):
         if own is None:
             shipped = resolve(self.reward, self.options)
             return as_score(shipped(problem.question, response, problem.answer))
-        found = own.scores([problem], [response])
-        return _awaited(found) if isawaitable(found) else found[0]  # type: ignore[return-value]
+        found = [own.scores([problem], [response])]
+        return then(found, lambda lists: lists[0][0])  # type: ignore[no-any-return]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         """A judge sees the responses to a problem together, so that its endpoint is asked in parallel; a function that takes lists gets
@@ -206,12 +210,15 @@ class Judged(_questions.Questions):
 
 
 @lru_cache(maxsize=8)
-def _read(part: Part, make: Callable[..., Problem], *fields: str | bool) -> _questions.Pool:
-    return _questions.Pool(
-        tuple(make(row, where, name, *fields) for where, name, row in part.read(part))
-    )
-
-
-async def _awaited(found: Any) -> Score:
-    [score] = await found
-    return score  # type: ignore[no-any-return]
+def _read(
+    part: Part, make: Callable[..., Problem], single: str, question: str, answer: str, *fields: Any
+) -> _questions.Pool:
+    """The problems of a part; `single` is a reward that compares with one text."""
+    problems = []
+    for where, name, row in part.read(part):
+        problems.append(make(row, where, name, question, answer, *fields))
+        gold = _questions.pick(row, answer, where) if single and answer else row.get("answer")
+        one = f"the reward {single} compares with one text; a function of yours gets it as it is"
+        several = bool(single) and isinstance(gold, list | dict)
+        require(not several, f"{where}: the answer is a {type(gold).__name__}, but {one}")
+    return _questions.Pool(tuple(problems))

@@ -3,6 +3,7 @@ of mathematical questions, whose style says where a response keeps its answer.""
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from abc import abstractmethod
@@ -170,7 +171,8 @@ def make_problem(
     found = pick(record, answer, where, keys[1]) if answer else None
     # NaN is how tables spell it; the reward then fails, and counts it
     absent = found is None or found != found
-    solution = "" if absent else str(found)
+    several = isinstance(found, list | dict)  # such as the tests of a program
+    solution = "" if absent else json.dumps(found, default=str) if several else str(found)
     gold = solution
     if answer_after:
         _, marker, gold = solution.rpartition(answer_after)

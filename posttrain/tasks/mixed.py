@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import isawaitable
 from typing import Any
 
 from posttrain.errors import UserError, require
+from posttrain.rewards._functions import then
 from posttrain.rewards.compose import as_score
 from posttrain.tasks._procedural import Procedural, require_split
 from posttrain.tasks.base import Generate, Task
@@ -105,15 +105,13 @@ class Mixed(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         source, own = self.source(problem)
-        found: Any = source.task.score(own, response)  # a user's reward may be asynchronous
-        return _later(source.name, found) if isawaitable(found) else _named(source.name, found)  # type: ignore[return-value]
+        found = [source.task.score(own, response)]  # of a user's reward it may be a coroutine
+        return then(found, lambda scores: _named(source.name, scores[0]))  # type: ignore[no-any-return]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         source, own = self.source(problem)
-        together: Any = source.task.score_group(own, responses)
-        if isawaitable(together):
-            return _all_later(source.name, together)  # type: ignore[return-value]
-        return None if together is None else [_named(source.name, score) for score in together]
+        name, found = source.name, source.task.score_group(own, responses)
+        return found and then([found], lambda groups: [_named(name, score) for score in groups[0]])
 
     def ready(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(line for source in self.sources for line in source.task.ready()))
@@ -143,11 +141,3 @@ def _named(name: str, score: Score) -> Score:
     if score.value is None:
         return score
     return replace(score, parts={**score.parts, name: score.value})
-
-
-async def _later(name: str, score: Awaitable[Score]) -> Score:
-    return _named(name, await score)
-
-
-async def _all_later(name: str, scores: Awaitable[Sequence[Score]]) -> list[Score]:
-    return [_named(name, score) for score in await scores]

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from posttrain.errors import require
-from posttrain.rewards.base import check
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks._questions import Pool, make_problem, normalised
 from posttrain.tasks.jsonl import Jsonl
@@ -28,6 +27,7 @@ class Prompts(Jsonl):
     on a number; 0 keeps none, and nothing is measured while training. The same prompts are chosen each time, by their text."""
 
     shorthand: ClassVar[str] = "file"
+    by_number: ClassVar[bool] = True
 
     _: KW_ONLY
     question: str = ""  # the column of the prompt; "": prompt, question or messages
@@ -36,14 +36,7 @@ class Prompts(Jsonl):
 
     def __post_init__(self) -> None:
         require(bool(self.file), "prompts: give a file")
-        if self.reward:
-            check(self.reward, self.options)
-        self.check_style("prompts")
-        fine = self.held_out >= 0 and (self.held_out < 1 or self.held_out % 1 == 0)
-        number = "a share below 1 or a number of prompts, 0 for none"
-        require(fine, f"prompts: held_out is {number}, not {self.held_out}")
-        fine = self.score_seconds > 0
-        require(fine, f"prompts: score_seconds must be positive, not {self.score_seconds}")
+        self.check_settings("prompts")
 
     @staticmethod
     def make(

@@ -155,7 +155,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
-    ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share below 1 or a number of prompts"),
+    ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share, 0 for none, or a number of prompts"),
     ({"prompts": ["a"], "reward": lambda prompt, style: 0}, r"reward lambda .* asks for style, .* nor a column of the data \(prompt\)"),
     ({"prompts": ["a"], "reward": "mahts"}, "unknown reward 'mahts'; did you mean 'math'"),
     ({"prompts": ["a"], "reward": 3}, "a reward is a function or the name of one, not 3"),

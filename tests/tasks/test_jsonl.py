@@ -266,3 +266,14 @@ def test_an_answer_that_is_not_there_is_a_failure_and_no_answer_of_that_name(tmp
     scores = [task.score(problem, "\\boxed{7}") for problem in task.problems("train")]
     assert [score.value for score in scores] == [0.0, None, None]
     assert {score.failure for score in scores[1:]} == {"gold answer cannot be read: it is empty"}
+
+
+def test_an_answer_of_several_values_is_refused_where_one_text_is_compared(tmp_path: Path) -> None:
+    file = tmp_path / "lists.jsonl"
+    tests = [["add", [1, 2], 3]]
+    file.write_text("".join(json.dumps({"question": f"1+{n}=", "answer": tests}) + "\n" for n in range(3)))
+    for reward in ("answer", "math"):
+        with pytest.raises(UserError, match=f"line 1: the answer is a list, but the reward {reward} compares with one text"):
+            Jsonl(str(file), reward=reward, held_out=0).ready()
+    [first, *_] = Jsonl(str(file), reward="code", held_out=0).problems("train")
+    assert json.loads(first.answer) == tests  # as the reward `code` reads tests
