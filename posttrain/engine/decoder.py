@@ -204,12 +204,7 @@ class Decoder:
         return F.embedding(id_T, self.embedding)
 
     def layer_alone(
-        self,
-        number: int,
-        x_TH: Tensor,
-        position_T: Tensor,
-        packed: Packed,
-        routes: Routes | None = None,
+        self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
         self.ensure_rope_table(int(position_T.max()) + 1)
         rope = self.rope.index_select(0, position_T).view(1, len(x_TH), 1, -1)

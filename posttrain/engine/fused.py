@@ -233,12 +233,7 @@ class Fused:
         return _normalised(x_TH, self.described.norm)
 
     def layer_alone(
-        self,
-        number: int,
-        x_TH: Tensor,
-        position_T: Tensor,
-        packed: Packed,
-        routes: Routes | None = None,
+        self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
         x, tokens, heads = x_TH.clone(), len(x_TH), self.heads[number]
         keys, values = x.new_empty(2, tokens, heads.keys, heads.width)

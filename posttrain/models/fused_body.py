@@ -60,12 +60,7 @@ class FusedBody:
         return self.described.body.embed_tokens(id_T)  # type: ignore[no-any-return]
 
     def layer_alone(
-        self,
-        number: int,
-        x_TH: Tensor,
-        position_T: Tensor,
-        packed: Packed,
-        routes: Routes | None = None,
+        self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
         rope = self.described.rope_table(max(packed.lengths))
         attend = attend_packed(packed.lengths, x_TH.device)

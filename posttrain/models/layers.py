@@ -328,12 +328,7 @@ class Pass(Protocol):
     def embed(self, id_T: Tensor) -> Tensor: ...
 
     def layer_alone(
-        self,
-        number: int,
-        x_TH: Tensor,
-        position_T: Tensor,
-        packed: Packed,
-        routes: Routes | None = None,
+        self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
         """The residual stream after one layer; `packed` says which tokens are one sequence, `routes` which experts they go to."""
 
