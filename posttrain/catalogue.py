@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from posttrain.errors import UserError, require, unknown
+from posttrain.system.processes import on_import
 from posttrain.trust import active, code_place
 
 HOME = Path(__file__).parent
@@ -170,6 +171,8 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
     folder = str(path.parent)
     # its neighbours can be imported: first by the file itself, and after that behind what is installed
     sys.path.insert(0, folder)
+    for tell in on_import:
+        tell(True)
     try:
         spec.loader.exec_module(module)
     except (UserError, KeyboardInterrupt):
@@ -181,6 +184,8 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
         sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)
+        for tell in on_import:
+            tell(False)
     return module
 
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "types": "",
     "events": "types",
     "trust": "types",
-    "catalogue": "trust",
+    "catalogue": "trust system.processes",
     "system": "types",
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",

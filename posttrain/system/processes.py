@@ -18,6 +18,8 @@ STARTED = "POSTTRAIN_STARTED"  # the process that started this one, where `proce
 PEER_FAILED = 75  # exit code of a process that lost another one of its run
 OUT_OF_MEMORY = 76  # exit code of a process that ran out of memory while others wait for it
 HALVED = "POSTTRAIN_HALVED"  # set where the processes were started again for that, with half the token budget
+# told when the import of a user's file begins (True) and ends
+on_import: list[Callable[[bool], None]] = []
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 

@@ -34,6 +34,7 @@ from posttrain.types import JSON, Problem, Score
 IDLE = 128  # workers that are kept for the next episodes: to fork one takes longer than a short episode
 RETRIES = 1  # a score whose worker died is tried once more
 START_SECONDS = 60.0  # for a new worker
+IMPORT_SECONDS = 300.0  # for the import of a user's file, which may load a model
 END_SECONDS = 10.0  # for the fork server to end its workers
 DIED = "the process that starts reward workers died; resume the run"
 # errors of a reward that end the run
@@ -95,6 +96,7 @@ class _Worker:
     job: _Job | None = None
     held: bool = False  # by an episode
     timer: asyncio.TimerHandle | None = None
+    importing: bool = False  # a user's file
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -217,7 +219,7 @@ class WorkerPool:
         worker.job = job
         job.attempts += 1
         loop.add_reader(worker.scores, self._read, worker)
-        worker.timer = loop.call_later(job.seconds, self._timeout, worker)
+        self._time(worker)
         try:
             processes.write_all(worker.requests, job.line, monotonic() + job.seconds)
         except OSError:  # it died while idle, or was stopped
@@ -229,9 +231,14 @@ class WorkerPool:
             self._died(worker)
             return
         worker.received += piece
-        if worker.received.endswith(b"\n"):
-            found = _decode(worker.received)
-            worker.received.clear()
+        if b"\n" not in piece:
+            return
+        *lines, worker.received = worker.received.split(b"\n")
+        for found in map(_decode, lines):
+            if isinstance(found, bool):
+                worker.importing = found
+                self._time(worker)
+                continue
             job = self._release(worker)
             if not job.reply.done():
                 if isinstance(found, dict) and "stop" in found:
@@ -240,16 +247,27 @@ class WorkerPool:
                     job.reply.set_result(found)
             self._assign()
 
+    def _time(self, worker: _Worker) -> None:
+        """Give a worker the time of its job, or of an import, from now on."""
+        assert worker.job is not None
+        if worker.timer is not None:
+            worker.timer.cancel()
+        seconds = IMPORT_SECONDS if worker.importing else worker.job.seconds
+        worker.timer = asyncio.get_running_loop().call_later(seconds, self._timeout, worker)
+
     def _timeout(self, worker: _Worker) -> None:
-        """The time of a score is over, unless it came while this process was busy."""
+        """The time of a score is over, unless a message came while this process was busy."""
+        ended = worker.timer
         if select.select([worker.scores], [], [], 0)[0]:
             self._read(worker)
-        if worker.job is not None:
+        if worker.job is not None and worker.timer is ended:
             job = self._release(worker)
             self._end(worker)
-            late = f"the episode did not go on within {job.seconds:g} s"
-            fate = EpisodeTimeout(late) if job.episode else None
-            self._fail(job, f"timeout: no score within {job.seconds:g} s", fate)
+            late = "the episode did not go on" if job.episode else "no score"
+            late = f"{late} within {job.seconds:g} s"
+            if worker.importing:
+                late = f"the import of a file took more than {IMPORT_SECONDS:g} s"
+            self._fail(job, f"timeout: {late}", EpisodeTimeout(late) if job.episode else None)
 
     def _died(self, worker: _Worker) -> None:
         job = self._release(worker)
@@ -364,6 +382,7 @@ def _serve_forks(tasks: Sequence[Task], commands: int, output: int, channel: soc
 def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
     """The life of a worker: a line in, a line out, until the pipe closes."""
     faulthandler.register(signal.SIGUSR1, file=stacks(), all_threads=True)
+    processes.on_import.append(lambda begins: processes.write_all(scores, _encode(begins)))
     with os.fdopen(requests, "rb") as lines, asyncio.Runner() as runner:
 
         def exchange(message: JSON) -> JSON:

@@ -23,9 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import GuardStop, UserError
+from posttrain.system import workers
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Problem, Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
@@ -125,6 +127,51 @@ def test_a_score_that_hangs_fails_alone_and_in_time() -> None:
     assert time.monotonic() - began < 8
 
 
+SLOW = """import time
+time.sleep({seconds})
+
+
+def right(response):
+    time.sleep(60 if response == "hang" else 0)
+    return 1.0
+"""
+
+
+def slow(folder: Path, seconds: float) -> Jsonl:
+    (folder / "slow.py").write_text(SLOW.format(seconds=seconds))
+    (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    return Jsonl(str(folder / "rows.jsonl"), reward=f"{folder}/slow.py:right", held_out=0, score_seconds=0.5)
+
+
+def test_the_import_of_a_reward_does_not_count_as_its_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with WorkerPool([slow(tmp_path, 1.5)], 1) as pool:
+        found = scores(pool, of(["first", "hang", "last"]))
+    assert [s.value for s in found] == [1.0, None, 1.0]
+    assert found[1].failure == "timeout: no score within 0.5 s"
+    assert time.monotonic() - began < 20
+
+
+def test_an_import_that_hangs_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "IMPORT_SECONDS", 1.0)
+    with WorkerPool([slow(tmp_path, 60)], 1) as pool:
+        (found,) = scores(pool, of(["first"]))
+    assert found.failure == "timeout: the import of a file took more than 1 s"
+
+
+def test_a_score_that_came_while_this_process_was_busy_does_not_end_the_next_one() -> None:
+    with WorkerPool([Obedient(seconds=0.6)], 1) as pool:
+        scores(pool, of(["started"]))
+
+        async def busy() -> list[Score]:
+            both = [asyncio.create_task(pool.score(pool.tasks[0], PROBLEM, text)) for text in ("sleep 0.1", "sleep 0.2")]
+            await asyncio.sleep(0)
+            time.sleep(1.0)  # the first is done, and its time is over
+            return await asyncio.gather(*both)
+
+        assert all(score.valid for score in asyncio.run(busy()))
+
+
 def test_an_error_is_named_and_a_death_is_retried(tmp_path: Path) -> None:
     with WorkerPool([Obedient(tmp_path)], 2) as pool:
         found = scores(pool, of(["raise no such file", "die", "die-once mark", "ok"]))
@@ -209,9 +256,11 @@ def test_without_its_fork_server_a_run_ends_with_one_line() -> None:
 
 ORPHANS = """
 import asyncio, os, time
+from posttrain.system import workers
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Problem, Score
 
 class Slow(Task):
