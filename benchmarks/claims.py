@@ -349,6 +349,8 @@ def main() -> int:
     for number in sorted({row["claim"] for row in rows}):
         own = [row for row in rows if row["claim"] == number]
         tables[number] = table(number, own)
+        if not any(row["figures"] or row["curves"] for row in own):
+            raise SystemExit(f"claim {number}: no run came to a figure; the first said: {own[0]['stopped']}")
         draw(number, own, options.out / f"claim_{number}.png")
     text = "\n".join("\n".join([f"## Claim {number}: {CLAIMS[number].title}", "", *lines]) for number, lines in tables.items())
     if not options.read:

@@ -135,6 +135,7 @@ TOYS = {
     "staleness.py learn": f"{ARM} {BOTH}",
     "claims.py --scale": "--claims 1 --seeds 0 --until 60",
     "claims.py --read": "",
+    "claims.py 8": "--scale 0.2 --seeds 0 --processes 1 --until 300",  # a shorter SFT's answers all score alike
     "claims.py": "--scale 0.01 --seeds 0 --processes 1 --until 60",
     "environments.py": "--arms guess --seeds 0 --processes 1",
     "process_reward.py": f"{STEPWISE} --seeds 0",
