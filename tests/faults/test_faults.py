@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from children_for_tests import no_child_left
 
 from posttrain import cli, pipeline
-from posttrain.data import safe_readers
 from posttrain.errors import Interrupted, UserError
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
@@ -49,10 +49,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     threads = threading.active_count()
-    yield
-    safe_readers._renderer.stop()  # it serves all templates of a process, and ends with it
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    with no_child_left():
+        yield
     assert threading.active_count() == threads
 
 
