@@ -394,9 +394,8 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
             console.write_text("\nstopping after this step (again: at once)\n", sys.stderr)
 
     previous = {}
-    with contextlib.suppress(
-        ValueError
-    ):  # not in the main thread: the program that embeds us handles signals
+    # not in the main thread: the program that embeds us handles signals
+    with contextlib.suppress(ValueError):
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, handler)
     try:

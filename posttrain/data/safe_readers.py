@@ -27,8 +27,8 @@ from posttrain.errors import UserError, require
 TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory
 TEMPLATE_TEXT = 1 << 22  # characters that it may write
-# for all, on a crowded machine, and where the system limits no processor time. It is no time of work: this computer may stand still, so
-# that what made no progress within it is asked once more
+# of wall time, for all of them: for a crowded machine, and where the system limits no processor time. A machine may be suspended, so a
+# conversation without an answer by then is asked once more
 BATCH_SECONDS = 120.0
 # what the process that renders has of the environment: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")

@@ -107,9 +107,8 @@ class _Divergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         (teacher_NH, teacher_head), (kind, temperature, beta, _) = teacher, settings
         logp_NV = (logits_NV / temperature).log_softmax(-1)
-        logq_NV = (logprobs.head_logits(teacher_NH[part], teacher_head) / temperature).log_softmax(
-            -1
-        )
+        teacher_NV = logprobs.head_logits(teacher_NH[part], teacher_head)
+        logq_NV = (teacher_NV / temperature).log_softmax(-1)
         return _parts(logp_NV, logq_NV, kind, beta)
 
     @staticmethod

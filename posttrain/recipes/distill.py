@@ -60,7 +60,7 @@ def distill(
             *compared(*toy, divergence, given(tokens, 40), given(problems, 1000)),
         ]
     following = "posttrain run distill divergence=jensen_shannon"
-    return Recipe(tuple(stages), "after_sft", "after", following)
+    return Recipe(tuple(stages), "before", "after", following)
 
 
 def compared(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import GuardStop, UserError, require
-from posttrain.rewards._loop import run_to_end
+from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
 from posttrain.types import JSON, Problem, Score
 
@@ -116,9 +116,8 @@ class Function:
         try:
             value = await found
         except (Exception, asyncio.CancelledError) as error:
-            own = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
-                raise  # this step ends, not the call alone
+            if step_ends(error):
+                raise
             return self._failed(error, len(problems))
         return self._read(value, problems)
 

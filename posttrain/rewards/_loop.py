@@ -25,6 +25,12 @@ def no_running_loop() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
+def step_ends(error: BaseException) -> bool:
+    """Whether it says that this task is cancelled: what it awaits may have been cancelled alone, by the code that was called."""
+    own = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling() > 0
+
+
 @cache
 def _kept(process: int) -> tuple[asyncio.Runner, threading.Lock]:
     """The loop of this process, and who uses it; that of the process that this one was forked from is left as it is."""

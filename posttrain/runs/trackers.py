@@ -221,7 +221,7 @@ def _require_installed(name: str) -> None:
     try:
         found = getattr(importlib.import_module(name), "__spec__", None)
         if found is not None and found.origin is None:
-            raise ImportError(f"the folder {name} here is none")
+            raise ImportError(f"./{name} is a folder of files, not the package")
     except ImportError as error:
         needs = f"tracker {name!r} needs a package that is not installed ({error})"
         raise UserError(f"{needs}; pip install 'posttrain[{name}]'") from None

@@ -93,7 +93,7 @@ class Judged(_questions.Questions):
     def _read(self, part: Part) -> _questions.Pool:
         fields = (self.question, self.answer, self.answer_after)
         own = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
-        single = self.reward if self.reward in CERTAIN else ""
+        single = next((name for name, _ in self.rewards() if name in CERTAIN), "")
         return _read(part, type(self).make, single, *fields, own)
 
     @property
@@ -214,11 +214,12 @@ def _read(
     part: Part, make: Callable[..., Problem], single: str, question: str, answer: str, *fields: Any
 ) -> _questions.Pool:
     """The problems of a part; `single` is a reward that compares with one text."""
-    problems = []
+    problems, column = [], answer or "answer"
     for where, name, row in part.read(part):
         problems.append(make(row, where, name, question, answer, *fields))
-        gold = _questions.pick(row, answer, where) if single and answer else row.get("answer")
-        one = f"the reward {single} compares with one text; a function of yours gets it as it is"
-        several = bool(single) and isinstance(gold, list | dict)
-        require(not several, f"{where}: the answer is a {type(gold).__name__}, but {one}")
+        there = single and (column in row or column.partition(".")[0] in row)
+        gold = _questions.pick(row, column, where) if there else None
+        if isinstance(gold, list | dict):
+            one = f"the reward {single} compares with one text; a function of yours gets it whole"
+            raise UserError(f"{where}: the answer is a {type(gold).__name__}, but {one}")
     return _questions.Pool(tuple(problems))

@@ -102,7 +102,9 @@ def test_absent_and_unknown_trackers_are_one_line(writer: RunWriter, tmp_path: P
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)  # of runs elsewhere: Python takes any folder for a package
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(UserError, match=r"not installed \(the folder wandb here is none\); pip install 'posttrain\[wandb\]'"):
+    with pytest.raises(
+        UserError, match=r"not installed \(\./wandb is a folder of files, not the package\); pip install 'posttrain\[wandb\]'"
+    ):
         Trackers.open(["wandb"], writer, {})
     monkeypatch.delitem(sys.modules, "wandb")
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):

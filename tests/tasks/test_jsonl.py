@@ -275,5 +275,8 @@ def test_an_answer_of_several_values_is_refused_where_one_text_is_compared(tmp_p
     for reward in ("answer", "math"):
         with pytest.raises(UserError, match=f"line 1: the answer is a list, but the reward {reward} compares with one text"):
             Jsonl(str(file), reward=reward, held_out=0).ready()
+    parts = {"parts": [{"reward": "answer"}, {"reward": "steps"}]}
+    with pytest.raises(UserError, match="a list, but the reward answer compares with one text"):
+        Jsonl(str(file), reward="compose", options=parts, held_out=0).problems("train")
     [first, *_] = Jsonl(str(file), reward="code", held_out=0).problems("train")
     assert json.loads(first.answer) == tests  # as the reward `code` reads tests

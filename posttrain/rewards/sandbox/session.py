@@ -15,7 +15,8 @@ from posttrain.rewards.sandbox.mechanisms import OUT_OF_MEMORY, SYNTAX, Child, E
 
 READY, BEGAN = b"ready\n", b"began\n"
 START_SECONDS = 30.0
-STOPPED = 2.0  # seconds beyond a limit in which nobody has looked at the clock
+# a wait that ends so many seconds late: the machine was suspended, or this process stopped
+STOPPED = 2.0
 CHUNK = 1 << 16
 HEADER = 8
 XCPU = 24
@@ -150,7 +151,7 @@ class Session:
         began = time.monotonic()
         ready = self.selector.select(left)
         waited = time.monotonic() - began
-        if waited > left + STOPPED:  # this process stood still, and so did the program
+        if waited > left + STOPPED:  # that time is not the program's
             self.deadline += waited
             if self.budget is not None and self.budget.since is not None:
                 self.budget.since += waited

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.data.calls import Call, Format, calls, explained, format_of, observation, shows_tools
 from posttrain.errors import require
+from posttrain.rewards._loop import step_ends
 from posttrain.tasks.base import STOPS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
 from posttrain.types import JSON, Message
@@ -103,9 +104,8 @@ class Toolbox:
             late = f"error: no result within {tool.seconds:g} s"
             return late if limit.expired() else _named(error)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a tool is not ours
-            own = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
-                raise  # the step ends, not the call alone
+            if step_ends(error):
+                raise
             self.generate.count("tool/error")
             return _named(error)
 
