@@ -1,17 +1,35 @@
-"""Which processes this one has started and not yet taken leave of."""
+"""Processes that this one or another has started, and whether they run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posttrain.data import safe_readers
 
 
-def children() -> set[int]:
-    """Children of every thread of this process, on Linux."""
-    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+def children(pid: int | str = "self") -> set[int]:
+    """Children of every thread of a process, on Linux."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:
+        found += children(one)
+    return found[1:]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @contextmanager

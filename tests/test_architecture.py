@@ -46,8 +46,7 @@ MAY_IMPORT = {
     "data": f"{LEAVES} ops system.files system.sqlite",
     "models": f"{LEAVES} ops data.safe_readers system.files",
     "engine": f"{MODELS} system",
-    "train": f"{MODELS} system.files system.processes system.world algorithms rewards.ensemble rewards.implicit rewards.judge"
-    " rewards._asking rewards._models",
+    "train": f"{MODELS} system.files system.processes system.world algorithms rewards.judge rewards._asking rewards._models",
     "evals": f"{LEAVES} collect tasks rewards.compose runs ops.kl data.steps data.stream data.text engine.sampler",
     "turns": f"{LEAVES} tasks.base",
     "episodes": f"{LEAVES} system rewards tasks data engine.random turns",

@@ -43,7 +43,7 @@ ENDED_BY_SIGINT = "import signal; signal.signal(2, signal.SIG_DFL); os.kill(os.g
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "COMMAND", (sys.executable, "-c", SCRIPT))
-    monkeypatch.setattr(launcher, "GRACE", 0.3)
+    monkeypatch.setattr(launcher, "GRACE", 2.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -203,7 +203,7 @@ def test_they_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+    while len(alive(tmp_path)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(alive(tmp_path)) == 2
     process.kill()

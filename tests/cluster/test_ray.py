@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children_for_tests import descendants, running
 
 from posttrain.cluster import ray_cluster
 from posttrain.runs.read import Run
@@ -134,24 +135,6 @@ def processes(pattern: str) -> list[int]:
         if re.search(pattern, line) and running(pid):
             found.append(pid)
     return found
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for one in found:
-        try:
-            for task in Path(f"/proc/{one}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-        except OSError:
-            continue
-    return found[1:]
 
 
 WORKER = r"posttrain\.cluster\.worker"

@@ -19,7 +19,7 @@ GOOD = set("abcdefghijklm")
 @dataclass(frozen=True)
 class Letters(Task):
     workers: bool = True  # score in worker processes
-    limit: float = 2.0
+    limit: float = 60.0
     grades: int = 1000  # the score is rounded to so many parts of 1
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:

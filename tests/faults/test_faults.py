@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from children_for_tests import no_child_left
+from children_for_tests import descendants, no_child_left, running
 
 from posttrain import cli, pipeline
 from posttrain.errors import Interrupted, UserError
@@ -51,7 +51,10 @@ def nothing_left_behind() -> Iterator[None]:
     threads = threading.active_count()
     with no_child_left():
         yield
-    assert threading.active_count() == threads
+    deadline = time.monotonic() + 5  # a timer that was cancelled ends by itself
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
 
 
 @pytest.fixture
@@ -141,28 +144,17 @@ def test_killed_while_a_reward_hangs_nobody_is_left_and_the_run_is_free(
     deadline = time.monotonic() + 60
     while orders.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    workers = children_of(process.pid or 0)
-    assert workers, "a worker is at it"
+    workers = descendants(process.pid or 0)
+    assert len(workers) > 1, "the fork server, and a worker that is at it"
     process.kill()
     process.join(10)
     process.close()
     deadline = time.monotonic() + 5
-    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+    while any(running(worker) for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(alive(worker) for worker in workers)
+    assert not any(running(worker) for worker in workers)
     pipeline.resume(directory, allow_code=True)
     assert Run(directory).summary is not None
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------------
@@ -269,7 +261,7 @@ def test_a_reward_that_fails_costs_its_limit_and_is_counted(
     monkeypatch.setenv("LETTERS_ORDERS", str(tmp_path / "orders"))
     at_call(monkeypatch, Trainer, "update", 1, lambda: (tmp_path / "orders").write_text(order))
     began = time.monotonic()
-    run("dapo", tmp_path / "run", task={"limit": 1.0}, steps=2)
+    run("dapo", tmp_path / "run", task={"limit": 5.0}, steps=2)
     assert time.monotonic() - began < 60
     assert sum(row.figures["failed"] > 0 for row in Run(tmp_path / "run").metrics("rl") if "failed" in row.figures) == 1
 

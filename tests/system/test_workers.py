@@ -114,17 +114,17 @@ def test_workers_score_in_parallel() -> None:
     with WorkerPool([Obedient()], 4) as pool:
         scores(pool, of(["sleep 0"] * 4))  # all are started
         began = time.monotonic()
-        assert all(s.valid for s in scores(pool, of(["sleep 0.4"] * 4)))
-        assert time.monotonic() - began < 1.2
+        assert all(s.valid for s in scores(pool, of(["sleep 2"] * 4)))
+        assert time.monotonic() - began < 6
 
 
 def test_a_score_that_hangs_fails_alone_and_in_time() -> None:
     began = time.monotonic()
-    with WorkerPool([Obedient(seconds=0.5)], 2) as pool:
+    with WorkerPool([Obedient(seconds=2.0)], 2) as pool:
         found = scores(pool, of(["ok", "sleep 60", "fine", "child", "good"]))
     assert [s.valid for s in found] == [True, False, True, False, True]
-    assert found[1].failure == "timeout: no score within 0.5 s" and found[1].value is None
-    assert time.monotonic() - began < 8
+    assert found[1].failure == "timeout: no score within 2 s" and found[1].value is None
+    assert time.monotonic() - began < 20
 
 
 SLOW = """import time
@@ -140,16 +140,16 @@ def right(response):
 def slow(folder: Path, seconds: float) -> Jsonl:
     (folder / "slow.py").write_text(SLOW.format(seconds=seconds))
     (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    return Jsonl(str(folder / "rows.jsonl"), reward=f"{folder}/slow.py:right", held_out=0, score_seconds=0.5)
+    return Jsonl(str(folder / "rows.jsonl"), reward=f"{folder}/slow.py:right", held_out=0, score_seconds=2.0)
 
 
 def test_the_import_of_a_reward_does_not_count_as_its_time(tmp_path: Path) -> None:
     began = time.monotonic()
-    with WorkerPool([slow(tmp_path, 1.5)], 1) as pool:
+    with WorkerPool([slow(tmp_path, 3)], 1) as pool:
         found = scores(pool, of(["first", "hang", "last"]))
     assert [s.value for s in found] == [1.0, None, 1.0]
-    assert found[1].failure == "timeout: no score within 0.5 s"
-    assert time.monotonic() - began < 20
+    assert found[1].failure == "timeout: no score within 2 s"
+    assert time.monotonic() - began < 40
 
 
 def test_an_import_that_hangs_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +160,14 @@ def test_an_import_that_hangs_is_ended_too(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_score_that_came_while_this_process_was_busy_does_not_end_the_next_one() -> None:
-    with WorkerPool([Obedient(seconds=0.6)], 1) as pool:
+    with WorkerPool([Obedient(seconds=5.0)], 1) as pool:
         scores(pool, of(["started"]))
 
         async def busy() -> list[Score]:
-            both = [asyncio.create_task(pool.score(pool.tasks[0], PROBLEM, text)) for text in ("sleep 0.1", "sleep 0.2")]
+            both = [asyncio.create_task(pool.score(pool.tasks[0], PROBLEM, text)) for text in ("first", "sleep 0.5")]
             await asyncio.sleep(0)
-            time.sleep(1.0)  # the first is done, and its time is over
+            time.sleep(1.0)  # the first is done, and nobody has looked
+            pool._timeout(pool.workers[0])  # as where its time is over just then
             return await asyncio.gather(*both)
 
         assert all(score.valid for score in asyncio.run(busy()))
@@ -256,11 +257,9 @@ def test_without_its_fork_server_a_run_ends_with_one_line() -> None:
 
 ORPHANS = """
 import asyncio, os, time
-from posttrain.system import workers
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
-from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Problem, Score
 
 class Slow(Task):
