@@ -132,7 +132,7 @@ test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler, on the CPU, in an envi
 test-kernels: $(READY) ## the Triton kernels themselves, by Triton's interpreter on the CPU, against what the tests use in their place
 	@$(PIP_INSTALL) --no-deps --target .kernels 'triton==3.7.1'
 	@TRITON_INTERPRET=1 PYTHONPATH=.kernels $(BIN)/python -m pytest -q -o faulthandler_timeout=0 tests/ops/test_fused.py tests/engine/test_cuda.py \
-		-k "test_fused or cross_pages or logits_in_memory or parts or turn"
+		-k "test_fused or cross_pages or logits_in_memory or parts"
 
 test-package: $(READY) ## wheel and sdist in empty environments, outside the repository (PYTHONS="python3.11 python3.12" for several; READERS without torch)
 	@PYTHONS="$(PYTHONS)" READERS="$(READERS)" nice $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -m package
