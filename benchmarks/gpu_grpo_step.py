@@ -237,7 +237,7 @@ def profile(ours: Ours) -> list[tuple[str, float, int]]:
 def trl_step(name: str, micro_batch: int, steps: int) -> dict[str, Any] | None:
     """Seconds of TRL's steps in a process of its own, or None where TRL cannot be imported."""
     case = CASES[name]
-    command = [sys.executable, str(HERE / "gpu_trl.py"), name, str(micro_batch), str(steps)]
+    command = [sys.executable, str(HERE / "gpu_trl.py"), "grpo", name, f"--micro-batch={micro_batch}", f"--steps={steps}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
