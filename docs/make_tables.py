@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -438,15 +439,15 @@ Files may be JSONL, a JSON list, CSV or TSV (all also gzipped), or parquet. In P
 ## How rows are recognised
 
 posttrain recognises a row by its columns. Rows to imitate may have different formats in one file; preferences of one file
-have one format. A row of unknown format is refused before the first step. The error names the file, the line, the columns and
-the nearest format:
+have one format. A row of unknown format is refused before the first step. The error names the file, the line, the columns
+and the nearest format:
 
     chats.jsonl line 1: a row of question, answer has no format that is read here; nearest is prompt_completion, with prompt and
     completion: rename question to prompt, answer to completion; see 'posttrain list formats'
 
 - The data report names columns that are not read.
-- Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless they
-  are empty: without them the model would learn to answer without information that it needs.
+- Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
+  they are empty: without them the model would learn to answer without information that it needs.
 - Null values count as absent.
 - A single row is enough for sft, preference and reward_model. With a single prompt, nothing is held out.
 
@@ -455,18 +456,18 @@ the nearest format:
 - `steps` or `epochs` sets the length of training. `sft.epochs=3` is three passes over the rows that are not held out, and
   `posttrain plan` shows the number of steps.
 - `batch` is the number of rows per step; with `epochs`, at most the number of rows.
-- `held_out` is the share of prompts kept for evaluation (0: none). An sft stage measures their loss before the first step, every
-  `evaluate_every` steps and at the end.
-- `max_length` limits the rows of a preference or reward_model stage; by default the limit is the model's number of positions.
+- `held_out` is the share of prompts kept for evaluation (0: none). An sft stage measures their loss before the first step,
+  every `evaluate_every` steps and at the end.
+- `max_length` limits the rows of a preference or reward_model stage; the default is the model's number of positions.
 """
 
 
 GROUPS_TEXT = """
 ## Saved groups: offline_rl
 
-An `offline_rl` stage trains a group algorithm (grpo, rloo, sapo, ...) on completions that were sampled and scored earlier. It
-samples nothing. A line is a prompt (text or messages) with its responses and their rewards; the reward of a response that could
-not be scored is null.
+An `offline_rl` stage trains a group algorithm (grpo, rloo, sapo, ...) on completions that were sampled and scored earlier.
+It samples nothing. A line is a prompt (text or messages) with its responses and their rewards; the reward of a response
+that could not be scored is null.
 
 ```json
 {"prompt": "12+34=", "responses": ["46", "45"], "rewards": [1, 0], "logprobs": [[-0.1, -0.3, -0.2], [-0.1, -2.0, -0.2]]}
@@ -478,9 +479,9 @@ not be scored is null.
 | `response_ids` | the sampled tokens, if they differ from the tokenizer's encoding of the text |
 | `temperature` | the sampling temperature |
 
-With log-probs, the importance ratio is computed against them, and the algorithm's `clip_low`, `clip_high`, `correction`, `drop`
-and `mask_high` apply. Without them there is no off-policy correction: each response counts as a sample of the current policy, and
-the run says so.
+With log-probs, the importance ratio is computed against them, and the algorithm's `clip_low`, `clip_high`, `correction`,
+`drop` and `mask_high` apply. Without them there is no off-policy correction: each response counts as a sample of the
+current policy, and the run says so.
 
 A file of rollouts that a run kept, `RUN/rollouts/STAGE/step-N.jsonl`, is read together with its tokens and log-probs;
 `rollouts_every` sets which steps a run keeps.
@@ -497,8 +498,17 @@ def formats_page() -> str:
         for one in formats.values():
             more = [name for name in one.optional if name not in one.example]
             optional = f" Optional: {', '.join(f'`{name}`' for name in more)}." if more else ""
-            about = f"`{one.name}`: {one.title}, for {one.stages}. {one.note}".strip()
-            lines += [f"{about}{optional}", "", "```json", json.dumps(one.example, ensure_ascii=False), "```", ""]
+            about = textwrap.fill(f"For {one.stages}. {one.note}{optional}".strip(), 120, break_on_hyphens=False)
+            lines += [
+                f"### `{one.name}`: {one.title}",
+                "",
+                about,
+                "",
+                "```json",
+                json.dumps(one.example, ensure_ascii=False),
+                "```",
+                "",
+            ]
     lines += [GROUPS_TEXT.strip(), ""]
     return "\n".join(lines)
 
