@@ -45,7 +45,7 @@ ROOT = HERE.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^ {4}((?:POSTTRAIN_\w+=\S+ )?(?:posttrain|python|torchrun|make|pip|cp|curl) (?:\\\n|[^\n])+)", re.M)
 GPU = re.compile(
-    r"device[= ]cuda|/gpu_(generate|grpo_step|train|train_kernels|kernels)\.py|/sequence_ratio_mismatch\.py|sampler=vllm"
+    r"device[= ]cuda|/gpu_(generate|grpo_step|train|train_kernels|kernels|memory|scale|trl)\.py|/product_step\.py|/sequence_ratio_mismatch\.py|sampler=vllm"
 )
 SERVERS = re.compile(r"posttrain (serve|studio) ")
 SECONDS = 400.0  # for one command on a CPU

@@ -86,7 +86,6 @@ SMALL = {
     "gpu_generate.py": "--cases a --repeats 1 --no-lognormal",
     "gpu_grpo_step.py --brief": "",
     "gpu_grpo_step.py": "--cases a --repeats 1",
-    "gpu_train.py": "--parts d --repeats 1",
     "gpu_train_kernels.py": "--parts logprobs",
     "gpu_kernels.py": "--parts sampling",
 }
