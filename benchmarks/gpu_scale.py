@@ -1,7 +1,8 @@
 """What a token costs as a step grows: microseconds a token of generation and of training, from 64 to 4,096 sequences of a 0.5B model,
 and from 30M to 7B parameters, beside the bound that the GPU's memory and matrix rates set.
 
-    python benchmarks/gpu_scale.py [OUT.png]
+    python benchmarks/gpu_scale.py > OUT.txt                  # its last line is JSON
+    python benchmarks/gpu_scale.py --draw OUT.json OUT.png    # of that line
 
 Prompts of 128 tokens in groups of 8, 128 new tokens; 4,096 sequences of the 30M model, 512 of the 7B one, which trains adapters.
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,9 @@ def draw(rows: list[dict[str, Any]], sizes: list[dict[str, Any]], target: str) -
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--draw"]:
+        known = json.loads(Path(sys.argv[2]).read_text())
+        return draw(known["sequences"], known["sizes"], sys.argv[3])
     ceiling = ceilings()
     rows = [measure("a", count, ceiling) for count in SEQUENCES]
     sizes = [measure(name, count, ceiling) for name, (_, count) in SIZES.items() if name != "a"]
@@ -73,8 +78,6 @@ def main() -> None:
     for row in [*rows, *sizes]:
         cells = " ".join(f"{row[key]:7.2f}" for key in ("generate", "generate_bound", "train", "train_bound"))
         print(f"{SIZES[row['case']][0]:10} {row['sequences']:9} {cells}")
-    if sys.argv[1:]:
-        draw(rows, sizes, sys.argv[1])
     gpu = torch.cuda.get_device_name()
     print(json.dumps({"gpu": gpu, "torch": torch.__version__, "ceilings": ceiling, "sequences": rows, "sizes": sizes}))
 

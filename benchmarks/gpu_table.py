@@ -19,7 +19,6 @@ START, END = "<!-- drawn by benchmarks/gpu_table.py -->", "<!-- end -->"
 NAMES = {"a": "0.5B", "b": "1.5B", "c": "7B", "d": "30M", "e": "0.5B, long"}
 INK, MUTED, OURS, BOUND = "#1b1b1b", "#8a8a8a", "#2f6fb0", "#d9d9d9"
 KINDS = ("gpu_generate", "gpu_grpo_step")
-SPOKEN = {"a": (52_000, 34_000)}  # tokens/s of tuned vLLM 0.24, without and with log-probs, on such a GPU
 
 
 def work(name: str) -> str:
@@ -36,52 +35,53 @@ def spread(figures: dict[str, Any], key: str) -> str:
 
 
 def merged(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """What the runs say of each case, the last word of each figure, in the order of the cases."""
+    """What the runs say of each case, the last word of each figure, in the order of the cases. A figure keeps the day and the GPU's
+    rates of its own run; TRL's keeps what our step took in that run."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
+        about = {"date": run["date"], "rates": (run["bytes_s"], run["flops_s"])}
         for result in run["results"] if run["benchmark"] == kind else ():
-            found[result["case"]] = found.get(result["case"], {}) | result
+            kept = {
+                key: value | about if key in ("shared", "plain", "trl") and value else value for key, value in result.items()
+            }
+            if kept.get("trl"):
+                kept["trl"]["ours"] = {way: result[way]["step"] for way in ("shared", "plain") if way in result}
+            found[result["case"]] = found.get(result["case"], {}) | kept | about
     return [found[name] for name in sorted(found)]
 
 
-def dates(runs: list[dict[str, Any]]) -> str:
-    """The day of the first run, and the cases whose last word is of a later one."""
-    day, last = runs[0]["date"], {r["case"]: run["date"] for run in runs for r in run["results"]}
-    later = {when: sorted(c for c in last if last[c] == when) for when in sorted(set(last.values())) if when != day}
-    return day + "".join(f" ({' and '.join(cases)} {when})" for when, cases in later.items())
-
-
-def of_steps(trained: list[dict[str, Any]], made: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[dict[str, Any]]:
+def of_steps(trained: list[dict[str, Any]], made: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Generation as it was in a step, for cases that were not measured by itself."""
     rows = []
     for r in (r for r in trained if "shared" in r and r["case"] not in {m["case"] for m in made}):
-        case, seconds = CASES[r["case"]], r["shared"]["generate"]
+        case, seconds, rates = CASES[r["case"]], r["shared"]["generate"], r["shared"]["rates"]
         rows.append({"case": r["case"], "tokens_s": case.rows * case.new / seconds, "seconds": seconds, "fastest": seconds,
-                     "slowest": seconds, "share_of_bound": decode_bound(case, bytes_s, flops_s) / seconds})  # fmt: skip
+                     "slowest": seconds, "share_of_bound": decode_bound(case, *rates) / seconds, "rates": rates,
+                     "date": r["shared"]["date"]})  # fmt: skip
     return rows
 
 
-def generation(results: list[dict[str, Any]], bytes_s: float, flops_s: float) -> list[str]:
+def generation(results: list[dict[str, Any]]) -> list[str]:
     titles = ("case", "tokens/s with log-probs", "time (fastest to slowest)", "of roofline", "of roofline, prompts read once", "peak",
-              "log-probs off by, mean / max")  # fmt: skip
+              "log-probs off by, mean / max", "measured")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
-        off, shared = r.get("logprob_difference"), decode_bound(CASES[r["case"]], bytes_s, flops_s, True) / r["seconds"]
+        off, shared = r.get("logprob_difference"), decode_bound(CASES[r["case"]], *r["rates"], True) / r["seconds"]
         peak = f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "see the step"
         lines.append(row(work(r["case"]), f"**{r['tokens_s']:,.0f}**", spread(r, "seconds"), f"{100 * r['share_of_bound']:.0f}%",
                          f"{100 * shared:.0f}%", peak,
-                         f"{off['mean']:.4f} / {off['max']:.3f}" if off else ""))  # fmt: skip
+                         f"{off['mean']:.4f} / {off['max']:.3f}" if off else "", r["date"]))  # fmt: skip
         if "lognormal" in r:
             one = r["lognormal"]
             share = f"{100 * one['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
             lines.append(row(f"{r['case']}, lognormal lengths, mean 256, longest 1024", f"**{one['tokens_s']:,.0f}**",
-                             f"{one['seconds']:.2f} s", share, "", "", ""))  # fmt: skip
+                             f"{one['seconds']:.2f} s", share, "", "", "", r["date"]))  # fmt: skip
     return lines
 
 
 def steps(results: list[dict[str, Any]]) -> list[str]:
     titles = ("case", "prompts", "step (fastest to slowest)", "generate", "train", "MFU of training", "roofline of the step", "peak",
-              "sampler and trainer differ by", "gradient off by")  # fmt: skip
+              "sampler and trainer differ by", "gradient off by", "measured")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
         for way, word in (("shared", "computed once"), ("plain", "each time")):
@@ -91,12 +91,12 @@ def steps(results: list[dict[str, Any]]) -> list[str]:
             parts = [f"{s[key]:.2f} s" for key in ("generate", "train")]
             lines.append(row(work(r["case"]), word, f"**{spread(s, 'step')}**", *parts, f"{100 * s['mfu']:.0f}%",
                              f"{s['bound_s']:.2f} s", f"{s['peak_gib']:.1f} GiB", f"{s['mismatch']:.4f}",
-                             f"{gate['relative_error']:.3f}" if gate and way == "shared" else ""))  # fmt: skip
+                             f"{gate['relative_error']:.3f}" if gate and way == "shared" else "", s["date"]))  # fmt: skip
         if r.get("trl"):
             t = r["trl"]
-            times = " and ".join(f"{t['step'] / r[way]['step']:.2f}" for way in ("shared", "plain"))
+            times = " and ".join(f"{t['step'] / t['ours'][way]:.2f}" for way in ("shared", "plain"))
             lines.append(row(f"{r['case']}, TRL {t['trl']}, HF generate", "each time", spread(t, "step"), "", "", "", "",
-                             f"{t['peak_gib']:.1f} GiB", f"{times} times ours", ""))  # fmt: skip
+                             f"{t['peak_gib']:.1f} GiB", f"{times} times ours then", "", t["date"]))  # fmt: skip
     return lines
 
 
@@ -109,15 +109,11 @@ def draw(generated: list[dict[str, Any]], stepped: list[dict[str, Any]], folder:
 
     made, trained = ({r["case"]: r for r in results} for results in (generated, stepped))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    for n, (name, r) in enumerate(reversed(made.items())):
+    for n, r in enumerate(reversed(made.values())):
         share = 100 * r["share_of_bound"]
         left.barh(n, 100, color=BOUND)
         left.barh(n, share, color=OURS)
         left.text(share + 2, n, f"{r['tokens_s'] / 1000:,.0f}k tokens/s", va="center", color=INK, fontsize=9)
-        if name in SPOKEN:
-            at = share * SPOKEN[name][1] / r["tokens_s"]
-            left.plot([at, at], [n - 0.4, n + 0.4], color=INK, linewidth=1.5)
-            left.text(at + 1, n + 0.52, "vLLM", color=INK, fontsize=8, va="center")
     left.set_yticks(range(len(made)), [f"{name}: {NAMES[name]}" for name in reversed(made)])
     left.set_xlabel("% of what memory and matrix units allow")
     left.set_title("Generation with log-probs", loc="left", fontsize=10)
@@ -142,15 +138,12 @@ def draw(generated: list[dict[str, Any]], stepped: list[dict[str, Any]], folder:
 
 def main() -> None:
     runs = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines() if line.strip()]
-    folder, first = Path(sys.argv[2]), runs[0]
+    folder, last = Path(sys.argv[2]), runs[-1]
     made, trained = (merged(runs, kind) for kind in KINDS)
-    rates = (first["bytes_s"], first["flops_s"])
-    made = sorted([*made, *of_steps(trained, made, *rates)], key=lambda r: r["case"])
-    versions = (
-        f"{first['gpu']}, {dates(runs)}, torch {first['torch']}, transformers {first['transformers']}, bfloat16; measured in"
-    )
-    head = f"{versions} the first run: {rates[0] / 1e12:.2f} TB/s, {rates[1] / 1e12:.0f} TFLOP/s."
-    tables = ["### Generation", "", *generation(made, *rates), "", "### A GRPO step", "", *steps(trained)]
+    made = sorted([*made, *of_steps(trained, made)], key=lambda r: r["case"])
+    rates = f"{last['bytes_s'] / 1e12:.2f} TB/s, {last['flops_s'] / 1e12:.0f} TFLOP/s"
+    head = f"{last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, bfloat16; measured in the last run: {rates}."
+    tables = ["### Generation", "", *generation(made), "", "### A GRPO step", "", *steps(trained)]
     drawn = "\n".join([START, "", head, "", *tables, "", END])
     page = folder / "benchmarks.md"
     text = page.read_text()

@@ -1,12 +1,21 @@
-"""TRL's GRPO steps of one case with HF generate, forced to the same lengths: the arm that gpu_grpo_step.py starts.
+"""TRL's training steps on the weights and lengths of our GPU benchmarks, one method in a process of its own.
 
-usage: gpu_trl.py CASE MICRO_BATCH [STEPS]     prints one JSON line; the first step is the warm-up
+    python benchmarks/gpu_trl.py grpo a --micro-batch 32      # case a of gpu_grpo_step.py, with HF generate
+    python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
+    python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --micro-batch 32    # the recipe gsm8k: 64 x 16 answers
+    python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
+
+Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON line.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -18,7 +27,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from gpu_cases import CASES, make_model  # noqa: E402
+from gpu_cases import CASES, Case, make_model  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+TINY = Case(2, 64, 192, 4, 2, 2048, 4, 4, 16, 24)
+ASKED = "{question}\n\nThink step by step, then give the final answer in \\boxed{{}}."  # as the recipe asks
 
 
 def make_tokenizer() -> Any:
@@ -31,46 +44,142 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
-def main() -> None:
-    from datasets import Dataset
-    from transformers import TrainerCallback
+def text(count: int) -> str:
+    """As many tokens of `make_tokenizer`."""
+    return " ".join(f"w{random.randrange(2000)}" for _ in range(count))
+
+
+def common(options: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Arguments of all TRL's trainers."""
+    return {
+        "output_dir": f"{options.folder}/out", "per_device_train_batch_size": min(options.micro_batch, rows),
+        "gradient_accumulation_steps": max(1, rows // options.micro_batch), "max_steps": options.steps, "report_to": "none",
+        "save_strategy": "no", "bf16": CUDA, "use_cpu": not CUDA, "learning_rate": options.lr, "gradient_checkpointing": False,
+        "disable_tqdm": True, "model_init_kwargs": {"dtype": "bfloat16" if CUDA else "float32"},
+    }  # fmt: skip
+
+
+def sft(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """TRL adds the end token: one word less."""
+    from trl import SFTConfig, SFTTrainer
+
+    rows, length = (8, 32) if options.tiny else (64, 1024)
+    texts = [{"text": text(length - 1)} for _ in range(rows * options.steps)]
+    arguments = SFTConfig(**common(options, rows), max_length=length, packing=False)
+    return {"trainer": SFTTrainer, "args": arguments, "rows": texts}
+
+
+def dpo(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    from trl import DPOConfig, DPOTrainer
+
+    rows, length = (4, 16) if options.tiny else (32, 512)
+    pairs = [
+        {"prompt": text(length), "chosen": " " + text(length - 1), "rejected": " " + text(length - 1)}
+        for _ in range(rows * options.steps)
+    ]
+    arguments = DPOConfig(**common(options, rows), max_length=2 * length)
+    return {"trainer": DPOTrainer, "args": arguments, "rows": pairs}
+
+
+def grpo(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
-    case, micro, steps = CASES[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 3
-    folder = tempfile.mkdtemp()
-    make_model(case).save_pretrained(f"{folder}/model")
+    arguments = GRPOConfig(
+        **common(options, case.rows), num_generations=case.group, max_completion_length=case.new, beta=0.0, temperature=1.0,
+        generation_kwargs={"min_new_tokens": case.new},
+    )  # fmt: skip
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [random.random() for _ in completions]
+
+    prompts = [{"prompt": text(case.prompt)} for _ in range(case.prompts * options.steps)]
+    return {"trainer": GRPOTrainer, "args": arguments, "rows": prompts, "reward_funcs": reward}
+
+
+def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """The recipe's rows, answers and rate; the reward compares the number in the box as text."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    arguments = GRPOConfig(
+        **common(options, 1024), num_generations=16, max_completion_length=320, beta=0.0, temperature=1.0, epsilon_high=0.28,
+    )  # fmt: skip
+    with gzip.open(Path(options.data) / "gsm8k-train.jsonl.gz", "rt") as file:
+        read = [json.loads(line) for line in file]
+    random.shuffle(read)
+    prompts = [
+        {
+            "prompt": [{"role": "user", "content": ASKED.format(question=row["question"])}],
+            "answer": row["answer"].split("####")[-1].strip(),
+        }
+        for row in read[: 64 * options.steps]
+    ]
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        boxes = [re.findall(r"\\boxed\{([^{}]*)\}", one[0]["content"]) for one in completions]
+        return [
+            float(bool(box) and box[-1].replace(",", "") == gold.replace(",", ""))
+            for box, gold in zip(boxes, answer, strict=True)
+        ]
+
+    return {"trainer": GRPOTrainer, "args": arguments, "rows": prompts, "reward_funcs": reward}
+
+
+METHODS = {"sft": sft, "dpo": dpo, "grpo": grpo, "gsm8k": gsm8k}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("case", nargs="?", default="a", choices=CASES)
+    parser.add_argument("--micro-batch", type=int, default=32, help="sequences, for DPO pairs")
+    parser.add_argument("--steps", type=int, default=4, help="the first is the warm-up")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--model", default="", help="a directory; without it random weights of the case's shape")
+    parser.add_argument("--data", default="")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    options.folder, case = tempfile.mkdtemp(), TINY if options.tiny else CASES[options.case]
     random.seed(0)
-    words = [" ".join(f"w{random.randrange(2000)}" for _ in range(case.prompt)) for _ in range(case.prompts * steps)]
     seconds: list[float] = []
+    logged: list[dict[str, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            self.began = time.perf_counter()
+            self.began = clock()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - self.began)
+            seconds.append(clock() - self.began)
             print(f"step {seconds[-1]:.2f} s", flush=True)
 
-    arguments = GRPOConfig(
-        output_dir=f"{folder}/out", per_device_train_batch_size=micro, gradient_accumulation_steps=case.rows // micro,
-        num_generations=case.group, max_completion_length=case.new, max_steps=steps, report_to="none", save_strategy="no", bf16=True,
-        learning_rate=1e-6, beta=0.0, temperature=1.0, gradient_checkpointing=False, disable_tqdm=True,
-        model_init_kwargs={"dtype": "bfloat16"}, generation_kwargs={"min_new_tokens": case.new},
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        model=f"{folder}/model", processing_class=make_tokenizer(), args=arguments, callbacks=[Clock()],
-        reward_funcs=lambda completions, **_: [random.random() for _ in completions],
-        train_dataset=Dataset.from_list([{"prompt": text} for text in words]),
-    )  # fmt: skip
-    trainer.train()
-    timed = sorted(seconds[1:])
-    import trl
+        def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+            kept = ("reward", "completions/mean_length", "loss")
+            logged.append({key: float(value) for key, value in (logs or {}).items() if key in kept})
 
+    made = METHODS[options.method](options, case)
+    if not options.model:
+        make_model(case, torch.bfloat16 if CUDA else torch.float32, "cuda" if CUDA else "cpu").save_pretrained(
+            f"{options.folder}/model"
+        )
+        made["processing_class"] = make_tokenizer()
+    trainer, rows = made.pop("trainer"), made.pop("rows")
+    trainer(
+        model=options.model or f"{options.folder}/model", callbacks=[Clock()], train_dataset=Dataset.from_list(rows), **made
+    ).train()
+    timed = sorted(seconds[1:])
     figures = {"step": statistics.median(timed), "fastest": timed[0], "slowest": timed[-1], "warm_up": seconds[0]}
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps({"trl": trl.__version__, **figures, "steps": seconds[1:], "peak_gib": peak}))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else None
+    print(json.dumps({"trl": trl.__version__, "method": options.method, "micro_batch": options.micro_batch, **figures,
+                      "steps": seconds[1:], "peak_gib": peak, "logged": logged}))  # fmt: skip
+
+
+def clock() -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 if __name__ == "__main__":

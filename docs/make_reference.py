@@ -162,19 +162,21 @@ def peers_page() -> str:
         GENERATED,
         "# Coming from verl or OpenRLHF",
         "",
-        f"Names of {PEER_VERSIONS}, read in their packages; `A` stands for `actor_rollout_ref`. A key here is one of an rl stage,",
-        "as in `posttrain run FILE rl.prompts=64`, or of the run where the table says so. Defaults differ: look at",
-        "[the stage rl](reference/stages.md#rl) and [the algorithms](reference/algorithms.md). Of TRL, [trl.md](trl.md) has the names.",
+        "This page maps settings of verl and OpenRLHF to posttrain's. [trl.md](trl.md) does the same for TRL.",
         "",
-        "What is not here: several GPUs are not proven, processes were tested on CPUs ([cluster.md](cluster.md)); there is no Megatron",
-        "and no DeepSpeed, and models read and write text alone.",
+        f"- The names are those of {PEER_VERSIONS}, read in their packages. `A` stands for `actor_rollout_ref`.",
+        "- A key in the column `here` belongs to an rl stage, as in `posttrain run FILE rl.prompts=64`, or to the run if the table",
+        "  says so.",
+        "- Defaults differ: see [the stage rl](reference/stages.md#rl) and [the algorithms](reference/algorithms.md).",
+        "- Not available: Megatron, DeepSpeed, and models that read images or audio. Several processes were tested on CPUs, not on",
+        "  several GPUs ([cluster.md](cluster.md)).",
         "",
     ]
     made = []
     for what, here, verl, openrlhf, note in tables()["peers"]:
         own = f"{code(here.removeprefix('run.'))} of the run" if here.startswith("run.") else code(here) or "none"
         made.append([what, own, code(verl), code(openrlhf and f"--{openrlhf}"), note])
-    return "\n".join([*lines, *table(("what", "here", "verl", "OpenRLHF", ""), made)]) + "\n"
+    return "\n".join([*lines, *table(("what", "here", "verl", "OpenRLHF", "remark"), made)]) + "\n"
 
 
 def pages() -> dict[str, str]:

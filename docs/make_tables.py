@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -277,20 +278,26 @@ def trl_page() -> str:
         GENERATED,
         "# Coming from TRL",
         "",
-        "A trainer with its config is one call, or one stage of a recipe ([python.md](python.md)). Data in TRL's formats is read",
-        "as it is ([data-formats.md](data-formats.md)), and a reward function of lists works unchanged.",
+        "This page maps TRL's trainers and arguments to posttrain's. A trainer with its config becomes one call, or one stage of a",
+        "recipe ([python.md](python.md)). Your data stays as it is ([data-formats.md](data-formats.md)), and reward functions over",
+        "lists work unchanged.",
+        "",
+        "## Trainers",
         "",
     ]
     lines += table(["TRL", "here"], [[f"`{trainer}`", f"`{call}`"] for trainer, call in TRAINERS.items()])
-    lines += ["", "What the arguments are called. One of TRL's names as a key is refused, with the same words.", ""]
+    lines += [
+        "",
+        "## Arguments",
+        "",
+        "If you pass one of TRL's names, the error gives the hint of this table.",
+        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults differ from TRL's:",
+        "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) list every key.",
+        "",
+    ]
     rows = [[f"`{name}`", called.removeprefix(f"{name} is ").removeprefix("called ").removesuffix(" here")]
             for name in ELSEWHERE if (called := called_here(name))]  # fmt: skip
     lines += table(["TRL", "here"], rows)
-    lines += [
-        "",
-        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults are not TRL's:",
-        "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) have every key.",
-    ]
     return "\n".join(lines) + "\n"
 
 
@@ -420,42 +427,64 @@ def laws_page(proofs: Sequence[Proof]) -> str:
 # --- data-formats.md -------------------------------------------------------------------------------------------------------------
 
 FORMATS_TEXT = """
-Rows in JSONL, a JSON list, CSV, TSV or parquet (all but the last also packed by gzip), or given in Python as a list of dicts, a
-`datasets.Dataset` or a table of pandas. `posttrain list formats` prints this table; with `--json` for programs. A row is
-recognised by its columns. Rows to imitate may be of different formats in one file; preferences of one file have one format. A
-row of no known format is refused before the first step with the file, its number, its columns and the nearest format:
+This page lists the rows that posttrain trains on. Each line of a JSONL file is one row; this one is enough for SFT:
+
+```json
+{"messages": [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]}
+```
+
+Files may be JSONL, a JSON list, CSV or TSV (all also gzipped), or parquet. In Python, rows may also be a list of dicts, a
+`datasets.Dataset` or a pandas table. `posttrain list formats` prints the formats below, with `--json` for programs.
+
+## How rows are recognised
+
+posttrain recognises a row by its columns. Rows to imitate may have different formats in one file; preferences of one file
+have one format. A row of unknown format is refused before the first step. The error names the file, the line, the columns
+and the nearest format:
 
     chats.jsonl line 1: a row of question, answer has no format that is read here; nearest is prompt_completion, with prompt and
     completion: rename question to prompt, answer to completion; see 'posttrain list formats'
 
-Columns that are not read are named in the report of the data. Those that a model would be shown elsewhere (`images`,
-`functions`, `history`, `weight`, ...) are refused while they hold something: the model would learn to answer without them. Null
-values count as absent. A single row is enough for sft, preference and reward_model; where there is one prompt, nothing is held
-out.
+- The data report names columns that are not read.
+- Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
+  they are empty: without them the model would learn to answer without information that it needs.
+- Null values count as absent.
+- A single row is enough for sft, preference and reward_model. With a single prompt, nothing is held out.
 
-`steps` or `epochs` says how long a stage trains on its data: `sft.epochs=3` is three passes over what is not held out, the
-steps that this takes are shown by `posttrain plan`. With epochs, `batch` is at most the number of rows. `held_out` is the share
-of the prompts that is kept apart (0: none). An sft stage measures the loss there before the first step, every `evaluate_every`
-steps and at the end. A preference or reward_model stage reads rows up to the model's positions, unless `max_length` says less.
+## How long a stage trains, and what it holds out
+
+- `steps` or `epochs` sets the length of training. `sft.epochs=3` is three passes over the rows that are not held out, and
+  `posttrain plan` shows the number of steps.
+- `batch` is the number of rows per step; with `epochs`, at most the number of rows.
+- `held_out` is the share of prompts kept for evaluation (0: none). An sft stage measures their loss before the first step,
+  every `evaluate_every` steps and at the end.
+- `max_length` limits the rows of a preference or reward_model stage; the default is the model's number of positions.
 """
 
 
 GROUPS_TEXT = """
 ## Saved groups: offline_rl
 
-A stage `offline_rl` trains an algorithm of groups (grpo, rloo, sapo, ...) on responses that were sampled and scored before, and
-samples nothing. A line is a prompt (text or messages) with its responses and their rewards; a reward of null could not be scored.
+An `offline_rl` stage trains a group algorithm (grpo, rloo, sapo, ...) on completions that were sampled and scored earlier.
+It samples nothing. A line is a prompt (text or messages) with its responses and their rewards; the reward of a response
+that could not be scored is null.
 
 ```json
 {"prompt": "12+34=", "responses": ["46", "45"], "rewards": [1, 0], "logprobs": [[-0.1, -0.3, -0.2], [-0.1, -2.0, -0.2]]}
 ```
 
-`logprobs` are those of each token when it was sampled, with the token that ends the response; `response_ids` are the tokens
-themselves, where they are not what the tokenizer makes of the text. With log-probs the importance ratio is to them, and the algorithm's
-`clip_low`, `clip_high`, `correction`, `drop` and `mask_high` apply. Without them there is no off-policy correction: each
-response counts as a sample of the policy itself, and the run says so. A file of rollouts that a run kept,
-`RUN/rollouts/STAGE/step-N.jsonl`, is read with the tokens and log-probs beside it (`rollouts_every` says which steps are kept).
-`temperature` is the one that was sampled with.
+| field | meaning |
+|---|---|
+| `logprobs` | the log-prob of each token when it was sampled, including the token that ends the response |
+| `response_ids` | the sampled tokens, if they differ from the tokenizer's encoding of the text |
+| `temperature` | the sampling temperature |
+
+With log-probs, the importance ratio is computed against them, and the algorithm's `clip_low`, `clip_high`, `correction`,
+`drop` and `mask_high` apply. Without them there is no off-policy correction: each response counts as a sample of the
+current policy, and the run says so.
+
+A file of rollouts that a run kept, `RUN/rollouts/STAGE/step-N.jsonl`, is read together with its tokens and log-probs;
+`rollouts_every` sets which steps a run keeps.
 """
 
 
@@ -469,8 +498,17 @@ def formats_page() -> str:
         for one in formats.values():
             more = [name for name in one.optional if name not in one.example]
             optional = f" Optional: {', '.join(f'`{name}`' for name in more)}." if more else ""
-            about = f"`{one.name}`: {one.title}, for {one.stages}. {one.note}".strip()
-            lines += [f"{about}{optional}", "", "```json", json.dumps(one.example, ensure_ascii=False), "```", ""]
+            about = textwrap.fill(f"For {one.stages}. {one.note}{optional}".strip(), 120, break_on_hyphens=False)
+            lines += [
+                f"### `{one.name}`: {one.title}",
+                "",
+                about,
+                "",
+                "```json",
+                json.dumps(one.example, ensure_ascii=False),
+                "```",
+                "",
+            ]
     lines += [GROUPS_TEXT.strip(), ""]
     return "\n".join(lines)
 

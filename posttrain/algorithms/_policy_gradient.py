@@ -37,8 +37,9 @@ class PolicyGradient(ReusedSamples, Algorithm):
     beta, kl, kl_in   KL to the reference: as a term of the `loss` by the estimator `kl` (ops/kl.py has their gradients), or in the
                       `reward` as -beta (log mu - log pi_ref), or, where asked for by name, in `both`
     reduction         w: token_mean 1/T, sequence_mean 1/(N |y_i|), sequence_sum 1/N, constant_mean 1/(N constant)
-    truncated         what to do with responses cut off by the length limit: `keep` them, or `mask` them out of the loss and its
-                      denominators; they vote in the baseline either way
+    truncated         what to do with responses cut off by the length limit: `keep` them, `mask` them out of the loss and its
+                      denominators, or pay them nothing (`zero`: their reward is at most 0), so that never to end does not pay;
+                      they vote in the baseline in any case
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
                       rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`; or
                       c = 1 (`proximal`), where mu differs by rounding alone
@@ -64,7 +65,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
     reduction: Reduction = "token_mean"
     constant: float = 0.0  # length normaliser of constant_mean
     entropy: Annotated[float, Range()] = 0.0  # coefficient of the entropy bonus
-    truncated: Literal["keep", "mask"] = "keep"
+    truncated: Literal["keep", "mask", "zero"] = "keep"
 
     def mistakes(self) -> Iterator[str]:
         if self.group < self.min_group:
@@ -154,9 +155,16 @@ class PolicyGradient(ReusedSamples, Algorithm):
         cost_N = sequence_sums(cost_T, mask_T, step.sequence_T, step.sequences)
         return (step.reward_N - cost_N).to(step.reward_N.dtype)
 
+    def paid(self, step: Batch) -> Batch:
+        """The step with the rewards that are learned from: with `truncated = "zero"`, min(r_i, 0) for a response that was cut off."""
+        if self.truncated != "zero":
+            return step
+        unpaid_N = step.truncated_N & (step.reward_N > 0)
+        return step.replace(reward_N=step.reward_N.masked_fill(unpaid_N, 0.0))
+
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
-        advantage_T = self.advantages(step, mask_T, state)
+        advantage_T = self.advantages(self.paid(step), mask_T, state)
         if self.truncated == "mask":
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
@@ -214,6 +222,8 @@ class PolicyGradient(ReusedSamples, Algorithm):
         if supervision == "process" and self.kl_in_reward:
             unused = "kl_in=reward adds it to the outcome, which is not used"
             yield f"with supervision=process the KL belongs in the loss: {unused}"
+        if supervision == "process" and self.truncated == "zero":
+            yield "truncated=zero changes the outcome, which supervision=process does not use; take truncated=mask"
 
 
 def flat(group: Group) -> bool:

@@ -58,6 +58,8 @@ class GRPO(PolicyGradient):
         for name, given in (("pass_k", self.pass_k > 1), ("parts", bool(self.parts))):
             if given and not whole:
                 yield f"{name} goes with scale=group, supervision=outcome and the KL in the loss"
+        if self.parts and self.truncated == "zero":
+            yield "truncated=zero changes the reward as a whole, and parts are learned from one by one; take truncated=mask"
         if self.pass_k > 1 and self.parts:
             yield "pass_k counts right answers, and parts has several rewards: choose one"
         if not 1 <= self.pass_k <= self.group:

@@ -44,6 +44,7 @@ class MonitorSettings(Checked):
     entropy: Share = 0.02
     length: Positive = 8.0
     repetition: Share = 0.6
+    truncated: Share = 0.3
     spread: Share = 0.05
     mismatch: Positive = 0.1
     failed: Share = 0.5
@@ -213,6 +214,16 @@ def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]
     return check
 
 
+def cut_off(view: View) -> str | None:
+    """Many more responses than in the first steps run into the length limit. A policy that forgets to end its answers may keep its
+    reward, as where a grader reads the last box; one whose texts never ended has nothing to forget."""
+    value, start = view.value("truncated"), view.history.mean_of_first("truncated")
+    if start is None or math.isnan(value):
+        return None
+    seen = f"{value:.3g} of the responses are cut off by the length limit, {start:.3g} in the first steps"
+    return seen if value - start > view.settings.truncated else ""
+
+
 def flat(view: View) -> str | None:
     share = view.value("groups/zero_variance")
     if math.isnan(share):
@@ -323,6 +334,7 @@ RULES: Mapping[str, Rule] = {
         gamed("repetition"),
         "stop",
     ),
+    "truncated": Rule(cut_off),
     "spread": Rule(outside("reward_spread", lambda s: (s.spread, math.inf))),
     "mismatch": Rule(above("mismatch", DIFFERENCE), mismatch_jump, "stop", patience=""),
     "dropped": Rule(above("dropped", "of the responses were left out")),

@@ -72,7 +72,13 @@ def code(
         seconds=seconds,
         prompts=given(prompts, 32 if real else 8),
         sampling=Sampling(tokens),
-        algorithm=GRPO(group=group, beta=0.0, clip_high=0.28, reduction="token_mean"),
+        algorithm=GRPO(
+            group=group,
+            beta=0.0,
+            clip_high=0.28,
+            reduction="token_mean",
+            truncated="zero" if real else "keep",  # a program that does not end is paid nothing
+        ),
         optimizer=Optimization(
             lr=given(lr, 8e-6 if real else 1e-3),
             warmup=3,

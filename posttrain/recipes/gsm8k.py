@@ -33,7 +33,8 @@ def gsm8k(
     GGUF file is unpacked for every stage: make a directory of it first where minutes count (benchmarks/real_models.py does).
     `seconds` ends RL early.
 
-    There is no KL term: the reward is verifiable, and KL from the start is watched. A share `held_out` of the training problems is kept
+    An answer that does not end within `tokens` is paid nothing (`truncated = "zero"`): the grader reads the last box, and a policy that
+    was paid for it learned to repeat its answer to the limit (docs/recipes/gsm8k.md). There is no KL term: the reward is verifiable, and KL from the start is watched. A share `held_out` of the training problems is kept
     out of training to choose settings by: the curve is greedy answers to these. `before` and `after` are greedy answers to `problems`
     test problems, and decide nothing; it is the last step that counts. A share of the reward for the box (`format_weight`) decides
     alone where all of a group is wrong: with 0.1 of it, and with `lr` 1e-5, answers became short before they became right
@@ -56,6 +57,7 @@ def gsm8k(
                 beta=0.0,
                 clip_high=clip_high,
                 reduction="token_mean",
+                truncated="zero",
                 mini_batches=mini_batches,
             ),
             watch_kl=True,

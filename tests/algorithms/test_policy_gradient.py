@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ REFUSALS = [
     ({"kl_in": "advantage"}, "kl_in must be loss, reward or both, not 'advantage'"),
     ({"kl_in": "both", "beta": 0.0}, "kl_in=both needs a beta above 0"),
     ({"entropy": math.nan}, "entropy must be a finite number, not nan"),
-    ({"truncated": "drop"}, "truncated must be keep or mask, not 'drop'"),
+    ({"truncated": "drop"}, "truncated must be keep, mask or zero, not 'drop'"),
     ({"correction": "tis"}, "correction must be none, proximal, token, sequence or decoupled, not 'tis'"),
     ({"correction": "token", "cap": 0.0}, "cap must be above 0, not 0.0"),
     ({"cap": 3.0}, "cap cuts the weights of correction=token and sequence; there are none"),
@@ -119,6 +120,22 @@ def test_truncated_responses_can_be_masked() -> None:
     assert prepared.advantage_T.tolist() == pytest.approx([0, 2 / 3, 2 / 3, 0, -1 / 3, 0, 0, 0, 0, 0])
     assert prepared.weight_T.tolist() == pytest.approx([0, 1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0, 0, 0])
     assert prepared.mask_T.tolist() == [False, True, True, False, True] + [False] * 5
+
+
+def test_truncated_responses_can_be_paid_nothing() -> None:
+    """Rewards 1, 1 (cut off), 0, -1 (cut off) count as 1, 0, 0, -1: the mean is 0, and the one that ended is alone above it."""
+    step = plain_batch([1.0, 1.0, 0.0, -1.0], [0] * 4, [1] * 4)
+    step = step.replace(truncated_N=torch.tensor([False, True, False, True]))
+    prepared = GRPO(scale="none", truncated="zero", beta=0.0).prepare(step, {})
+    assert prepared.advantage_T.tolist() == pytest.approx([0, 1, 0, 0, 0, 0, 0, -1])
+    assert prepared.weight_T.tolist() == pytest.approx([0, 1 / 4] * 4)  # all of them count
+    assert torch.equal(prepared.reward_N, step.reward_N)  # what was scored stays what is shown
+
+
+@pytest.mark.parametrize("given", [{"supervision": "process"}, {"parts": ("answer",)}])
+def test_unpaid_truncation_needs_the_reward_as_a_whole(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="truncated=zero .* take truncated=mask"):
+        GRPO(truncated="zero", **given)
 
 
 # --- samples of another policy --------------------------------------------------------------------------------------------

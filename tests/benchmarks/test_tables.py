@@ -12,26 +12,33 @@ from scripts_for_tests import load_script
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_gpu_table_dates_cases_of_a_later_day_and_keeps_graphs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_table_keeps_each_figure_with_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two runs of a case the later step counts; what was not measured again keeps its day, and TRL is compared with our step of
+    the same run: 20 s with 10 s then, not with 5 s now."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     table = load_script("benchmarks/gpu_table.py")
+    step = {"step": 10.0, "fastest": 9.0, "slowest": 11.0, "generate": 4.0, "train": 6.0, "mfu": 0.5, "bound_s": 3.0, "peak_gib": 8.0,
+            "mismatch": 0.01}  # fmt: skip
+    trl = {"trl": "1.0", "step": 20.0, "fastest": 19.0, "slowest": 21.0, "peak_gib": 30.0}
+    about = {"benchmark": "gpu_grpo_step", "bytes_s": 4e12, "flops_s": 8e14}
     runs = [
-        {"date": "2026-01-01", "results": [{"case": "a"}, {"case": "c"}]},
-        {"date": "2026-01-02", "results": [{"case": "c"}]},
+        about | {"date": "2026-01-01", "results": [{"case": "a", "shared": step, "plain": step | {"step": 12.5}, "trl": trl}]},
+        about | {"date": "2026-01-02", "results": [{"case": "a", "shared": step | {"step": 5.0}}]},
     ]
-    assert (table.dates(runs[:1]), table.dates(runs)) == ("2026-01-01", "2026-01-01 (c 2026-01-02)")
+    _, _, shared, plain, peer = table.steps(table.merged(runs, "gpu_grpo_step"))
+    assert "**5.00 s" in shared and shared.endswith("| 2026-01-02 |")
+    assert "**12.50 s" in plain and plain.endswith("| 2026-01-01 |")
+    assert "2.00 and 1.60 times ours then" in peer and peer.endswith("| 2026-01-01 |")
+
+
+def test_the_gpu_table_keeps_graphs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    table = load_script("benchmarks/gpu_table.py")
     lognormal = {"tokens_s": 5.0, "seconds": 2.0, "graphs": 34}
-    one = {
-        "case": "a",
-        "tokens_s": 10.0,
-        "seconds": 1.0,
-        "fastest": 1.0,
-        "slowest": 1.0,
-        "share_of_bound": 0.5,
-        "peak_gib": 8.0,
-    }
+    one = {"case": "a", "tokens_s": 10.0, "seconds": 1.0, "fastest": 1.0, "slowest": 1.0, "share_of_bound": 0.5, "peak_gib": 8.0,
+           "rates": (1e12, 1e14), "date": "2026-01-01"}  # fmt: skip
     titles, _, plain, other = (
-        [cell.strip() for cell in line.split("|")] for line in table.generation([one | {"lognormal": lognormal}], 1e12, 1e14)
+        [cell.strip() for cell in line.split("|")] for line in table.generation([one | {"lognormal": lognormal}])
     )
     peak = titles.index("peak")
     assert (plain[peak], other[peak]) == ("8.0 GiB", "")

@@ -32,7 +32,7 @@ from posttrain.types import Group, Problem, Score
 
 HEALTHY: list[dict[str, float]] = json.loads((Path(__file__).parent / "healthy.json").read_text())["steps"]
 NORMAL = {"reward": 0.5, "reward_spread": 0.5, "entropy": 1.0, "length": 100.0, "kl": 0.01, "mismatch": 1e-6, "repetition": 0.1,
-          "groups/zero_variance": 0.2, "dropped": 0.0, "loss": 0.1, "grad_norm": 1.0}  # fmt: skip
+          "groups/zero_variance": 0.2, "truncated": 0.1, "dropped": 0.0, "loss": 0.1, "grad_norm": 1.0}  # fmt: skip
 
 
 def alarms_of(monitor: Monitor, series: Sequence[dict[str, float]], first: int = 1) -> list[Alarm]:
@@ -51,6 +51,7 @@ FAULTS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "length": ({"length": 810.0}, {"length": 790.0}),
     "repetition": ({"repetition": 0.61}, {"repetition": 0.59}),
     "spread": ({"reward_spread": 0.02}, {"reward_spread": 0.03}),
+    "truncated": ({"truncated": 0.41}, {"truncated": 0.39}),
     "dropped": ({"dropped": 0.6}, {"dropped": 0.4}),
     "mismatch": ({"mismatch": 0.11}, {"mismatch": 9e-5}),
 }
@@ -287,3 +288,15 @@ def test_a_rule_with_a_limit_and_a_trend_warns_once() -> None:
     """Entropy that falls to a hundredth passes the limit at once, and the trend a few steps later."""
     found = alarms_of(Monitor(), odd(40, entropy=0.01))
     assert [(a.rule, a.text.split(":")[0]) for a in found] == [("entropy", "step 13")]
+
+
+def test_a_policy_that_stopped_ending_its_answers_is_reported() -> None:
+    """The gsm8k run of 2026-11-17: within six steps from 217 on, all answers ran into the limit, and the reward stayed."""
+    recorded = Path(__file__).parent.parent.parent / "benchmarks/results/real/gsm8k_never_ending.json"
+    curves = json.loads(recorded.read_text())["curves"]["rl"]
+    figures = {name: dict(curves[name]) for name in ("reward", "length", "truncated", "entropy", "mismatch")}
+    steps = [{name: known[step] for name, known in figures.items()} for step in range(1, 281)]
+    monitor = Monitor()
+    found = {step: alarm.rule for step, one in enumerate(steps, 1) for alarm in monitor.observe(step, one)}
+    assert min(figures["reward"][step] for step in range(225, 281)) > max(figures["reward"][step] for step in range(1, 6))
+    assert set(found.values()) == {"truncated"} and 219 <= min(found) <= 226
