@@ -197,9 +197,9 @@ def check_positions(source: str, limit: int | None, tokens: int, advice: str) ->
     require(limit is None or tokens <= limit, f"{found}; {advice}")
 
 
-def outline(name: str, score: bool = False) -> Reader:
-    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model. Of one on the hub
-    only the small files are fetched."""
+def outline(name: str, score: bool | None = False) -> Reader:
+    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model, or (None) may be
+    one. Of one on the hub only the small files are fetched."""
     path = locate(name, weights=False)
     if path.suffix.lower() == ".gguf":
         require(not score, f"{name}: a reward model is read from {UNPACKED}")
@@ -207,7 +207,8 @@ def outline(name: str, score: bool = False) -> Reader:
     directory.check_directory(path, weights=Path(name).expanduser().is_dir())
     with quiet():
         config = read_config(path)
-        check_head(name, config, score)
+        if score is not None:
+            check_head(name, config, score)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         return Reader(read_tokenizer(path), name, limit)
 

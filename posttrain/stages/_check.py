@@ -22,7 +22,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
 PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
-Readers = dict[tuple[str, str, bool], Reader]  # by name, alphabet of a tiny model, kind
+Readers = dict[tuple[str, str, bool | None], Reader]  # by name, alphabet of a tiny model, kind
 
 
 def check_stages(
@@ -133,16 +133,16 @@ def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) ->
                     find_reader(word, stage, what != "model", before, readers)
     reader = find_reader(stage.starts_from(), stage, False, before, readers)
     for name in dict.fromkeys(stage.reads_ids()):
-        other = find_reader(name, stage, False, before, readers)
+        other = find_reader(name, stage, None, before, readers)
         if reader.tokenizer is not None and other.tokenizer is not None:
             same_vocabulary(stage.name, reader, other)
     return reader
 
 
 def find_reader(
-    name: str, stage: Stage, score: bool, before: Mapping[str, Stage], readers: Readers
+    name: str, stage: Stage, score: bool | None, before: Mapping[str, Stage], readers: Readers
 ) -> Reader:
-    """How the model called `name` reads; with `score` it must be a reward model, where that is known."""
+    """How the model called `name` reads; with `score` it must be a reward model, where that is known, without it none. None: either."""
     while name in before:
         stage, name, score = before[name], before[name].starts_from(), False
     if not name:
