@@ -157,6 +157,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        few = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+        require(self.min_new_tokens <= self.max_new_tokens, f"{few}; lower it")
 
     @property
     def truncated(self) -> bool:
