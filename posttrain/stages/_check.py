@@ -9,7 +9,7 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from posttrain.data.chat import check_continues, render_prompts
+from posttrain.data.chat import check_continues, render_prompts, unopened
 from posttrain.data.text import unknown_tokens
 from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
@@ -168,8 +168,8 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
 
 
 def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
-    """Refuse splits without a problem, and prompts that with their responses do not fit the model; a line on text of the prompts that
-    its vocabulary lacks."""
+    """Refuse splits without a problem, and prompts that with their responses do not fit the model; lines on text of the prompts that
+    its vocabulary lacks, and on prompts that do not open the turn of the assistant."""
     # as its model reads it, a hint included
     task = stage.tasks()[0] if hasattr(stage, "task") else None
     sampling = getattr(stage, "sampling", None)
@@ -198,7 +198,11 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
                 reader.check_length(longest + sampling.max_new_tokens)
             seen += prompts
     lines = unknown_tokens(reader.tokenizer, seen) if seen else []
-    return [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+    lines = [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+    if seen and (opening := unopened(reader.tokenizer)):
+        none = "the chat template has no generation prompt ({% if add_generation_prompt %})"
+        lines.append(f"{none}: the model itself must begin its answers with {opening!r}")
+    return lines
 
 
 def first_and_longest(problems: Sequence[Problem]) -> list[Problem]:
