@@ -80,7 +80,7 @@ def gate(case: Case, engine: Engine, requests: list[Prompt], answers: list[tuple
             expected = torch.log_softmax(logits, -1).gather(1, ids[first:, None])[:, 0].cpu().numpy()
             differences.append(np.abs(expected - group[0].logprobs))
     found = np.concatenate(differences)
-    assert found.mean() < LIMIT[engine.precision.reduced], (
+    assert found.mean() < LIMIT[engine.precision.products], (
         f"log-probs differ from a float32 forward by {found.mean():.3f} on average"
     )
     return {"mean": float(found.mean()), "max": float(found.max())}

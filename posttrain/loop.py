@@ -403,6 +403,7 @@ class Loop:
             "frozen": self.frozen(),
             "best": None if self.best is None else asdict(self.best),
             "above_kl": self.above_kl,
+            "stopped": self.stopped,
             **self.stage_monitor.state(),
         }
         world, sharded = self.world, self.trainer.sharded
@@ -458,6 +459,8 @@ class Loop:
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, state["algorithm"], state["elapsed"]
         self.above_kl = state.get("above_kl", 0)  # older ones have none
+        self.stopped = state.get("stopped", "")  # it was interrupted after its last step
+        self.ended = bool(self.stopped)
         self.source.restore(state["source"])
         self.best = Best(**state["best"]) if state.get("best") else None  # older ones have none
         if self.keep_best and self.best is not None:

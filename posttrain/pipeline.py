@@ -106,16 +106,17 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
     """Continue a run where its last good checkpoint was. `arguments` (key=value) and a config.yaml that was edited since may change how
     the work is done, and stages that have not begun; `arguments` may also make a stage longer, of a complete run too. What would make
-    it another run is refused."""
+    it another run is refused. A complete run is left as it is."""
     run = Run(directory)
     settings, pairs = settings_of(run, allow_code, arguments)
+    tree = config.to_config(settings)
+    found = changed(run, tree)
+    if is_complete(run, found):
+        if processes.rank() == 0:
+            console.write_text(f"{completed(run)}\n", sys.stdout)
+        return directory
     if follows(settings):
         return follow(settings)
-    complete = f"{directory} is complete; see {directory / SUMMARY}, train a stage for longer, such as rl.steps=200"
-    tree = config.to_config(settings)
-    found = Changes((), ()) if run.summary is not None and not pairs else changed(run, tree)
-    advice = "or start another with 'posttrain run'"
-    require(run.summary is None or bool(found.extended), f"{complete}, {advice}")
     with RunWriter.resume(directory) as writer, explained(directory):
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
@@ -128,6 +129,18 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         writer.event("config", {"config": tree, "changed": list(found.named)})
         _run(settings, writer)
     return directory
+
+
+def is_complete(run: Run, found: Changes) -> bool:
+    """Whether nothing is left to do; `found` was compared before, as the process that writes removes the summary first."""
+    return run.summary is not None and not found.extended
+
+
+def completed(run: Run) -> str:
+    model = run.directory / "export"
+    place = f"its model is in {model}" if model.is_dir() else f"see {run.directory / SUMMARY}"
+    longer = "train a stage for longer, such as rl.steps=200, or start another with 'posttrain run'"
+    return f"{run.directory} is complete: {place}; {longer}"
 
 
 def settings_of(

@@ -157,6 +157,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        few = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+        require(self.min_new_tokens <= self.max_new_tokens, f"{few}; lower it")
 
     @property
     def truncated(self) -> bool:
@@ -515,8 +517,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` or the `smallest` of all. Means of
-    means cannot arise by accident.
+    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` or the `smallest` of all, whose
+    count says of how many. A count of 0 is NaN: nothing was measured. Means of means cannot arise by accident.
 
     >>> Metric("reward", 3.0, 4).value
     0.75
@@ -533,7 +535,8 @@ class Metric:
         if self.count is None:
             return float(self.total)
         count = float(self.count)
-        return float(self.total) / count if count else float("nan")
+        whole = 1.0 if self.largest or self.smallest else count
+        return float(self.total) / whole if count else float("nan")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -555,8 +555,9 @@ def plateau_of(folder: Path, scores: Sequence[float], plateau: int, writer: RunW
     return loop
 
 
-def test_a_plateau_of_the_held_out_score_ends_the_stage_with_its_best_step(tmp_path: Path) -> None:
-    """Equal is not better; the end is an end, not an error, and the same after a resume in the middle of the plateau."""
+@pytest.mark.parametrize("halt", [2, 3])
+def test_a_plateau_of_the_held_out_score_ends_the_stage_with_its_best_step(halt: int, tmp_path: Path) -> None:
+    """Equal is not better; the end is an end, not an error, and the same after a resume in the middle of the plateau, or at its end."""
     scores = (0.1, 0.6, 0.5, 0.6, 0.9, 0.9)
     whole = plateau_of(tmp_path / "whole", scores, 2)
     whole.run()
@@ -569,7 +570,7 @@ def test_a_plateau_of_the_held_out_score_ends_the_stage_with_its_best_step(tmp_p
     texts = [str(e.details.get("text")) for e in Run(tmp_path / "whole" / "run").events()]
     assert f"the stage ends at {why}" in texts
     first = plateau_of(tmp_path / "halted", scores, 2)
-    first.on_step = lambda loop, row: setattr(loop.interrupt, "requested", loop.step == 2)
+    first.on_step = lambda loop, row: setattr(loop.interrupt, "requested", loop.step == halt)
     with pytest.raises(Interrupted):
         first.run()
     first.writer.close()
@@ -600,13 +601,15 @@ def test_a_kl_above_the_limit_several_steps_in_a_row_ends_the_stage(tmp_path: Pa
         return loop
 
     first = made()
-    first.on_step = lambda loop, row: setattr(loop.interrupt, "requested", loop.step == 4)
-    with pytest.raises(Interrupted):
-        first.run()
-    first.writer.close()
-    loop = made(RunWriter.resume(tmp_path / "run"))
+    for halt in (4, 6):
+        first.on_step = lambda loop, row, halt=halt: setattr(loop.interrupt, "requested", loop.step == halt)  # type: ignore[misc]
+        with pytest.raises(Interrupted):
+            first.run()
+        first.writer.close()
+        first = made(RunWriter.resume(tmp_path / "run"))
+    loop = first
     loop.run()
-    assert loop.stopped == "step 6 of 8: a KL of 13 nats a response (stop.kl=10)"
+    assert loop.step == 6 and loop.stopped == "step 6 of 8: a KL of 13 nats a response (stop.kl=10)"
     assert "accuracy/test" in Run(tmp_path / "run").metrics("rl")[-1].figures
 
 

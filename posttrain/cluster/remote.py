@@ -393,8 +393,8 @@ class RemoteSampler:
         self._wait_freed(workers, filled)
         # all have the weights in place, and hash them while this one does
         assert self.version is not None
-        precision = Precision(self.settings.quantization, self.settings.kv_cache_dtype)
-        dtype = E4M3 if precision.reduced else self.policy.dtype
+        products = Precision(self.settings.quantization).products
+        dtype = E4M3 if products else self.policy.dtype
         self.receipts.expect(self.version, weights, dtype)
         self._wait(workers, lambda worker: worker.receipt is not None)
         for worker in workers:

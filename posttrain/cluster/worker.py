@@ -48,7 +48,6 @@ class WorkerSettings:
     source: str = ""  # where the model came from, for messages
     # what the engine computes in fp8; see engine/fp8.py
     quantization: str = "none"
-    kv_cache_dtype: str = "auto"
 
 
 class SamplerWorker:
@@ -163,7 +162,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     if settings.lora is not None:
         add_adapters(policy.model, Lora(**settings.lora), seed=0)
     policy.model.requires_grad_(False)
-    precision = Precision(settings.quantization, settings.kv_cache_dtype)
+    precision = Precision(settings.quantization)
     return Engine(policy, settings.rows, settings.processes, precision=precision)
 
 

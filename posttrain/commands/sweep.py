@@ -8,6 +8,7 @@ A sweep is a directory with one run directory a member and the aggregate as swee
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ from posttrain.system.files import atomic_write, check_tree, read_json, read_tex
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
+LONGEST_NAME = 120  # characters of a member's directory, before the hash of a longer one
 CLOCKS = ("seconds", "attempts", "train_seconds")
 
 
@@ -117,12 +119,16 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
     whole = all(re.fullmatch(r"\d+", value) for value in given)
     require(whole, f"seeds={','.join(given)}: seeds are whole numbers, 0 or more")
     seeds: list[int | None] = [int(value) for value in given] or [None]
-    made = []
+    require(len({*seeds}) == len(seeds), f"seeds={','.join(given)} names a seed twice")
+    made: dict[str, Member] = {}
     for setting, seed in itertools.product(itertools.product(*settings), seeds):
         member = Member(setting, seed, "")
-        name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(member.arguments))
-        made.append(replace(member, directory=str(directory / name)))
-    return made
+        words = "_".join(member.arguments)
+        name = re.sub(r"[^A-Za-z0-9._=+-]", "-", words)
+        if name in made or len(name) > LONGEST_NAME:  # a/b beside a-b: each has its own
+            name = f"{name[:LONGEST_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+        made[name] = replace(member, directory=str(directory / name))
+    return list(made.values())
 
 
 def run(

@@ -127,6 +127,20 @@ def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str
     return ""
 
 
+def unopened(tokenizer: Tokenizer) -> str:
+    """What a chat template without a generation prompt writes before the assistant's words: a policy has to write it itself. "" where
+    there is none, or where the template refuses such a conversation."""
+    template = _Template(tokenizer, "a prompt", None)
+    try:
+        asked = [(_turn(REPLY)[:1], False), (_turn(REPLY)[:1], True), (_turn(REPLY), False)]
+        plain, prompt, whole = template.render_all(asked)
+    except UserError:
+        return ""
+    if plain != prompt or not whole.startswith(prompt) or REPLY not in whole[len(prompt) :]:
+        return ""
+    return whole[len(prompt) :].partition(REPLY)[0]
+
+
 def _broken_up(tokenizer: Tokenizer, text: str) -> str:
     # half a character, which no tokenizer reads, is a mark
     text = text.encode("utf-8", "replace").decode()

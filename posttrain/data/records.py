@@ -8,6 +8,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -71,11 +72,14 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
     lines = (text for _, text in _lines(path, file, blank=True))
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
+        names = reader.fieldnames or ()
+        # columns without a name, as spreadsheets leave them behind, are nobody's
+        twice = next((name for name, count in Counter(names).items() if count > 1 and name), "")
+        require(not twice, f"{file} line 1: the column {twice!r} is there twice; rename one")
         for row in reader:
             where = f"{file} line {reader.line_num}"
             whole = None not in row and None not in row.values()
-            cells = len(reader.fieldnames or ())
-            require(whole, f"{where}: expected {cells} cells, as in the first line")
+            require(whole, f"{where}: expected {len(names)} cells, as in the first line")
             yield where, row
     except csv.Error as error:
         raise UserError(f"{file} line {reader.line_num}: not CSV: {error}") from error

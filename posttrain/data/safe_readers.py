@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -73,6 +74,12 @@ class _Renderer:
     def __init__(self) -> None:
         self.owner, self.lock = os.getpid(), threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.watch = threading.Lock()  # of what the timer reads
+        self.clock: threading.Timer | None = None
+        self.asked: tuple[float, subprocess.Popen[bytes]] | None = (
+            None  # since when, and which process
+        )
+        self.late: subprocess.Popen[bytes] | None = None  # the last one that did not answer
         atexit.register(self.stop)
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -126,14 +133,7 @@ class _Renderer:
         """Of the first conversations: all, or up to the one that ended the process."""
         assert process.stdin is not None and process.stdout is not None
         found: list[Rendered | TemplateError] = []
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        clock = threading.Timer(BATCH_SECONDS, end)
-        clock.start()
+        self._watch(process)
         try:
             with suppress(BrokenPipeError):  # it has ended, and reading will show it
                 line = json.dumps({**request, "conversations": conversations})
@@ -142,19 +142,46 @@ class _Renderer:
             while len(found) < len(conversations):
                 answer = process.stdout.readline()
                 found.append(
-                    _answer(json.loads(answer)) if answer else self._ended(request, late.is_set())
+                    _answer(json.loads(answer)) if answer else self._ended(request, process)
                 )
                 if not answer or _over(found[-1]):  # it has ended, or is about to
                     self.stop()
                     break
         finally:
-            clock.cancel()
+            with self.watch:
+                self.asked = None
         return found
 
-    def _ended(self, request: dict[str, Any], late: bool) -> TemplateError:
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """End the process if it does not answer in time. One timer looks after all requests of that time: the thread of a timer for
+        each takes as long to start as a conversation takes to render."""
+        with self.watch:
+            self.asked = time.monotonic(), process
+            if self.clock is None:
+                self._look_in(BATCH_SECONDS)
+
+    def _look_in(self, seconds: float) -> None:
+        self.clock = threading.Timer(seconds, self._look)
+        self.clock.daemon = True
+        self.clock.start()
+
+    def _look(self) -> None:
+        with self.watch:
+            self.clock = None
+            if self.asked is None:
+                return
+            began, process = self.asked
+            left = began + BATCH_SECONDS - time.monotonic()
+            if left > 0:
+                self._look_in(left)
+            else:
+                self.late = process
+                process.kill()
+
+    def _ended(self, request: dict[str, Any], process: subprocess.Popen[bytes]) -> TemplateError:
         """The limit that has ended the process."""
         code = self.stop()
-        if late:
+        if self.late is process:
             return LATE
         if code >= 0:
             raise RuntimeError(f"the process that renders chat templates ended with {code}")

@@ -68,15 +68,14 @@ class CPUBackend:
             tokens = sum(r.sampling.max_new_tokens for r in requests)
             lasting = any(r.keep or r.turn for r in requests)
             self.decoder = self.make_decoder(tokens, lasting)
-            low = self.precision
-            self.products = fp8.Emulation(self.policy) if low.products else nullcontext()
-            self.centres = fp8.RoundedCache.centres_of(self.policy) if low.cache else ()
+            quantised = self.precision.products
+            self.products = fp8.Emulation(self.policy) if quantised else nullcontext()
             self.cache, self.head = Cache(rows, self.policy.dtype, self.device), self.policy.head
         self.cache.resize(rows)
 
     def make_decoder(self, tokens: int, lasting: bool = False) -> Decoder | None:
         """A faster way through the policy's module with its present weights, where there is one and it pays."""
-        if (tokens < DECODER_TOKENS and not lasting) or self.precision.reduced:
+        if (tokens < DECODER_TOKENS and not lasting) or self.precision.products:
             return None
         return cpu_decoder(self.policy, pack=tokens >= PACKED_TOKENS)
 
@@ -171,8 +170,6 @@ class CPUBackend:
 
     def _hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         ids, position_ids = ids.to(self.device), position_ids.to(self.device)
-        if self.precision.cache:
-            layout = fp8.RoundedCache(layout, self.centres)
         if self.decoder is not None:
             return self.decoder.hidden(ids, position_ids, layout)
         with self.products:

@@ -219,8 +219,8 @@ class Engine:
             decoder, reason = fused(self.policy, self.precision)
             if decoder is not None:
                 return CUDABackend(self.policy, decoder)
-            text = f"{self.precision.named()} is for models on the fast path, and this has {reason}; leave it out"
-            require(not self.precision.reduced, text)
+            text = f"sampler_quantization=fp8 is for models on the fast path, and this has {reason}; leave it out"
+            require(not self.precision.products, text)
             report_plain_path(self.policy, "engine", reason)
         return CPUBackend(self.policy, self.precision)
 

@@ -1,13 +1,10 @@
-"""Generation in fp8, by choice: the products of the MLP, and the cache of keys and values, in the type float8_e4m3fn.
+"""Generation in fp8, by choice: the products of the MLP in the type float8_e4m3fn.
 
     q = x / s rounded to e4m3,    s = largest |x| of the row / 448,    x W^T is about s_i t sum_k q_ik v_jk
 
 with v and t the same of W, which has one scale. Weights are quantised when the sampler takes them (`refresh`), activations by row in
 the kernels that make them, the norm and the gate; what reads a product multiplies the rows' scales in. On CUDA the sums are torch's
-`_scaled_mm`. Products of the attention and of the vocabulary, and adapters, keep the model's own type.
-
-Values are rounded as they are, keys less a vector of their head: q (k_j - c) = q k_j - q c, which a softmax over j does not see. Keys
-of Qwen2.5 have a bias of up to 200, in channels that hardly turn with the position: c is its mean over positions (`key_centre`).
+`_scaled_mm`. Products of the attention and of the vocabulary, the cache of keys and values, and adapters keep the model's own type.
 
 The sampler draws from the quantised model and returns the log-probs of that: training corrects for the difference.
 Elsewhere than on CUDA products are emulated in float32 (`Emulation`), for tests and toy models: it is slower than without.
@@ -27,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from posttrain.errors import require
 from posttrain.models import layers
-from posttrain.models.attention import Layout, Rule
 from posttrain.models.policy import Policy
 from posttrain.ops.fused import power_of_two, row_block
 
@@ -38,48 +34,27 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # finite number of the type
 ALIGNED = 16  # sizes of a product must be multiples of this
 CAPABILITY = (8, 9)  # of the first GPUs with fp8
-CENTRED = 1024  # positions that the centre of keys is the mean of
 # of a layer's largest output: how far one with products in fp8 may be from the module's
 TOLERANCE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the engine computes in fp8, by vLLM's names."""
+    """What the engine computes in fp8, by vLLM's name."""
 
     quantization: str = "none"  # or fp8: the products of the MLP
-    kv_cache_dtype: str = "auto"  # or fp8; auto: the model's own
 
     @property
     def products(self) -> bool:
         return self.quantization == "fp8"
 
-    @property
-    def cache(self) -> bool:
-        return self.kv_cache_dtype == "fp8"
-
-    @property
-    def reduced(self) -> bool:
-        return self.products or self.cache
-
-    def cache_share(self, dtype: torch.dtype) -> float:
-        """Bytes of a number in the cache over those of the model's own type."""
-        return 1 / dtype.itemsize if self.cache else 1.0
-
-    def named(self) -> str:
-        """The keys that ask for it."""
-        keys = {"sampler_quantization": self.products, "kv_cache_dtype": self.cache}
-        return " and ".join(f"{key}=fp8" for key, on in keys.items() if on)
-
     def check_device(self, device: torch.device | str) -> None:
-        """Refuse a GPU that has no fp8, where it is; and a cache in fp8 on any."""
+        """Refuse a GPU that has no fp8, where it is one."""
         device = torch.device(device)
-        unproven = "kv_cache_dtype=fp8 is not offered on a GPU: on an H200 it ended with an illegal memory access"
-        require(not (self.cache and device.type == "cuda"), f"{unproven}; leave it out")
-        if not self.reduced or device.type != "cuda" or not torch.cuda.is_available():
+        if not self.products or device.type != "cuda" or not torch.cuda.is_available():
             return
         found = torch.cuda.get_device_capability(device)
-        text = f"{self.named()} needs a GPU of compute capability 8.9 or more (Ada, Hopper), and this one has"
+        text = "sampler_quantization=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper), and this one has"
         require(found >= CAPABILITY, f"{text} {found[0]}.{found[1]}; leave it out")
 
 
@@ -98,22 +73,6 @@ def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     scale = torch.stack([weight.abs().amax() for weight in weights]).amax().float() / LARGEST
     scale = scale.clamp(min=1e-12)
     return [(weight.float() / scale).to(E4M3) for weight in weights], scale
-
-
-def round_to_cache(x: Tensor) -> Tensor:
-    """Keys or values as a cache in fp8 has them; what is larger than the type's largest number becomes that."""
-    return x.clamp(-LARGEST, LARGEST).to(E4M3)
-
-
-def key_centre(layer: layers.LayerDescription, rope: layers.RopeTable) -> Tensor:
-    """[Hk, D] in float32: the mean of the rotated bias of the keys over positions; 0 where a norm or a cap comes after the bias."""
-    heads, bias = layer.heads, layer.qkv.modules[1].bias
-    if bias is None or layer.qk_norms is not None or layer.rule.softcap is not None:
-        return torch.zeros(heads.keys, heads.width, device=rope[0].device)
-    wide: Tensor = bias.detach().float().view(heads.keys, heads.width)
-    half = heads.width // 2
-    cos, sin = (table[:CENTRED].float().mean(0) for table in rope)
-    return wide * cos + torch.cat([-wide[:, half:], wide[:, :half]], -1) * sin
 
 
 def row_product(q_TK: Tensor, weight_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -261,27 +220,3 @@ class Emulation(TorchFunctionMode):
         out_TN = row_product(q_TK, weight_NK, scale, torch.float32) * row_T[:, None]
         out_TN += 0.0 if not bias or bias[0] is None else bias[0]
         return out_TN.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedCache:
-    """A layout whose keys and values are first rounded as a cache in fp8 has them."""
-
-    layout: Layout
-    centres: Sequence[Tensor]  # of the keys, by layer
-
-    @staticmethod
-    def centres_of(policy: Policy) -> Sequence[Tensor]:
-        described = layers.describe(policy)
-        require(
-            not isinstance(described, str),
-            f"kv_cache_dtype=fp8 does not know this model: {described}; leave it out",
-        )
-        assert not isinstance(described, str)
-        rope = described.rope_table(CENTRED)
-        return [key_centre(layer, rope) for layer in described.layers]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        key = key - self.centres[layer][None, :, None].to(key.dtype)
-        key, value = (round_to_cache(side).to(side.dtype) for side in (key, value))
-        return self.layout.attend(layer, query, key, value, rule)

@@ -197,9 +197,9 @@ def check_positions(source: str, limit: int | None, tokens: int, advice: str) ->
     require(limit is None or tokens <= limit, f"{found}; {advice}")
 
 
-def outline(name: str, score: bool = False) -> Reader:
-    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model. Of one on the hub
-    only the small files are fetched."""
+def outline(name: str, score: bool | None = False) -> Reader:
+    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model, or (None) may be
+    one. Of one on the hub only the small files are fetched."""
     path = locate(name, weights=False)
     if path.suffix.lower() == ".gguf":
         require(not score, f"{name}: a reward model is read from {UNPACKED}")
@@ -207,11 +207,22 @@ def outline(name: str, score: bool = False) -> Reader:
     directory.check_directory(path, weights=Path(name).expanduser().is_dir())
     with quiet():
         config = read_config(path)
-        causal = any(str(one).endswith("ForCausalLM") for one in config.architectures or ())
-        advice = "train one with a reward_model stage and name that"
-        require(not (score and causal), f"{name} is a language model, no reward model; {advice}")
+        if score is not None:
+            check_head(name, config, score)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         return Reader(read_tokenizer(path), name, limit)
+
+
+def check_head(source: str, config: PretrainedConfig, score: bool) -> None:
+    """Refuse a language model where a reward model is asked for, and a reward model as a language model: where the output layer shares
+    its weights with the embedding, nothing is missing, and it would write something."""
+    heads = [str(one) for one in config.architectures or ()]
+    causal = any(head.endswith("ForCausalLM") for head in heads)
+    advice = "train one with a reward_model stage and name that"
+    require(not (score and causal), f"{source} is a language model, no reward model; {advice}")
+    scores = bool(heads) and all(head.endswith("ForSequenceClassification") for head in heads)
+    advice = "name the model that it was trained from"
+    require(score or not scores, f"{source} is a reward model, no language model; {advice}")
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -326,6 +337,7 @@ def read_directory(
         # before transformers makes something for every layer
         bounds.check_numbers(where, directory.read_json(folder / "config.json"), *sizes)
         config = read_config(folder)
+        check_head(str(folder), config, score)
         bounds.check_size(where, kind, config, *sizes)
         model, report = kind.from_pretrained(
             folder,

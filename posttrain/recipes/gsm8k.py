@@ -34,7 +34,7 @@ def gsm8k(
     `seconds` ends RL early.
 
     An answer that does not end within `tokens` is paid nothing (`truncated = "zero"`): the grader reads the last box, and a policy that
-    was paid for it learned to repeat its answer to the limit (docs/recipes/gsm8k.md). There is no KL term: the reward is verifiable, and
+    was paid for it learned to repeat its answer to the limit (docs/recipes/gsm8k.md). There is no KL term: the reward is verifiable;
     KL from the start is watched. A share `held_out` of the training problems is kept out of training to choose settings by: the curve
     is greedy answers to these. `before` and `after` are greedy answers to `problems` test problems, and decide nothing; it is the last
     step that counts. A share of the reward for the box (`format_weight`) decides

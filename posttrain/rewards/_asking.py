@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import Checked, NotNegative, Positive, Several, Whole, require
+from posttrain.errors import Checked, NotNegative, Positive, Several, UserError, Whole, require
 from posttrain.trust import HOSTS_VARIABLE, KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
@@ -25,10 +26,13 @@ from posttrain.types import JSON
 UNKNOWN_FIELD = {400, 404, 415, 422, 501}
 MAX_WAIT = 120.0  # seconds that a server may ask for with Retry-After; the client gives up where it is more
 MAX_REPLY = 1 << 20  # characters
+MAX_BODY = 1 << 24  # bytes of what a server sends, unpacked
 MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
 OBJECT = re.compile(r"\{[^{}]*\}")
 # What a server needs in order to read a request. The client adds others, some from variables of the environment.
 HEADERS = "host accept accept-encoding connection content-type content-length user-agent"
+# of a reply, what holds no more once it was read
+UNPACKED = ("content-encoding", "content-length", "transfer-encoding")
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 
@@ -154,10 +158,14 @@ class Replies:
         if not self.folder:
             return
         place = self.place(key)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps({"text": text}), "utf-8")
-        partial.replace(place)
+        partial = place.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"text": text}), "utf-8")
+            partial.replace(place)
+        except OSError as error:
+            advice = f"({error.strerror}); name another folder, or leave it out"
+            raise UserError(f"judge.cache: {self.folder} cannot be written {advice}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +194,41 @@ def _certificates() -> Any:
     import httpx
 
     return httpx.create_ssl_context()
+
+
+@lru_cache(maxsize=1)
+def _client() -> Any:
+    """A client of HTTP whose attempts end: httpx limits the wait for the next bytes, and a server may send them one by one for ever."""
+    import httpx
+    import openai
+
+    class Client(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
+        endpoint: Endpoint
+
+        async def send(self, request: Any, **options: Any) -> Any:
+            await self.endpoint.before(request)
+            options["stream"], body = True, bytearray()
+            try:
+                async with asyncio.timeout(self.endpoint.seconds):
+                    response = await super().send(request, **options)
+                    try:
+                        async for part in response.aiter_bytes():
+                            body += part
+                            if len(body) > MAX_BODY:
+                                text = f"it sent more than {MAX_BODY >> 20} MB"
+                                raise httpx.ReadError(text, request=request)
+                    finally:
+                        await response.aclose()
+            except TimeoutError:
+                raise httpx.ReadTimeout("the reply is not complete", request=request) from None
+            self.endpoint.after(response)
+            about = [(k, v) for k, v in response.headers.multi_items() if k not in UNPACKED]
+            whole = bytes(body)
+            return httpx.Response(
+                response.status_code, headers=about, content=whole, request=request
+            )
+
+    return Client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,16 +264,16 @@ class Endpoint(EndpointSettings):
         import openai
 
         gate = asyncio.Semaphore(self.parallel)
-        connection = openai.DefaultAsyncHttpxClient(
+        connection = _client()(
             timeout=self.seconds,
             follow_redirects=False,
             verify=_certificates(),
             trust_env=not Address.of(self.url).loopback,  # no proxy to this machine
-            event_hooks={"request": [self._before], "response": [self._after]},
         )
+        connection.endpoint = self
         async with openai.AsyncOpenAI(
             base_url=self.url,
-            api_key="set in _before",
+            api_key="set in before",
             timeout=self.seconds,
             max_retries=self.attempts - 1,
             http_client=connection,
@@ -249,7 +292,7 @@ class Endpoint(EndpointSettings):
 
             return list(await asyncio.gather(*(one(messages) for messages in conversations)))
 
-    async def _before(self, request: Any) -> None:
+    async def before(self, request: Any) -> None:
         """Wait for the turn of an attempt, the first or one of the client's retries, and let the server see no header but those that it
         needs and the key that trust.py permits."""
         self.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -260,7 +303,7 @@ class Endpoint(EndpointSettings):
         await self.pace.turn(self.per_minute)
         self.usage.requests += 1
 
-    async def _after(self, response: Any) -> None:
+    def after(self, response: Any) -> None:
         """A server that is asked too often says when to go on: that holds for all requests."""
         if response.status_code == 429:
             self.pace.hold(response.headers.get("retry-after"))
@@ -321,8 +364,8 @@ class Endpoint(EndpointSettings):
         text = choice.message.content or ""
         if len(text) > MAX_REPLY:
             raise ValueError("the reply is too long")
-        prompt = int(getattr(used, "prompt_tokens", 0))
-        completion = int(getattr(used, "completion_tokens", 0))
+        prompt = int(getattr(used, "prompt_tokens", 0) or 0)  # some servers count nothing
+        completion = int(getattr(used, "completion_tokens", 0) or 0)
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
         self.usage.cost += (prompt * self.prompt_price + completion * self.completion_price) / 1e6

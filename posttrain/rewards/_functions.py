@@ -17,6 +17,7 @@ import re
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,17 +129,18 @@ class Function:
         if self.in_order(values):
             count = len(self.positional)
             order = TEXTS[:count] if count > 1 else ("response",)
-            return self.call(*[values[name] for name in order])
+            return self.call(*[_own(values[name]) for name in order])
         wanted = {name for name in values if name in self.names}
         if self.takes_all:
             wanted |= {*TEXTS, *columns}
-        return self.call(**{name: values[name] for name in sorted(wanted)})
+        return self.call(**{name: _own(values[name]) for name in sorted(wanted)})
 
     def _listed(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         rows = [{**columns_of(p), "answer": answer_of(p)} for p in problems]
         names = {name for row in rows for name in row} - {"prompt"}
-        lists: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
-        chats = [p.facts.get("messages") for p in problems]
+        names = names if self.takes_all else names & {*self.names}
+        lists: dict[str, list[Any]] = {name: [_own(r.get(name)) for r in rows] for name in names}
+        chats = [_own(p.facts.get("messages")) for p in problems]
         lists["prompts"] = [chat or p.question for chat, p in zip(chats, problems, strict=True)]
         # where a prompt is a conversation, so is its completion
         lists["completions"] = [
@@ -207,6 +209,11 @@ class Mix:
             return kept[0][2]
         value = sum(weight * (score.value or 0.0) for _, weight, score in kept)
         return combined({function.label: score for function, _, score in kept}, value)
+
+
+def _own(value: JSON) -> JSON:
+    """A value of a row for one call: what a function does to a list or a mapping, no other call sees."""
+    return deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def finished(found: Any) -> Any:

@@ -52,13 +52,26 @@ def merge(metrics: Iterable[Metric]) -> Figures:
             if (before.count is None) != (count is None) or not ranks:
                 kinds = "a sum in one place and a mean or a maximum in another"
                 raise ValueError(f"metric {metric.name!r} is {kinds}")
-            both = float(before.total) + total
-            if both == both and (metric.largest or metric.smallest):  # NaN stays NaN
-                both = (max if metric.largest else min)(float(before.total), total)
-            total = both
+            total = _joined(before, metric)
             count = None if count is None or before.count is None else float(before.count) + count
         merged[metric.name] = Metric(metric.name, total, count, metric.largest, metric.smallest)
     return Figures(merged)
+
+
+def _joined(before: Metric, metric: Metric) -> float:
+    """The total of both. What was measured of nothing is neither largest nor smallest; NaN stays NaN."""
+    one, other = float(before.total), float(metric.total)
+    if not (metric.largest or metric.smallest):
+        return one + other
+    if (
+        before.count is not None
+        and metric.count is not None
+        and not (before.count and metric.count)
+    ):
+        return one if before.count else other
+    return (
+        one + other if one + other != one + other else (max if metric.largest else min)(one, other)
+    )
 
 
 # the first one measured; -1: lower is better

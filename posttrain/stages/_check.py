@@ -9,7 +9,7 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from posttrain.data.chat import check_continues, render_prompts
+from posttrain.data.chat import check_continues, render_prompts, unopened
 from posttrain.data.text import unknown_tokens
 from posttrain.errors import prefixed, require, unknown
 from posttrain.models import given
@@ -22,7 +22,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
 PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
-Readers = dict[tuple[str, str, bool], Reader]  # by name, alphabet of a tiny model, kind
+Readers = dict[tuple[str, str, bool | None], Reader]  # by name, alphabet of a tiny model, kind
 
 
 def check_stages(
@@ -133,16 +133,16 @@ def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) ->
                     find_reader(word, stage, what != "model", before, readers)
     reader = find_reader(stage.starts_from(), stage, False, before, readers)
     for name in dict.fromkeys(stage.reads_ids()):
-        other = find_reader(name, stage, False, before, readers)
+        other = find_reader(name, stage, None, before, readers)
         if reader.tokenizer is not None and other.tokenizer is not None:
             same_vocabulary(stage.name, reader, other)
     return reader
 
 
 def find_reader(
-    name: str, stage: Stage, score: bool, before: Mapping[str, Stage], readers: Readers
+    name: str, stage: Stage, score: bool | None, before: Mapping[str, Stage], readers: Readers
 ) -> Reader:
-    """How the model called `name` reads; with `score` it must be a reward model, where that is known."""
+    """How the model called `name` reads; with `score` it must be a reward model, where that is known, without it none. None: either."""
     while name in before:
         stage, name, score = before[name], before[name].starts_from(), False
     if not name:
@@ -168,8 +168,8 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
 
 
 def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
-    """Refuse splits without a problem, and prompts that with their responses do not fit the model; a line on text of the prompts that
-    its vocabulary lacks."""
+    """Refuse splits without a problem, and prompts that with their responses do not fit the model; lines on text of the prompts that
+    its vocabulary lacks, and on prompts that do not open the turn of the assistant."""
     # as its model reads it, a hint included
     task = stage.tasks()[0] if hasattr(stage, "task") else None
     sampling = getattr(stage, "sampling", None)
@@ -198,7 +198,11 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
                 reader.check_length(longest + sampling.max_new_tokens)
             seen += prompts
     lines = unknown_tokens(reader.tokenizer, seen) if seen else []
-    return [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+    lines = [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+    if seen and (opening := unopened(reader.tokenizer)):
+        none = "the chat template has no generation prompt ({% if add_generation_prompt %})"
+        lines.append(f"{none}: the model itself must begin its answers with {opening!r}")
+    return lines
 
 
 def first_and_longest(problems: Sequence[Problem]) -> list[Problem]:

@@ -42,13 +42,14 @@ class Saved:
         return said
 
 
-def read_saved(path: str, tokenizer: Any, max_length: int) -> Saved:
-    """The groups of a JSONL file: a prompt with its responses a line, or the rollouts of a step as a run wrote them."""
+def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -> Saved:
+    """The groups of a JSONL file: a prompt with its responses a line, or the rollouts of a step as a run wrote them, which must have
+    been sampled at this temperature."""
     rows = list(read_jsonl(path))
     require(bool(rows), f"{path} has no rows; give one of {OWN} a line")
     where, first = rows[0]
     if {"problem", "response", "reward"} <= first.keys():
-        made, untrained = _of_run(Path(path), where, Decoder(tokenizer))
+        made, untrained = _of_run(Path(path), where, Decoder(tokenizer), temperature)
     else:
         made, untrained = [_group(row, tokenizer, where) for where, row in rows], 0
     segments = (s for g in made for r in g.rollouts for s in r.segments if s.sampled)
@@ -128,13 +129,16 @@ def _numbers(
     return found
 
 
-def _of_run(path: Path, where: str, decoder: Decoder) -> tuple[list[Group], int]:
+def _of_run(
+    path: Path, where: str, decoder: Decoder, temperature: float
+) -> tuple[list[Group], int]:
     """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and how many rollouts have none."""
     parts, step = path.absolute().parts, path.stem.removeprefix("step-")
     placed = len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit()
     text = f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl"
     require(placed, text)
     run, stage = Run(path.absolute().parents[2]), parts[-2]
+    _check_temperature(path, run, stage, temperature)
     rows, arrays = run.rollouts(stage, int(step)), run.arrays(stage, int(step))
     if arrays is None:
         lost = f"{path}: the run has not kept the tokens of this step ({path.stem}.safetensors)"
@@ -158,6 +162,18 @@ def _of_run(path: Path, where: str, decoder: Decoder) -> tuple[list[Group], int]
         made.setdefault((row.problem, role), []).append(rollout)
     groups = [Group(problem[name], tuple(members), role) for (name, role), members in made.items()]
     return groups, len(found) - len(kept)
+
+
+def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> None:
+    """Log-probs of another temperature would make every importance ratio wrong."""
+    stages = run.config.get("stages")
+    own = [s for s in stages if s.get("name") == stage] if isinstance(stages, list) else []
+    sampling = own[0].get("sampling") if own else None
+    sampled = (
+        sampling.get("temperature", temperature) if isinstance(sampling, dict) else temperature
+    )
+    other = f"{path} was sampled at temperature {sampled}, and temperature is {temperature}"
+    require(sampled == temperature, f"{other}; set temperature={sampled}")
 
 
 def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segment]:

@@ -58,7 +58,7 @@ class OfflineRLStage(ReferenceStage):
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         there = [path for path in self.data if path not in before]
         for path in there if reader.tokenizer is not None else ():
-            read_saved(path, reader.tokenizer, self.longest(reader))
+            read_saved(path, reader.tokenizer, self.longest(reader), self.temperature)
 
     def longest(self, reader: Policy | Reader) -> int:
         """The most tokens of a prompt and a response; more than the model's positions are refused."""
@@ -67,7 +67,8 @@ class OfflineRLStage(ReferenceStage):
 
     def read(self, context: Context, policy: Policy) -> list[Saved]:
         places = [data_place(path, context) for path in self.data]
-        saved = [read_saved(place, policy.tokenizer, self.longest(policy)) for place in places]
+        how = (policy.tokenizer, self.longest(policy), self.temperature)
+        saved = [read_saved(place, *how) for place in places]
         alike = len({one.known for one in saved}) == 1
         require(alike, f"{self.name}: some files of data have logprobs; give them in all, or none")
         return saved

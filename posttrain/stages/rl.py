@@ -76,8 +76,6 @@ class RLStage(ReferenceStage):
     router_replay: bool = False
     # of the engine: fp8 computes the products of the MLP in it, on a GPU of compute capability 8.9 or more; a CPU emulates it
     sampler_quantization: Literal["none", "fp8"] = "none"
-    # of the engine's cache of keys and values, which a CPU emulates and a GPU does not have yet; auto: the type of the model
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
@@ -108,10 +106,10 @@ class RLStage(ReferenceStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_staleness or self.precision.reduced:
+        if self.max_staleness or self.precision.products:
             corrected = self.algorithm.corrected(self.staleness_correction)
             object.__setattr__(self, "algorithm", corrected)
-        if self.precision.reduced and self.monitor.mismatch == MonitorSettings.mismatch:
+        if self.precision.products and self.monitor.mismatch == MonitorSettings.mismatch:
             object.__setattr__(self, "monitor", replace(self.monitor, mismatch=FP8))
         rated_alone = self.measure_problems > 0
         with prefixed(self.name):
@@ -120,13 +118,13 @@ class RLStage(ReferenceStage):
     @property
     def precision(self) -> Precision:
         """What the sampler computes in fp8."""
-        return Precision(self.sampler_quantization, self.kv_cache_dtype)
+        return Precision(self.sampler_quantization)
 
     def precision_lines(self) -> list[str]:
-        if not self.precision.reduced:
+        if not self.precision.products:
             return []
         weighed = f"and staleness_correction={self.staleness_correction} gives an algorithm without a correction one"
-        said = f"generation in fp8 ({self.precision.named()}): `mismatch` shows how far its log-probs are from the trainer's"
+        said = "generation in fp8 (sampler_quantization=fp8): `mismatch` shows how far its log-probs are from the trainer's"
         return [f"{said}, above {self.monitor.mismatch:g} the run stops, {weighed}"]
 
     def mistakes(self) -> Iterator[str]:
@@ -147,8 +145,8 @@ class RLStage(ReferenceStage):
         if self.sampler != "engine" and self.lora is not None and self.lora.load_in_4bit:
             yield f"sampler={self.sampler} cannot be sent weights in 4 bits; leave load_in_4bit out"
         low = self.precision
-        if low.reduced and self.sampler == "vllm":
-            yield f"{low.named()} is for our engine, and sampler=vllm has another; leave it out"
+        if low.products and self.sampler == "vllm":
+            yield "sampler_quantization=fp8 is for our engine, and sampler=vllm has another; leave it out"
         if low.products and self.lora is not None and self.lora.load_in_4bit:
             yield "sampler_quantization=fp8 would round weights that load_in_4bit has rounded; leave one of them out"
         if self.critic and self.critic_head != "linear":
@@ -185,7 +183,7 @@ class RLStage(ReferenceStage):
         if self.max_staleness and self.sampler == "engine":
             alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
             yield f"{alone}, and the engine of this process cannot; set sampler=process"
-        chosen = self.staleness_correction != "token" and not low.reduced
+        chosen = self.staleness_correction != "token" and not low.products
         if (self.in_flight != "continue" or chosen) and not self.max_staleness:
             yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
         if self.max_staleness and self.release_cache:
@@ -336,12 +334,11 @@ class RLStage(ReferenceStage):
             return 0.0
         group, longest = self.algorithm.group_size, self.longest(policy.tokenizer)
         rows = min(self.rows(policy.device.type), self.prompts * group)
-        share = self.precision.cache_share(policy.dtype)
         if copied_bytes(policy):  # pages, where a group shares its prompt
             new = self.sampling.max_new_tokens
             tokens = rows * new + -(-rows // group) * (longest - new)
-            return share * cache_bytes(policy, 1, tokens)
-        return share * cache_bytes(policy, rows, longest)
+            return cache_bytes(policy, 1, tokens)
+        return cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
         """Weights of the processes that sample, each of which has its own; of the engine, what it copies."""

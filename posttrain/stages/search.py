@@ -99,7 +99,9 @@ class SearchStage(AnswerStage):
     ) -> tuple[list[Rollout], int]:
         """The best end that was found for each problem, and how many tokens were sampled in all."""
         limit = min(self.step_tokens, self.sampling.max_new_tokens)
-        first = replace(self, sampling=replace(self.sampling, max_new_tokens=limit))
+        least = min(self.sampling.min_new_tokens, limit)
+        sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=least)
+        first = replace(self, sampling=sampling)
         later = replace(first, task=Continued(self.task))
         decoder, tokens = Decoder(policy.tokenizer), 0
         kept: list[list[Rollout]] = [[] for _ in problems]

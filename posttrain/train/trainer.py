@@ -425,7 +425,7 @@ def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
     return [
         *stale,
         Metric("mismatch", apart_T.sum(), count),
-        Metric("mismatch/max", apart_T.max(), None, largest=True),
+        Metric("mismatch/max", apart_T.max(), count, largest=True),
         Metric("mismatch/kl", kl_estimate("k3", behaviour_T, logprob_T).sum(), count),
     ]
 

@@ -75,6 +75,12 @@ def test_every_combination_has_a_directory_of_its_own() -> None:
     assert made[0].arguments == ["rl.lr=1e-6", "rl.task=a/b.py:T", "seed=0"]
     assert made[0].directory == "s/rl.lr=1e-6_rl.task=a-b.py-T_seed=0"
     assert [member.seed for member in made[:3]] == [0, 1, 0]
+    found = {"x": ["a/b", "a-b", "a:b", "c" * 300, "c" * 301]}
+    alike = [Path(member.directory).name for member in members(Path("s"), found)]
+    assert alike[0] == "x=a-b" and len(set(alike)) == 5 and max(map(len, alike)) < 200
+    assert alike == [Path(member.directory).name for member in members(Path("s"), found)], "a resumed sweep finds them"
+    with pytest.raises(UserError, match="seeds=1,01 names a seed twice"):
+        members(Path("s"), {"seed": ["1", "01"]})
 
 
 def test_estimates_by_hand() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, FORGETFUL, byte_level, characters
 
-from posttrain.data.chat import check_continues, render_example, render_prompt, render_turn
+from posttrain.data.chat import check_continues, render_example, render_prompt, render_turn, unopened
 from posttrain.errors import UserError
 from posttrain.types import Example, Message
 
@@ -65,6 +65,23 @@ def test_a_later_turn_continues_the_ids_that_were_sampled(template: str) -> None
     assert text == f"{written}\n<|im_start|>user\n你好 🙂<|im_end|>\n<|im_start|>assistant\n"
     cut = render_turn(tokenizer, TALK[3:4], None)
     assert cut == (end, *render_turn(tokenizer, TALK[3:4], end)), "a turn that was cut off is closed"
+
+
+def test_a_template_without_a_generation_prompt_is_noticed() -> None:
+    """Not one that always writes it, nor one that writes something else after it."""
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    assert unopened(byte_level(plain)) == "<assistant>"
+    thought = plain.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}")
+    opened = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    for template in (
+        CHATML,
+        CHATML_BLOCKS,
+        plain + "<assistant>",
+        plain + opened,
+        thought + opened,
+        "{{ raise_exception('no') }}",
+    ):
+        assert unopened(byte_level(template)) == "", template
 
 
 def test_a_template_that_hides_the_last_turn_cannot_be_continued() -> None:

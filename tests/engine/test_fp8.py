@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import fp8
 from posttrain.engine.engine import Engine
-from posttrain.engine.fp8 import E4M3, Emulation, Precision, RoundedCache
+from posttrain.engine.fp8 import E4M3, Emulation, Precision
 from posttrain.engine.fused import Fused
 from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed
@@ -23,9 +23,9 @@ from posttrain.models.layers import describe, distance
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
-from posttrain.types import Completion, Request, Sampling
+from posttrain.types import Completion, Sampling
 
-PRODUCTS, CACHE = Precision(quantization="fp8"), Precision(kv_cache_dtype="fp8")
+PRODUCTS = Precision("fp8")
 REQUESTS = [Prompt((5, 6, 7), 2, 0, Sampling(66, min_new_tokens=66)), Prompt((9,), 2, 1, Sampling(20, 0.7))]
 NEAR = 0.1  # mean difference of log-prob from the unquantised model: what e4m3 costs these weights
 
@@ -34,10 +34,6 @@ NEAR = 0.1  # mean difference of log-prob from the unquantised model: what e4m3 
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     decode_in_pages(monkeypatch, on=request.param == "pages")
     return str(request.param)
-
-
-# a cache in fp8 is refused on CUDA
-plain = pytest.mark.parametrize("backend", ["plain"], indirect=True)
 
 
 def policy_of(**shape: Any) -> Policy:
@@ -49,11 +45,10 @@ def sampled(policy: Policy, precision: Precision, engine: Engine | None = None) 
     return [c for group in generate_groups(engine, REQUESTS) for c in group]
 
 
-def logprobs(policy: Policy, prompt: Prompt, completion: Completion, cache: bool = False) -> np.ndarray:
+def logprobs(policy: Policy, prompt: Prompt, completion: Completion) -> np.ndarray:
     """Of a response's tokens in one forward pass of the module."""
     ids = torch.from_numpy(np.concatenate([prompt.ids, completion.ids]))
     layout: Any = Packed((0, len(ids)), ids.device)
-    layout = RoundedCache(layout, RoundedCache.centres_of(policy)) if cache else layout
     with torch.no_grad():
         hidden = policy.hidden(ids[None], torch.arange(len(ids))[None], **{LAYOUT: layout})[0]
         heat = prompt.sampling.temperature
@@ -61,10 +56,10 @@ def logprobs(policy: Policy, prompt: Prompt, completion: Completion, cache: bool
     return found[:-1].gather(1, ids[1:, None])[len(prompt.ids) - 1 :, 0].numpy()
 
 
-def gap(policy: Policy, answers: list[Completion], cache: bool = False) -> float:
+def gap(policy: Policy, answers: list[Completion]) -> float:
     """Mean difference of the returned log-probs from those of the module."""
     pairs = zip([p for p in REQUESTS for _ in range(p.samples)], answers, strict=True)
-    return float(np.concatenate([np.abs(logprobs(policy, p, c, cache) - c.logprobs) for p, c in pairs]).mean())
+    return float(np.concatenate([np.abs(logprobs(policy, p, c) - c.logprobs) for p, c in pairs]).mean())
 
 
 def test_a_row_is_scaled_to_the_largest_number_and_rounded_to_three_bits() -> None:
@@ -82,55 +77,12 @@ def test_matrices_share_the_scale_of_the_largest() -> None:
     assert float(fp8.quantize_weights([torch.zeros(2, 2)])[1]) > 0
 
 
-def test_the_cache_cuts_at_the_largest_number() -> None:
-    assert fp8.round_to_cache(torch.tensor([1e4, -1e4, 3.3])).float().tolist() == [448.0, -448.0, 3.25]
-
-
 def test_returned_log_probs_are_those_of_the_quantised_model() -> None:
     policy = policy_of()
     answers = sampled(policy, PRODUCTS)
     assert 1e-3 < gap(policy, answers) < NEAR
     with Emulation(policy):
         assert gap(policy, answers) < 1e-3, "a flip of one rounding here and there"
-
-
-@plain
-def test_a_cache_in_fp8_is_what_its_tokens_were_sampled_with() -> None:
-    policy = policy_of()
-    answers = sampled(policy, CACHE)
-    assert 1e-3 < gap(policy, answers) < NEAR
-    assert gap(policy, answers, cache=True) < 1e-5
-
-
-@plain
-def test_a_large_bias_of_keys_costs_nothing_where_it_hardly_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Qwen2 has it. The centre leaves attention as it is, and what is rounded is small."""
-    policy = policy_of(attention_bias=True)
-    monkeypatch.setattr(fp8, "CENTRED", 64)
-    with torch.no_grad():
-        for layer in policy.body.layers:
-            layer.self_attn.k_proj.bias.view(2, 8)[:, 3] = 60.0
-    centred = gap(policy, sampled(policy, CACHE))
-    monkeypatch.setattr(fp8, "key_centre", lambda layer, rope: torch.zeros(layer.heads.keys, layer.heads.width))
-    assert centred < NEAR < gap(policy, sampled(policy, CACHE))
-
-
-@plain
-def test_a_turn_goes_on_from_a_cache_in_fp8() -> None:
-    policy = policy_of()
-    engine = Engine(policy, processes=1, precision=CACHE)
-    seen = np.array([], np.int64)
-    for turn in range(3):
-        engine.submit([Request((5, 6), turn, Sampling(9, min_new_tokens=9), 0, turn, keep=True)])
-        while not (found := engine.poll()):
-            pass
-        completion = found[0][1]
-        seen = np.concatenate([seen, [5, 6]])
-        prompt = Prompt(tuple(seen.tolist()), 1, turn, Sampling(9))
-        assert np.abs(logprobs(policy, prompt, completion, cache=True) - completion.logprobs).mean() < NEAR
-        seen = np.concatenate([seen, completion.ids])
-    assert engine.statistics.recomputed == 0
-    engine.close()
 
 
 def test_updated_weights_are_quantised_anew() -> None:
@@ -200,8 +152,6 @@ def test_a_gpu_without_fp8_is_refused(capability: tuple[int, int], monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     fp8.AS_TRAINED.check_device("cuda")
-    with pytest.raises(UserError, match="kv_cache_dtype=fp8 is not offered on a GPU: .*; leave it out"):
-        CACHE.check_device("cuda")
     if capability >= (8, 9):
         PRODUCTS.check_device("cuda")
         return

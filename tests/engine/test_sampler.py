@@ -196,6 +196,7 @@ def test_seeds_derive_from_paths() -> None:
         ({"top_p": 0.0}, "top_p must be in (0, 1], not 0.0"),
         ({"top_p": 1.5}, "top_p must be in (0, 1], not 1.5"),
         ({"min_new_tokens": -1}, "min_new_tokens must be at least 0, not -1"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5 is more than max_new_tokens=4; lower it"),
     ],
 )
 def test_settings_without_meaning_are_refused(settings_: dict, message: str) -> None:

@@ -15,7 +15,6 @@ from posttrain.engine import fp8
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import E4M3, Emulation, Precision, quantize, row_product
-from posttrain.errors import UserError
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
@@ -139,8 +138,3 @@ def test_updated_weights_and_adapters_are_sampled_from_at_once() -> None:
     answers = run(policy, PRODUCTS)
     with Emulation(policy):
         assert gap(policy, answers) < 0.05
-
-
-def test_a_cache_in_fp8_is_refused() -> None:
-    with pytest.raises(UserError, match="kv_cache_dtype=fp8 is not offered on a GPU"):
-        Engine(models("qwen2", torch.bfloat16)[1], precision=Precision("none", "fp8"))

@@ -12,7 +12,7 @@ import torch
 from material_for_tests import shared_policy, small_policy
 
 from posttrain.errors import UserError
-from posttrain.models.load import stop_ids
+from posttrain.models.load import load, stop_ids
 from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy, load_scorer
@@ -74,6 +74,18 @@ def test_a_saved_scorer_is_a_plain_classifier_of_transformers(tmp_path: Path) ->
     assert float(last) == pytest.approx(float(scores(scorer, BATCH).detach()[4]), abs=1e-5)
 
 
+def test_a_reward_model_is_no_language_model(tmp_path: Path) -> None:
+    """Its embedding would do as an output layer, and it would write something."""
+    tokenizer = character_tokenizer("0123456789+= ")
+    model = tiny_model(tokenizer, "nano", 0)
+    assert model.config.tie_word_embeddings
+    policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer))
+    folder = save(from_policy(policy).model, tokenizer, tmp_path / "rm")
+    with pytest.raises(UserError, match="rm is a reward model, no language model; name the model that it was trained from"):
+        load(str(folder))
+    assert load_scorer(str(folder))
+
+
 def test_a_head_with_a_hidden_layer_is_saved_and_read(tmp_path: Path) -> None:
     """All of it, also after a second round; files without it, or with another, are refused and never filled with random numbers."""
     tokenizer = character_tokenizer("0123456789+= ")
@@ -103,7 +115,7 @@ def test_a_head_with_a_hidden_layer_is_saved_and_read(tmp_path: Path) -> None:
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("0123456789+= ")
     folder = save(tiny_model(tokenizer, "nano", 0), tokenizer, tmp_path / "lm")
-    with pytest.raises(UserError, match="score.weight"):
+    with pytest.raises(UserError, match="lm is a language model, no reward model; train one"):
         load_scorer(str(folder))
 
 

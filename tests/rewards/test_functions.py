@@ -64,6 +64,29 @@ def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
     assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
 
 
+def test_what_a_function_changes_in_a_row_no_other_call_sees() -> None:
+    """Neither another sample of the group nor the next epoch, nor the prompt that is rendered then."""
+    asked, row = [{"role": "user", "content": "ask"}], {"answer": ["gold"], "tests": [1, 2], "more": {"a": [1]}}
+    problem = Problem("p", "ask", facts={"messages": asked, "columns": row})
+
+    def single(response: str, tests: list[int], more: dict[str, list[int]]) -> float:
+        more["a"].append(2)
+        return tests.pop() + len(more["a"])
+
+    def listed(prompts: Any, completions: Any, tests: Any, answer: Any) -> list[float]:
+        for prompt, own, gold in zip(prompts, tests, answer, strict=True):
+            prompt[0]["content"] += "!"
+            own.append(3)
+            gold.clear()
+        return [len(own) + len(prompt[0]["content"]) for own, prompt in zip(tests, prompts, strict=True)]
+
+    for function, value in ((single, 4.0), (listed, 7.0), (lambda p, r, answer: len(answer.pop()), 4.0)):
+        mix = Mix((Function.of(function),), (1.0,))
+        for _ in range(2):
+            assert [score.value for score in mix.scores([problem] * 3, ["a", "b", "c"])] == [value] * 3
+    assert asked == [{"role": "user", "content": "ask"}] and row == {"answer": ["gold"], "tests": [1, 2], "more": {"a": [1]}}
+
+
 @pytest.mark.parametrize(
     ("returned", "value"), [(True, 1.0), (2, 2.0), (Score(0.5, parts={"a": 1.0}), 0.5), (None, None), (float("nan"), None)]
 )

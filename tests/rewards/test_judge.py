@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -260,6 +262,54 @@ def test_a_server_that_is_not_there_and_a_key_that_is_not_set(serve: Any, monkey
     _, endpoint = serve(lambda body, number: (401, refusal("who?")))
     with pytest.raises(GuardStop, match="no key was sent: set the variable OPENAI_API_KEY"):
         Judge(endpoint).check_canaries("q")
+
+
+def sending(parts: Iterable[bytes], pause: float) -> Iterator[str]:
+    """The address of a server that answers with headers and then these bytes, one after the other."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer(found: socket.socket) -> None:
+        with suppress(OSError), found:
+            found.recv(65536)
+            found.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+            for part in parts:
+                found.sendall(part)
+                time.sleep(pause)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    listening.close()
+
+
+def test_a_server_that_never_comes_to_an_end_is_left() -> None:
+    """One byte at a time, each of which comes soon, or as many as there is memory for."""
+    for url in sending([b" "] * 100, 0.1):
+        began = time.monotonic()
+        (score,) = Judge(Endpoint(url=url, model="m", attempts=1, seconds=0.5)).points("q", ["r"])
+        assert "timeout: no reply within 0.5 s" in str(score.failure) and time.monotonic() - began < 5
+    for url in sending([b" " * (1 << 20)] * 40, 0.0):
+        (score,) = Judge(Endpoint(url=url, model="m", attempts=1, seconds=30.0)).points("q", ["r"])
+        assert "it sent more than 16 MB" in str(score.failure)
+
+
+def test_a_server_that_counts_no_tokens_is_read(serve: Any) -> None:
+    told = {"choices": [{"message": {"content": '{"score": 5}'}}], "usage": {"prompt_tokens": None, "completion_tokens": 3}}
+    _, endpoint = serve(lambda body, number: (200, json.dumps(told).encode()))
+    assert Judge(endpoint).points("q", ["r"])[0].valid and endpoint.usage.tokens == 3
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, endpoint = serve(lambda body, number: (200, '{"score": 5}'), cache=str(tmp_path / "file"))
+    with pytest.raises(
+        UserError, match=r"^judge.cache: .*file cannot be written \(.*\); name another folder, or leave it out$"
+    ):
+        Judge(endpoint).points("q", ["r"])
 
 
 def test_a_server_that_asks_to_wait_is_asked_nothing_until_then(serve: Any) -> None:

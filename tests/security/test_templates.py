@@ -133,7 +133,14 @@ def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPa
     assert renderer.process is not None
     renderer.process.send_signal(signal.SIGSTOP)
     start = renderer.start
-    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+
+    def hurry() -> None:
+        monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+        assert renderer.clock is not None
+        renderer.clock.cancel()
+        renderer.clock = None
+
+    hurry()
 
     def patient() -> Any:
         monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 120.0)
@@ -147,13 +154,29 @@ def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPa
         process.send_signal(signal.SIGSTOP)
         return process
 
-    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+    hurry()
     monkeypatch.setattr(renderer, "start", stopped)
     renderer.stop()
     with pytest.raises(UserError, match="it did not answer within 120 s, twice"):
         render_prompt(tokenizer, ASK)
     monkeypatch.undo()
     renderer.stop()
+
+
+def test_one_timer_looks_after_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, renderer = characters(template=CHATML), safe_readers._renderer
+    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 2.0)
+    if renderer.clock is not None:
+        renderer.clock.cancel()
+        renderer.clock = None
+    render_prompt(tokenizer, ASK)
+    first = renderer.clock
+    assert first is not None and [render_prompt(tokenizer, ASK) for _ in range(9)] and renderer.clock is first
+    first.join(30)
+    assert not first.is_alive() and renderer.clock is None, "nothing was asked, and it is gone"
+    assert renderer.process is not None and renderer.process.poll() is None, "who has answered is left alone"
+    render_prompt(tokenizer, ASK)
+    assert renderer.clock is not None
 
 
 def test_rendering_is_that_of_transformers() -> None:

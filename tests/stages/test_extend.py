@@ -70,7 +70,7 @@ def test_an_extended_run_is_the_longer_run_to_the_bit(kind: str, capsys: pytest.
     assert learned(run) == learned(longer) != before
     assert yaml.safe_load((run / "config.yaml").read_text())["stages"][0]["steps"] == 5
     assert [e for e in Run(run).events() if e.kind == "resume"], "it went on from a checkpoint"
-    assert cli.main(["resume", "run", "one.steps=5"]) == 2 and "run is complete" in capsys.readouterr().err
+    assert cli.main(["resume", "run", "one.steps=5"]) == 0 and "run is complete: " in capsys.readouterr().out
 
 
 def test_epochs_are_extended_in_python() -> None:

@@ -68,7 +68,7 @@ def test_saved_groups_are_learned_without_sampling(tmp_path: Path, nano: Policy,
     assert (result["steps"], result["trained_on"], result["logprobs_known"]) == (12, 8, False)
 
     def margin(policy: Policy) -> float:
-        batch = pack_groups(read_saved(str(tmp_path / "groups.jsonl"), policy.tokenizer, 99).groups, 1.0)
+        batch = pack_groups(read_saved(str(tmp_path / "groups.jsonl"), policy.tokenizer, 99, 1.0).groups, 1.0)
         with torch.no_grad():
             logprob_T = forward(policy, batch).logprob_T.where(batch.mask_T, 0.0)
         sum_N = torch.zeros(batch.sequences).index_add(0, batch.sequence_T, logprob_T)
@@ -103,18 +103,20 @@ def test_the_rollouts_of_a_run_are_read_with_their_tokens_and_log_probs(tmp_path
     assert figures["mismatch/stale"] < 1e-4 and figures["correction"] == pytest.approx(1.0, abs=1e-3) and figures["masked"] == 0
     file.with_suffix(".safetensors").unlink()
     with pytest.raises(UserError, match="the run has not kept the tokens of this step"):
-        read_saved(str(file), character_tokenizer(PRINTABLE), 99)
+        read_saved(str(file), character_tokenizer(PRINTABLE), 99, 1.0)
+    with pytest.raises(UserError, match=r"was sampled at temperature 1\.0, and temperature is 0\.7; set temperature=1\.0"):
+        read_saved(str(file), character_tokenizer(PRINTABLE), 99, 0.7)
 
 
 def test_log_probs_and_tokens_are_taken_as_they_are_given(tmp_path: Path, nano: Policy) -> None:
     row = {"prompt": "cat", "responses": ["yes", "no"], "rewards": [1, None], "response_ids": [[5, 6, 7], [8]]}
-    saved = read_saved(write(tmp_path, [row | {"logprobs": [[-1, -2, -3], [-0.5]]}]), nano.tokenizer, 99)
+    saved = read_saved(write(tmp_path, [row | {"logprobs": [[-1, -2, -3], [-0.5]]}]), nano.tokenizer, 99, 1.0)
     yes, no = saved.groups[0].rollouts
     assert (yes.response, no.response) == ("yes", "no")
     assert saved.known and yes.segments[1].ids.tolist() == [5, 6, 7] and no.segments[1].logprobs is not None
     assert np.allclose(no.segments[1].logprobs, [-0.5]) and not no.score.valid and yes.score.value == 1.0
-    assert not read_saved(write(tmp_path, ROWS), nano.tokenizer, 99).known
-    short = read_saved(write(tmp_path, [ROWS[0] | {"responses": ["yes", "n" * 50, "no", "no"]}]), nano.tokenizer, 30)
+    assert not read_saved(write(tmp_path, ROWS), nano.tokenizer, 99, 1.0).known
+    short = read_saved(write(tmp_path, [ROWS[0] | {"responses": ["yes", "n" * 50, "no", "no"]}]), nano.tokenizer, 30, 1.0)
     assert short.too_long == 1 and "1 responses are longer than max_length, and left out" in short.lines()
 
 
@@ -141,7 +143,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "words"), BAD)
 def test_rows_that_cannot_be_read_are_refused_by_line(row: dict[str, Any], words: str, tmp_path: Path, nano: Policy) -> None:
     with pytest.raises(UserError, match=words):
-        read_saved(write(tmp_path, [row]), nano.tokenizer, 99)
+        read_saved(write(tmp_path, [row]), nano.tokenizer, 99, 1.0)
 
 
 @pytest.mark.parametrize(

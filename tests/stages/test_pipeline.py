@@ -150,9 +150,29 @@ def test_a_used_directory_is_refused(run: Path, capsys: pytest.CaptureFixture[st
     error = capsys.readouterr().err
     assert "already holds a run" in error and "it is complete" in error and "posttrain resume" not in error
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["threads=1"]])
+def test_a_complete_run_has_nothing_left_to_resume(
+    arguments: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(run, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert cli.main(["resume", str(run), *arguments]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith(f"{run} is complete: its model is in {run / 'export'}; ") and out.count("\n") == 1 and not error
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_an_edit_that_a_complete_run_would_not_follow_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(run, tmp_path / "run"))
+    text = (run / "config.yaml").read_text()
+    assert "seed: 0\n" in text
+    (run / "config.yaml").write_text(text.replace("seed: 0\n", "seed: 1\n", 1))
     assert cli.main(["resume", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert "is complete" in error and "for longer, such as rl.steps=200" in error
+    assert "the settings are not those that the run began with: seed: 0 -> 1" in capsys.readouterr().err
 
 
 def test_control_c_stops_at_a_step_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -99,12 +99,9 @@ def test_each_way_to_save_is_priced() -> None:
     assert plan.savings(plain, lambda other: plan.rl_memory(other, POLICY, 100, 0.0, 0.0)) == []
 
 
-def test_a_cache_in_fp8_takes_a_byte_a_number_and_the_plan_says_so() -> None:
-    half = small_policy(dtype=torch.bfloat16)
-    sizes = [stage(kv_cache_dtype=kind).precision.cache_share(half.dtype) for kind in ("auto", "fp8")]
-    assert sizes == [1.0, 0.5]
-    (line,) = stage(kv_cache_dtype="fp8").precision_lines()
-    assert line.startswith("generation in fp8 (kv_cache_dtype=fp8): `mismatch` shows") and stage().precision_lines() == []
+def test_the_plan_says_that_generation_is_in_fp8() -> None:
+    (line,) = stage(sampler_quantization="fp8").precision_lines()
+    assert line.startswith("generation in fp8 (sampler_quantization=fp8): `mismatch` shows") and stage().precision_lines() == []
 
 
 def test_a_run_that_samples_ahead_is_planned_without_giving_its_cache_back() -> None:

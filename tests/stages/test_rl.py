@@ -211,15 +211,17 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": PPO(), "lora": Lora(), "reference_device": "cpu"}, "rl: with lora the reference is the policy's own frozen"),
     ({"algorithm": PPO(ptx=0.1), "pretraining": DATA, "pretraining_batch": 0}, "rl: pretraining_batch must be at least 1"),
     ({"sampler_quantization": "int4"}, "rl: sampler_quantization must be none or fp8, not 'int4'"),
-    ({"kv_cache_dtype": "fp8", "sampler": "vllm"}, "rl: kv_cache_dtype=fp8 is for our engine, and sampler=vllm has another"),
+    (
+        {"sampler_quantization": "fp8", "sampler": "vllm"},
+        "rl: sampler_quantization=fp8 is for our engine, and sampler=vllm has another",
+    ),
     ({"sampler_quantization": "fp8", "lora": Lora(load_in_4bit=True)}, "rl: sampler_quantization=fp8 would round weights that"),
     ({"staleness_correction": "none"}, "rl: in_flight and staleness_correction are for max_staleness above 0"),
 ]
 
 
-@pytest.mark.parametrize("key", ["sampler_quantization", "kv_cache_dtype"])
-def test_a_sampler_in_fp8_sets_a_correction_and_a_wider_limit_unless_they_were_chosen(key: str) -> None:
-    low: dict[str, Any] = {key: "fp8"}
+def test_a_sampler_in_fp8_sets_a_correction_and_a_wider_limit_unless_they_were_chosen() -> None:
+    low: dict[str, Any] = {"sampler_quantization": "fp8"}
     assert stage().algorithm == GRPO() and stage().monitor.mismatch == 0.1
     assert stage(**low).algorithm == GRPO(correction="token") and stage(**low).monitor.mismatch == 0.3
     for chosen in (GRPO(correction="sequence"), PPO(correction="decoupled"), GRPO(mask_low=0.5, mask_high=5.0)):
@@ -236,16 +238,14 @@ def test_a_gpu_without_fp8_is_refused_before_the_first_stage(monkeypatch: pytest
         stage(sampler_quantization="fp8").check_ready("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     stage(sampler_quantization="fp8").check_ready("cuda")
-    with pytest.raises(UserError, match="kv_cache_dtype=fp8 is not offered on a GPU: .*; leave it out"):
-        stage(kv_cache_dtype="fp8").check_ready("cuda")
 
 
 def test_a_run_with_a_sampler_in_fp8_shows_its_mismatch_and_weighs_it(tmp_path: Path) -> None:
-    found = Run(run(tmp_path / "fp8", stage(steps=2, sampler_quantization="fp8", kv_cache_dtype="fp8")))
+    found = Run(run(tmp_path / "fp8", stage(steps=2, sampler_quantization="fp8")))
     for figures in (row.figures for row in found.metrics()):
         assert 1e-4 < figures["mismatch"] < 0.3 and figures["mismatch/kl"] > 0 and 0.9 < figures["correction"] < 1.1
     (line,) = [text for event in found.events() if "generation in fp8" in (text := str(event.details.get("text")))]
-    assert "sampler_quantization=fp8 and kv_cache_dtype=fp8" in line and "above 0.3 the run stops" in line
+    assert "sampler_quantization=fp8" in line and "above 0.3 the run stops" in line
     plain = Run(run(tmp_path / "plain", stage(steps=1)))
     assert all(row.figures["mismatch"] < 1e-5 for row in plain.metrics())
 

@@ -47,6 +47,12 @@ def test_sampler_and_trainer_are_compared_in_three_figures() -> None:
     assert figures["mismatch/stale"] == pytest.approx(log(1.5))
     assert figures["mismatch"] == figures["mismatch/max"] == pytest.approx(log(1.25))
     assert figures["mismatch/kl"] == pytest.approx(0.8 - 1 - log(0.8))
+    # of tokens of older weights alone there is no mismatch, and so no largest one; other micro-batches keep theirs
+    older = trainer_module.mismatch(logprob_T, batch.replace(stale_T=torch.tensor([True] * 4)))
+    alone = merge(older)
+    assert all(math.isnan(alone[name]) for name in ("mismatch", "mismatch/max", "mismatch/kl"))
+    both = merge([*older, *trainer_module.mismatch(logprob_T, batch)])
+    assert both["mismatch/max"] == both["mismatch"] == pytest.approx(log(1.25))
 
 
 class Held:
