@@ -86,8 +86,6 @@ SMALL = {
     "gpu_generate.py": "--cases a --repeats 1 --no-lognormal",
     "gpu_grpo_step.py --brief": "",
     "gpu_grpo_step.py": "--cases a --repeats 1",
-    "gpu_train_kernels.py": "--parts logprobs",
-    "gpu_kernels.py": "--parts sampling",
 }
 BOTH = "sft.steps=5 before.problems=8 rl.steps=2 rl.prompts=4 after.problems=8"
 ARM = "seeds=0 arms=0-none,4-token processes=1"
