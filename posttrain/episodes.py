@@ -22,6 +22,7 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import require
 from posttrain.rewards._loop import run_to_end
+from posttrain.system.files import same_folder
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
 from posttrain.tasks import _rollouts
@@ -80,7 +81,8 @@ def rollout_groups(
     every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
     asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
     episodes = Episodes(task, sampler, decoder, *asked, known=rendered)
-    found = [group for groups in run_to_end(episodes.run()) for group in groups]
+    with same_folder():
+        found = [group for groups in run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
     place = {id(problem): n for n, problem in zip(own, given, strict=True)}

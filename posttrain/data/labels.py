@@ -245,8 +245,9 @@ class Labels:
 
     def write(self) -> int:
         """Write the rows for training, the whole file at once; how many."""
-        lines = [json.dumps(row) + "\n" for row in self.rows()]
-        atomic_write(self.out, "".join(lines))
+        with self._transaction():  # who writes after another has their votes too
+            lines = [json.dumps(row) + "\n" for row in self.rows()]
+            atomic_write(self.out, "".join(lines))
         return len(lines)
 
     def report(self) -> Report:

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,20 @@ TRACKERS = ("wandb", "tensorboard", "trackio")  # folders that posttrain never r
 MODES = {os.O_RDONLY: "rb", os.O_RDWR: "r+b"}
 # kinds of OSError that another directory avoids
 REFUSED = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError)
+
+
+@contextmanager
+def same_folder() -> Iterator[None]:
+    """Go back to the working directory at the end: code of a user may leave it, and the run directory may be named from there."""
+    before = None
+    with suppress(OSError):  # it is gone already
+        before = os.getcwd()
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.chdir(before)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, limit: int = MAX_FILE) -> IO[bytes]:

@@ -49,7 +49,8 @@ class Store:
     def __init__(
         self, directory: Path, saving: Saving | None = None, events: Events | None = None
     ) -> None:
-        self.directory, self.saving = directory, saving or Saving()
+        # absolute: the thread writes while a reward may have gone elsewhere
+        self.directory, self.saving = directory.absolute(), saving or Saving()
         self.events = events or Events()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

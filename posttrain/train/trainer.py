@@ -210,6 +210,7 @@ class Trainer:
     def role_metrics(self, filled: Batch) -> list[Metric]:
         return [metric for role in self.roles for metric in role.metrics(filled)]
 
+    @torch.enable_grad()  # a reward's file may have switched gradients off
     def update(
         self, batch: Batch, rate: float, meanwhile: Callable[[], object] = lambda: None
     ) -> Update:

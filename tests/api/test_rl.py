@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import os
 import runpy
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import posttrain as pt
 from posttrain.errors import GuardStop
@@ -50,6 +53,24 @@ def test_grpo_on_four_prompts_and_a_function_gives_a_trained_run() -> None:
         next(run.steps())
     again = pt.load(run.directory)
     assert isinstance(again, pt.Run) and again.metrics == run.metrics
+
+
+def test_a_reward_may_leave_the_folder_and_switch_gradients_off(tmp_path: Path) -> None:
+    """The run goes on where it was begun, though its directory is named from there; and it learns."""
+
+    def careless(response: str) -> float:
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        os.chdir(folder)
+        os.rmdir(folder)
+        torch.set_grad_enabled(False)
+        return vowels(response)
+
+    try:
+        run = pt.grpo(prompts=FOUR, reward=careless, out="here", checkpoint_every=1, **SMALL)
+    finally:
+        torch.set_grad_enabled(True)
+    assert run.directory == Path("here") and len(run.metrics) == 2 and run.metrics[0]["grad_norm"] > 0
+    assert (tmp_path / "here" / "export").is_dir() and list((tmp_path / "here" / "checkpoints").rglob("step-1"))
 
 
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:

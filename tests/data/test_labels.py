@@ -7,10 +7,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from posttrain.data import labels as labels_module
 from posttrain.data.labels import BAD, SKIP, TIE, Choice, Labels
 from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
@@ -44,6 +47,27 @@ def test_the_majority_decides_and_what_nobody_prefers_is_left_out(tmp_path: Path
     assert {prompt: row["chosen"] for prompt, row in rows.items()} == {"p0": "r00", "p2": "r20", "p3": "r31"}
     report = found.report()
     assert (report.labelled, report.usable, report.annotators) == (4, 3, {"a": 4, "b": 4, "c": 4})
+
+
+def test_two_who_write_at_once_lose_no_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = labels(tmp_path, 2), labels(tmp_path, 2)
+    say(slow, "a", "p0", [0])
+    written, began = labels_module.atomic_write, threading.Event()
+
+    def wait(path: Path, text: str) -> None:
+        if not began.is_set():
+            began.set()
+            time.sleep(0.5)
+        written(path, text)
+
+    monkeypatch.setattr(labels_module, "atomic_write", wait)
+    thread = threading.Thread(target=slow.write)
+    thread.start()
+    assert began.wait(10)
+    say(other, "b", "p1", [0])
+    assert other.write() == 2
+    thread.join()
+    assert len(slow.out.read_text().splitlines()) == 2
 
 
 def test_rankings_become_scores_that_training_reads(tmp_path: Path) -> None:
