@@ -259,7 +259,7 @@ class Asynchronous(Rollouts):
             self.changing.acquire(timeout=self.longest_wait)
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
-    def fresh(
+    def sample_groups(
         self, step: int, attempt: int, wanted: int, samples: Sequence[Sampling], seconds: Seconds
     ) -> Sequence[Group]:
         """Take the oldest of the groups that are finished; wait until there are enough."""
@@ -319,8 +319,8 @@ class Asynchronous(Rollouts):
                 Seconds(),
                 self.ordered and not self.ahead,
                 drawn[0].place,
-                session,
-                self.producer.submitted,
+                session=session,
+                shared=self.producer.submitted,
             )
 
         return make
@@ -366,7 +366,7 @@ class Asynchronous(Rollouts):
                 self.sampler.prove()  # while it samples, and before the weights change
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def drained(self) -> Iterator[None]:
         """Wait until everything that was begun is finished: then others can use the sampler, the task and its workers."""
         while self.admission.running:
             self.receive()
