@@ -1,4 +1,4 @@
-"""A frozen model whose distribution the policy is to learn."""
+"""The teacher: a frozen model whose distribution the policy learns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Prompts = Callable[[Sequence[Problem]], Sequence[Sequence[int]]]
 
 
 class Teacher(Role):
-    """Hidden states that predict the loss tokens and the head for them, for every micro-batch: `Outputs.predictions["teacher"]`.
-    A divergence is computed from them in chunks (ops/divergence.py); [T, V] probabilities are never stored. Or, `by_token`, its
-    log-probs of the loss tokens as a column, once a step.
+    """For every micro-batch, the hidden states that predict the loss tokens, and the head: `Outputs.predictions["teacher"]`. A
+    divergence is computed from them in chunks (ops/divergence.py); probabilities [T, V] are never stored. With `by_token`, instead,
+    its log-probs of the loss tokens as a column, once a step.
 
     With `prompts` it reads the same responses after a prompt of its own.
     """
