@@ -1,4 +1,4 @@
-"""What the policy reads in the episodes of a step, as segments of ids: prompts of problems and what comes between two turns."""
+"""Renders the inputs of the policy in the episodes of a step as segments of ids: prompts of problems, and messages between turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Renderer:
     )
 
     def prompt(self, draw: int) -> Segment:
-        """The task's prompt of the problem at this place."""
+        """The task's prompt of the problem at this index."""
         if draw not in self.prompts:
             draws = range(len(self.problems)) if self.at_once else (draw,)
             problems = [self.problems[n] for n in draws]
@@ -50,7 +50,7 @@ class Renderer:
         given: Sequence[Message] | str | Sequence[int],
         tools: Sequence[JSON] | None,
     ) -> Segment:
-        """Messages, text or ids that a task gives before a turn: the first one, or the one after `last`."""
+        """Render the messages, text or ids that a task gives before a turn: the first turn, or the one after `last`."""
         tokenizer, first = self.decoder.tokenizer, last is None
         items: tuple[Any, ...] = () if isinstance(given, str) else tuple(given)
         # by kind: to ask each of many ids for its own takes as long as a turn's decoding to text
