@@ -1,4 +1,4 @@
-"""What a number of right answers says: intervals, pass@k, majority votes, and whether one model beats another."""
+"""Statistics of evaluations: confidence intervals, pass@k, majority votes, and paired comparisons of models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Interval:
     high: float
 
     def row(self) -> list[float]:
-        """As a stage's result keeps it."""
+        """The interval as a stage's result stores it."""
         return [self.value, self.low, self.high]
 
     def figures(self, name: str) -> dict[str, float]:
-        """As a row of metrics keeps it."""
+        """The interval as a row of metrics stores it."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
     def __str__(self) -> str:
