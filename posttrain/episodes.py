@@ -333,7 +333,7 @@ class Episodes:
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
             self.turns.ended |= {e.number for e in generate.siblings if e.kept}
-            self.turns.rest()
+            self.turns.count_waiting()
         if not rollouts:  # it ended before its first turn
             rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):

@@ -152,7 +152,7 @@ class Loop:
             events.shown_by(console.show),
             events.at(self.stage, self.step),
             self.stage_monitor.running() as monitor,
-            uncollected(),
+            manual_garbage_collection(),
         ):
             monitor.check_frozen(self.step)
             if self.step == 0 and measured:
@@ -301,15 +301,15 @@ class Loop:
                     update = self.apply(prepared, rate, meanwhile, groups)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
-                    self.stage_monitor.broken(self.step + 1, error, prepared, groups)
+                    self.stage_monitor.report_non_finite(self.step + 1, error, prepared, groups)
                     return False
                 metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1)]
                 metrics.append(Metric("updates", int(update.moved), None))
                 # Only before the first update is the trainer's policy the one that sampled.
                 if not (moved or reuse.once):
                     own = (m for m in update.metrics if m.name.startswith("mismatch"))
-                    renamed = "mismatch", "mismatch/start"
-                    metrics += [replace(m, name=m.name.replace(*renamed)) for m in own]
+                    start = "mismatch/start"
+                    metrics += [replace(m, name=m.name.replace("mismatch", start)) for m in own]
                 moved = moved or update.moved
                 if not reuse.once and reuse.stop(update.metrics):
                     return True
@@ -413,8 +413,9 @@ class Loop:
         world, sharded = self.world, self.trainer.sharded
         if world.first or sharded:
             weights, moments = self.trainer.own_parts()
-            whose = world.rank, world.size if sharded else 1
-            self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state, *whose))
+            rank, ranks = world.rank, world.size if sharded else 1
+            made = checkpoint.Checkpoint(self.step, weights, moments, state, rank, ranks)
+            self.checkpoints.save(made)
 
     def frozen(self) -> dict[str, JSON]:
         """Checksums of the frozen models' weights, computed once."""
@@ -490,7 +491,7 @@ def collect_garbage() -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def manual_garbage_collection() -> Iterator[None]:
     """Switch Python's automatic garbage collection off: the loop collects at most once a step, and never looks at objects that exist
     already, such as modules and data sets. A step allocates many small objects, and the automatic collector would search all objects
     for cycles again and again."""

@@ -88,12 +88,12 @@ class Turns:
         later = [turn for turn in turns if turn.request.turn]
         first = [turn for turn in turns if not turn.request.turn]
         for batch in filter(None, (later, first)):
-            self.hand_over(batch)
+            self.submit_batch(batch)
         if self.shared is not None:
             self.shared.set()
         self.seconds.generate += time.perf_counter() - now
 
-    def hand_over(self, turns: Sequence[Turn]) -> None:
+    def submit_batch(self, turns: Sequence[Turn]) -> None:
         """Submit turns together. If a turn is too long for the context, its episode ends; but if the task's own prompt is too long,
         the error ends the run."""
         try:
@@ -101,7 +101,7 @@ class Turns:
         except UserError as error:
             if len(turns) > 1:
                 for turn in turns:
-                    self.hand_over([turn])
+                    self.submit_batch([turn])
                 return
             request = turns[0].request
             if turns[0].own:
@@ -150,7 +150,7 @@ class Turns:
         """Ask for a turn and wait for its completion."""
         turn = Turn(request, place, own, restart, asyncio.get_running_loop().create_future())
         self.asked.append(turn)
-        self.rest()
+        self.count_waiting()
         try:
             return await turn.completion
         except asyncio.CancelledError:
@@ -172,7 +172,7 @@ class Turns:
         self.sampler.cancel({turn.request.session})
         turn.restart()
 
-    def rest(self) -> None:
+    def count_waiting(self) -> None:
         """Called when an episode starts to await a turn, or has ended."""
         self.running -= 1
         self.changed.set()

@@ -407,6 +407,7 @@ class Batch(_Columns):
     proximal_T   log-prob under the policy at the start of the step
     teacher_T    log-prob under a teacher, which may have read another prompt
     advantage_T, return_T
+    token_reward_T  float32: the reward of every token, where a critic estimates advantages
     weight_T     the reduction: the loss is a plain sum of weight * loss
     weight_N     the same for losses per sequence or per unit
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled

@@ -119,7 +119,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         if self.group == 1:
             return Selection(tuple(groups))
-        alike = Metric("groups/zero_variance", sum(map(flat, groups)), len(groups))
+        alike = Metric("groups/zero_variance", sum(map(zero_variance, groups)), len(groups))
         return Selection(tuple(groups), metrics=(alike,))
 
     # --- what subclasses override ----------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
             yield "truncated=zero changes the outcome, which supervision=process does not use; take truncated=mask"
 
 
-def flat(group: Group) -> bool:
+def zero_variance(group: Group) -> bool:
     """Whether a group gives no learning signal: all its scores are equal, or there are none."""
     rewards = group.rewards
     return not rewards or max(rewards) == min(rewards)

@@ -52,6 +52,6 @@ class GSPO(PolicyGradient):
         return self.group_relative(step, mask_T, self.supervision)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        responses = (batch.mask_T, batch.sequence_T, batch.sequences)
-        ratio_T = sequence_ratio(logprob_T, old_T, *responses, mean=True)
+        mask_T, sequence_T, count = batch.mask_T, batch.sequence_T, batch.sequences
+        ratio_T = sequence_ratio(logprob_T, old_T, mask_T, sequence_T, count, mean=True)
         return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T

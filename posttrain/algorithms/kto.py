@@ -57,8 +57,8 @@ class KTO(Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
-        good_N, settings = batch.reward_N > 0.5, (self.beta, self.desirable, self.undesirable)
-        loss_N = kto_loss(ratio_N, good_N, batch.baseline_N, *settings)
+        good_N, base_N = batch.reward_N > 0.5, batch.baseline_N
+        loss_N = kto_loss(ratio_N, good_N, base_N, self.beta, self.desirable, self.undesirable)
         reward_N = self.beta * ratio_N.detach()
         above_N = (ratio_N.detach() > batch.baseline_N) == good_N
         metrics = [

@@ -149,7 +149,7 @@ class PPO(ReusedSamples, Algorithm):
         """With one update per rollout, the critic's returns depend only on its own values before the update, sequence by sequence. One
         pass then computes its values and its gradient."""
         warming_up = state.get("steps", 0) < self.critic_warmup
-        return self.priced(step, state) if self.reuse.once and not warming_up else None
+        return self.with_token_rewards(step, state) if self.reuse.once and not warming_up else None
 
     def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
         mask_T = scored_tokens(batch)
@@ -160,7 +160,7 @@ class PPO(ReusedSamples, Algorithm):
         return Terms(tuple(terms), tuple(metrics))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        step = self.priced(step, state).replace(mask_T=scored_tokens(step))
+        step = self.with_token_rewards(step, state).replace(mask_T=scored_tokens(step))
         mask_T = step.mask_T
         advantage_T, return_T = self.estimates(step, self.lam)
         if self.lam_alpha > 0:
@@ -170,25 +170,25 @@ class PPO(ReusedSamples, Algorithm):
             advantage_T = whiten(advantage_T, mask_T)
         warming_up = state.get("steps", 0) < self.critic_warmup
         return step.replace(
-            paid_by_token_T=None,
+            token_reward_T=None,
             return_T=return_T,
             advantage_T=None if warming_up else advantage_T,
             resting=frozenset({"policy"} if warming_up else ()),
         )
 
-    def priced(self, step: Batch, state: State) -> Batch:
+    def with_token_rewards(self, step: Batch, state: State) -> Batch:
         """The step with the weight and the reward of every token. Neither needs the critic's values."""
         mask_T = scored_tokens(step)
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
         reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
         if self.whiten_rewards:
             reward_T = whiten(reward_T, mask_T, shift=False)
-        return step.replace(weight_T=weight_T, paid_by_token_T=reward_T)
+        return step.replace(weight_T=weight_T, token_reward_T=reward_T)
 
     def estimates(self, step: Batch, lam: float | Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and returns by GAE, of a step with token rewards."""
         gae = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
-        reward_T, value_T, mask_T = step.paid_by_token_T, step.value_T, step.mask_T
+        reward_T, value_T, mask_T = step.token_reward_T, step.value_T, step.mask_T
         return gae(reward_T, value_T, mask_T, step.sequence_T, step.sequences, self.gamma, lam)
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:

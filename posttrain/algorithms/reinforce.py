@@ -58,9 +58,10 @@ class Reinforce(PolicyGradient):
         elif self.baseline == "running" and running is not None:
             advantage_N = step.reward_N - running
         else:  # treat the whole step as one group
-            one_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
-            given = (step.reward_N, step.valid_N, one_N)
-            advantage_N = group_advantages(*given, scale="none", vote_N=vote_N)
+            group_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
+            advantage_N = group_advantages(
+                step.reward_N, step.valid_N, group_N, scale="none", vote_N=vote_N
+            )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
 

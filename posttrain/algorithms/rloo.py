@@ -42,6 +42,6 @@ class RLOO(PolicyGradient):
         return self.group_relative(step, mask_T, baseline="leave_one_out", scale="none")
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        responses = (batch.mask_T, batch.sequence_T, batch.sequences)
-        ratio_T = sequence_ratio(logprob_T, old_T, *responses, mean=False)
+        mask_T, sequence_T, count = batch.mask_T, batch.sequence_T, batch.sequences
+        ratio_T = sequence_ratio(logprob_T, old_T, mask_T, sequence_T, count, mean=False)
         return token_form(ratio_T, logprob_T)

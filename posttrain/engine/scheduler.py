@@ -150,7 +150,7 @@ class Scheduler:
             except BaseException:
                 self._reset()
                 raise
-            self._rest()
+            self._finish_if_idle()
         found, self.finished = self.finished, []
         return found
 
@@ -168,7 +168,7 @@ class Scheduler:
         self._retire()
         for session in self.kept.keys() & set(sessions):
             self.backend.drop(self.kept.pop(session))
-        self._rest()
+        self._finish_if_idle()
 
     def written(self, sessions: Collection[int]) -> dict[int, Completion]:
         """The tokens so far of the live rows of these sessions."""
@@ -371,7 +371,7 @@ class Scheduler:
         while self.kept:
             self.backend.drop(self.kept.popitem()[1])
 
-    def _rest(self) -> None:
+    def _finish_if_idle(self) -> None:
         if not self.busy:
             self.backend.idle()
             self._restore_mode()

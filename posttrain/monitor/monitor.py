@@ -41,8 +41,9 @@ class Monitor:
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         self.settings, self.history = settings or MonitorSettings(), History()
         self.keywords, self.traits = Keywords(), TraitSums()
-        self.streak: dict[str, int] = {}  # of a rule's limit or trend: steps in a row
-        self.last: dict[str, int] = {}  # of a rule: the step of its last alarm
+        # by rule: steps in a row above its limit or along its trend
+        self.streak: dict[str, int] = {}
+        self.last: dict[str, int] = {}  # by rule: the step of its last alarm
         self.skipped = 0  # steps in a row that were left out
         self.coefficients_checked = False
         self.frozen: int | None = None  # checksum of the weights that must not move
@@ -236,7 +237,9 @@ class StageMonitor:
         self.emit(step, [alarm for alarm in alarms if alarm not in self.pending])
         return not self.pending
 
-    def broken(self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]) -> None:
+    def report_non_finite(
+        self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]
+    ) -> None:
         """Report an update that was not made because its loss or gradient is not finite."""
         text = f"{error.what}{self.keep(step, batch, groups)}"
         self.pending.append(self.monitor.skip(step, text))
