@@ -169,7 +169,7 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
     module.__posttrain_file__ = str(path)  # type: ignore[attr-defined]
     sys.modules[module_name] = module
     folder = str(path.parent)
-    # its neighbours can be imported: first by the file itself, and after that behind what is installed
+    # the file may import its neighbours: they come first while it runs, and after installed packages later
     sys.path.insert(0, folder)
     for tell in on_import:
         tell(True)

@@ -53,9 +53,9 @@ class Settings(Checked):
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint
     checkpoint_keep: Several = 2
     deterministic: bool = False  # on a GPU: the same bits every time; on a CPU that is always so
-    # that work together on this machine, each on a GPU of its own or a share of the cores
+    # processes that train together on this machine, each on its own GPU or with a share of the cores
     processes: Several = 1
-    # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
+    # with several processes: whole weights in each (ddp), or a shard in each (fsdp); auto: by their size
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     # neighbours of the processes that divide each layer of a model, which is to learn, where it is too large for parallel=fsdp alone
     tensor_parallel: Several = 1
@@ -63,8 +63,8 @@ class Settings(Checked):
     # rl.sampler start
     cluster: str = ""
     cluster_spread: bool = False  # over the nodes, rather than on as few as have room
-    worker_cpus: Positive = 1.0  # of a cluster, for each sampler
-    # of a cluster, for each sampler; below 1, it shares a GPU. none: one where device=cuda
+    worker_cpus: Positive = 1.0  # CPUs of each sampler on a cluster
+    # GPUs of each sampler on a cluster; below 1, samplers share a GPU; none: one if device=cuda
     worker_gpus: NotNegative | None = None
     # stop: the run ends and can be resumed; shrink: the group of processes goes on with fewer, from the last checkpoint
     on_failed_node: Literal["stop", "shrink"] = "stop"
@@ -102,9 +102,9 @@ def check_machine(seed: int, device: str) -> None:
 
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 TEXTS = ("before", "after", "next_command")  # of a recipe
-# of those, what is about a cluster
+# those of them that are about a cluster
 CLUSTER = ("cluster_spread", "worker_cpus", "worker_gpus", "on_failed_node")
-PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
+PASSING = ("out", "only", "again")  # those of them that are not part of a run's configuration
 
 
 def parse(

@@ -128,7 +128,7 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
     trees = {stage.name: to_tree(stage) for stage in stages}
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
-        # of a stage in rounds: all of them, unless one is named
+        # for a stage in rounds, set the key in all rounds, unless one is named
         rounds = [n for n in trees if re.fullmatch(rf"{re.escape(name)}_\d+", n)]
         meant = [name] if name in trees else rounds
         if not meant:
@@ -136,7 +136,7 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
         for one in meant:
             _assign(trees[one], kinds[one], path, value, dotted)
             either = getattr(kinds[one], "either", ())
-            # what a recipe says gives way to the other way to say it, unless both are given
+            # the recipe's value of one of two exclusive keys gives way to the other key, unless both are given
             for other in either if path[0] in either else ():
                 if f"{name}.{other}" not in pairs:
                     trees[one][other] = None

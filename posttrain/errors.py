@@ -163,9 +163,9 @@ class Range:
         return f"finite and {self}" if misleading else str(self)
 
 
-LARGEST = 10_000_000  # of a whole number whose type names no bound of its own
+LARGEST = 10_000_000  # the largest integer of a field without bounds of its own
 Count = Annotated[int, Range(ge=1)]
-# of what one step, or one problem, holds in memory at once
+# counts of things that one step, or one problem, holds in memory at once
 Several = Annotated[int, Range(ge=1, le=65_536, text="at least 1 and at most 65,536")]
 Seed = Annotated[int, Range(ge=0, lt=2**63, text="a whole number, 0 or more and below 2**63")]
 Whole = Annotated[int, Range(ge=0)]

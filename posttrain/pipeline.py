@@ -79,7 +79,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         with opened as writer, explained(directory):
             made = not continued
             if continued:
-                # of what was: an attempt that is killed must not look complete
+                # the summary of an earlier attempt: a killed attempt must not look complete
                 (directory / SUMMARY).unlink(missing_ok=True)
                 writer.configure(tree)
             writer.event("config", {"config": tree})
@@ -88,7 +88,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         if made:
             forget(directory, there)
         for path in above:  # made for it
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # the directory is not empty
                 path.rmdir()
         raise
     return directory
@@ -191,7 +191,8 @@ def placement(settings: Settings) -> Placement:
         for stage in settings.recipe.stages
         if getattr(stage, "sampler", "engine") != "engine"
     ]
-    several = settings.processes > 1 or STARTED in os.environ  # one that is left of several
+    # a single process may be left of several
+    several = settings.processes > 1 or STARTED in os.environ
     text = f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage"
     require(bool(samplers) or several, text)
     return Placement(
@@ -355,7 +356,7 @@ def _run_stages(
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
     due = unfinished(stages, Context(*shared, place=place), settings.only)
-    # what the first one reads at once need not be read twice
+    # the first stage reads its data at once and need not read it twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
     names = [stage.name for stage in due]
     warnings = check_stages(stages, settings.seed, device, names, reading)
@@ -375,7 +376,7 @@ def _run_stages(
         if settings.cluster:
             cluster = stack.enter_context(Cluster(placement(settings)))
             if cluster.settings.samplers:
-                cluster.connect()  # or refuse it, before the first stage
+                cluster.connect()  # or raise an error, before the first stage
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         context = Context(
             *shared,
@@ -427,7 +428,7 @@ def _export(context: Context, settings: Settings) -> None:
     if last is None:
         return
     target = context.directory / "export"
-    for kind in ("tmp", "old"):  # of a process that was killed here
+    for kind in ("tmp", "old"):  # leftovers of a process that was killed here
         shutil.rmtree(target.with_name(f".export.{kind}"), ignore_errors=True)
     with atomic_folder(target) as folder:
         shutil.copytree(last / "model", folder, dirs_exist_ok=True)

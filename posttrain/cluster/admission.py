@@ -49,7 +49,7 @@ class Admission:
         self.settings, self.version, self.drawn = settings, 0, 0
         self.running: dict[int, Begun] = {}  # by number
         self.finished: dict[int, Begun] = {}
-        # of a failed worker, or of an earlier attempt of the run: begun again before new ones
+        # groups of a failed worker, or of an earlier attempt of the run; started before new ones
         self.waiting: list[int] = []
         self.attempts = 0
         self.asked = 0  # groups that the step being put together wants beyond `batch`

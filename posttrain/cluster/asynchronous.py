@@ -35,12 +35,13 @@ from posttrain.turns import Seconds
 from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
 
 SESSIONS = 1 << 24  # conversations that a group may have
-POLL_SECONDS = 0.005  # that a poll may wait for a completion: a publish waits for the poll
+POLL_SECONDS = 0.005  # how long a poll may wait for a completion: a publish waits for the poll
 CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
-SHARE_SECONDS = 0.02  # that a process waits for its own groups before it asks the others for theirs
+# how long a process waits for its own groups before it asks the others for theirs
+SHARE_SECONDS = 0.02
 InFlight = Literal["continue", "restart"]
 Together = tuple[Begun, ...]  # groups whose episodes run together
-Made = Sequence[Sequence[Group]]  # of each of them: one for each role
+Made = Sequence[Sequence[Group]]  # of each problem: one group for each role
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Producer:
         self.sampler, self.longest_wait = sampler, longest_wait
         self.results: SimpleQueue[tuple[Together, Made | BaseException]] = SimpleQueue()
         self.numbers = count()
-        # by number: their sessions begin at that times SESSIONS
+        # by number; sessions of a unit begin at its number times SESSIONS
         self.units: dict[int, Episodes] = {}
         self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
@@ -140,7 +141,7 @@ class Producer:
             raise GuardStop(f"{where}; resume the run, or allow more with POSTTRAIN_WAIT (seconds)")
 
     def _soon(self, what: Callable[..., None], *given: Any) -> None:
-        if not self.loop.is_closed():  # else `_check` says why
+        if not self.loop.is_closed():  # otherwise `_check` raises the error
             self.loop.call_soon_threadsafe(what, *given)
 
     # --- in the thread --------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Producer:
         for request, completion in self.sampler.poll(POLL_SECONDS):
             self.active = time.monotonic()
             unit = self.units.get(request.session // SESSIONS)
-            if unit is not None:  # else it was cancelled
+            if unit is not None:  # it may have been cancelled
                 unit.turns.receive([(request, completion)])
                 unit.turns.changed.set()
 
@@ -219,14 +220,14 @@ class Asynchronous(Rollouts):
     ):
         super().__init__(*given, **more)
         self.admission, self.steps, self.in_flight = Admission(staleness), steps, in_flight
-        self.drawn: dict[int, Drawn] = {}  # by number: what is begun and not trained on
-        self.ready: dict[int, Sequence[Group]] = {}  # by number: what is finished
-        self.taken: tuple[Begun, ...] = ()  # by the step that is being made
+        self.drawn: dict[int, Drawn] = {}  # by number: started and not trained on yet
+        self.ready: dict[int, Sequence[Group]] = {}  # by number: finished groups
+        self.taken: tuple[Begun, ...] = ()  # groups of the current step
         self.planned = 0  # problems drawn, those that a step asked for besides apart
         self.samples: Sequence[Sampling] = ()
         self.waited, self.longest_wait = 0.0, longest_wait
         self.running: Producer | None = None
-        # of a sampler that reads the trainer's weights by itself, for a process that replaces a lost one: held while they change
+        # of a sampler that reads the trainer's weights itself, for a process that replaces a failed one: held while they change
         self.changing: threading.Lock | None = getattr(self.sampler, "changing", None)
 
     @property
@@ -331,7 +332,7 @@ class Asynchronous(Rollouts):
         world = current()
         if world.size == 1:
             for group, found in zip(*self.producer.next(CHECK_SECONDS), strict=True):
-                if self.admission.finish(group):  # else it was begun again meanwhile
+                if self.admission.finish(group):  # it may have been restarted meanwhile
                     self.ready[group.number] = found
             return
         own = zip(*self.producer.next(SHARE_SECONDS), strict=True)

@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 POLL = 0.05  # seconds between two looks at the processes
 # seconds that the others have to end by themselves: after one was failed, and after one ended for a reason that all have
 GRACE, ENDING = 5.0, 120.0
-# where all processes are on this machine
+# if all processes are on this machine
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -96,7 +96,7 @@ class Started:
 class Places(Protocol):
     """The places where the processes of a run start, if not all on this machine. The first always does."""
 
-    address: str  # of this machine, by which the others reach it
+    address: str  # this machine's address, as the others reach it
 
     def variables(self) -> dict[str, str]:
         """Variables of the first process, besides those of all."""
@@ -256,7 +256,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
-        # it has said why, and the others wait for it in vain
+        # it has reported why, and the others wait for it in vain
         if started[0].process.returncode == REFUSED:
             deadline = min(deadline, time.monotonic() + GRACE)
         if not alive:

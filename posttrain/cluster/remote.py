@@ -46,7 +46,7 @@ CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
 RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
 VLLM_PYTHON = "POSTTRAIN_VLLM_PYTHON"  # the path of a Python that has vLLM
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
-# what the processes of a run are told of each other, and a sampler's are not
+# environment variables of the run's processes, which a sampler's processes must not have
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,11 +123,11 @@ class WorkerProcess(wire.PipedProcess):
     number: int
     process: subprocess.Popen[bytes]
     said: IO[bytes]  # its stderr
-    # by session and turn, as they were sent to it; and in which message
+    # by (session, turn): the number of the message that sent it, and the request
     open: dict[tuple[int, int], tuple[int, Request]] = field(default_factory=dict)
     freed: int = 0  # buckets of this publish that it has read
     receipt: Receipt | None = None
-    complete: bool = False  # it has had all weights, frozen ones too
+    complete: bool = False  # whether it has received all weights, including frozen ones
     last_reply: float = field(default_factory=time.monotonic)  # when it last said something
 
     @property
@@ -174,11 +174,12 @@ class RemoteSampler:
         self.capacity = settings.rows * count
         self.version: int | None = None  # None: nothing was published yet
         self.sessions: dict[int, Session] = {}
-        self.first_turns: dict[int, int] = {}  # of sessions that moved: where they began anew
+        # by session that moved: the turn at which it began again
+        self.first_turns: dict[int, int] = {}
         self.queued: list[Request] = []
         self.finished: wire.Finished = []
         self.probes: list[tuple[int, Completion, str]] = []  # not compared yet
-        self.past = Statistics()  # of processes that are gone
+        self.past = Statistics()  # statistics of ended processes
         self.deaths = 0
         one_gpu = policy.device.type == "cuda" and settings.device == str(policy.device)
         self.receipts, self.buckets = Receipts(), Buckets(device=policy.device if one_gpu else None)

@@ -33,7 +33,7 @@ HEARTBEAT = 1.0  # seconds between replies where nothing finishes
 class WorkerSettings:
     """The settings from which a worker builds its sampler."""
 
-    config: Mapping[str, JSON]  # of the model, as in config.json
+    config: Mapping[str, JSON]  # the model's config.json
     vocabulary: int
     stop_ids: tuple[int, ...]
     kind: str = "engine"  # or vllm
@@ -42,10 +42,10 @@ class WorkerSettings:
     rows: int = 256  # decoded at once
     processes: int = 0  # of the engine on a CPU
     threads: int = 1  # of torch
-    # of the policy's adapters, where it has some: rank, alpha, targets
+    # rank, alpha and targets of the policy's adapters, if it has some
     lora: Mapping[str, JSON] | None = None
     deterministic: bool = False
-    source: str = ""  # where the model came from, for messages
+    source: str = ""  # the model's origin, for messages
     # what the engine computes in fp8; see engine/fp8.py
     quantization: str = "none"
 

@@ -29,7 +29,7 @@ Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 Rendering = Callable[[Sequence[Message]], object]
 
 
-# of a tool's answer, which call it belongs to: templates that write both in order need not show it
+# fields that link a tool's answer to its call; a template that writes both in order need not show them
 LINKS = ("tool_call_id", "name")
 REPLY = "reply0marker"  # stands for an assistant's turn where only what follows it is rendered
 

@@ -19,14 +19,14 @@ from posttrain.data.stream import permutation, philox
 from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
-# of other conventions: the model would learn to answer without what they hold
+# columns of other formats: without them the model would learn to answer from less than it should see
 NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
-# who speaks in a ShareGPT conversation, by the role of ours
+# speakers in a ShareGPT conversation, and our roles
 SPEAKERS = {"system": "system", "human": "user", "user": "user"}
 SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant")
 SPEAKERS |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
-# what Stanford's Alpaca wrote around an instruction, for models without a chat template
+# the text that Stanford's Alpaca writes around an instruction, for models without a chat template
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"

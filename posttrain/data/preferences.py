@@ -34,7 +34,7 @@ from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.errors import UserError, require
 from posttrain.types import Example
 
-Unit = tuple[Example, ...]  # what was said of one prompt
+Unit = tuple[Example, ...]  # the examples of one prompt
 JOINT = "\n"  # between the steps of a response
 LARGE = 1e30  # scores are kept in float32
 TRIES = 256  # other examples that are looked at for one of another prompt that fits
@@ -389,7 +389,7 @@ def _given_prompt(prompt: Any) -> Any:
 def _number(value: Any, what: str) -> float:
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGE
     require(numeric, f"{what} must be a finite number, not {repr(value)[:40]}")
-    return float(np.float32(value))  # as a batch holds it, so that what ties there ties here
+    return float(np.float32(value))  # rounded as in a batch, so that ties are the same
 
 
 def _text(response: Any) -> str:

@@ -19,12 +19,12 @@ from posttrain.errors import UserError, first_line, require
 from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
-Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON schemas
+Tools = list[dict[str, JSON]] | None  # tools that a conversation may call, as JSON schemas
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
-Row = tuple[str, dict[str, Any]]  # where it is from, for messages, and what it holds
+Row = tuple[str, dict[str, Any]]  # (origin, for messages; contents)
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
 UNPACK = "unpack it yourself if you trust it"
-TABLE_ROWS = 16  # of a packed table that are unpacked at a time
+TABLE_ROWS = 16  # rows of a compressed table that are read at a time
 
 
 def check_whole(text: str, where: str) -> None:

@@ -31,7 +31,7 @@ TEMPLATE_TEXT = 1 << 22  # characters that it may write
 # of wall time, for all of them: for a crowded machine, and where the system limits no processor time. A machine may be suspended, so a
 # conversation without an answer by then is asked once more
 BATCH_SECONDS = 120.0
-# what the process that renders has of the environment: for the date, and to find Python's libraries
+# environment variables of the rendering process: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 YAML_NODES = 200_000
 
@@ -135,7 +135,7 @@ class _Renderer:
         found: list[Rendered | TemplateError] = []
         self._watch(process)
         try:
-            with suppress(BrokenPipeError):  # it has ended, and reading will show it
+            with suppress(BrokenPipeError):  # it has ended, which reading will show
                 line = json.dumps({**request, "conversations": conversations})
                 process.stdin.write(line.encode() + b"\n")
                 process.stdin.flush()

@@ -14,7 +14,7 @@ from posttrain.errors import UserError, require
 from posttrain.types import Rollout
 
 PATTERN = "pattern:"
-SECONDS = 1.0  # that a pattern may search in one turn
+SECONDS = 1.0  # how long a pattern may search in one turn
 
 
 @dataclass(frozen=True, slots=True)

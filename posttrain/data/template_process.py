@@ -89,7 +89,7 @@ def main(size: int) -> None:
             limit_time(0)
             out.write(text.encode() + b"\n")
             out.flush()
-            if found is memory:  # what is left of it is not worth to be kept
+            if found is memory:  # what is left of the memory is not worth keeping
                 return
 
 

@@ -29,7 +29,7 @@ AHEAD = 256  # positions that the cache holds from the start, where responses ma
 DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
 PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
 UNIFORMS = 16  # made at once for a row: making them takes as many operators for one as for all
-KEPT_BYTES = 1 << 30  # of the caches of sessions between two turns, in each process
+KEPT_BYTES = 1 << 30  # limit of the kept caches of sessions, in each process
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,8 @@ class KeptRow:
     number: int
     length: int
     layers: dict[int, tuple[Tensor, Tensor]]
-    decoded: bool  # by a `Decoder`, whose keys have another order than the module's
+    # whether a `Decoder` computed them: its keys have another order than the module's
+    decoded: bool
 
     @property
     def bytes(self) -> int:

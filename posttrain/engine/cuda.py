@@ -33,7 +33,7 @@ LOOK = 2  # steps of a burst that the device still has when the host looks which
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
-MARGIN = 0.08  # of the device's memory that the cache leaves to others
+MARGIN = 0.08  # the share of the device's memory that the cache leaves free
 
 
 def pages_of(tokens: int) -> int:
@@ -90,7 +90,7 @@ class KeptPages:
     number: int
     length: int
     prompt: int
-    slots: np.ndarray  # where its tokens lie
+    slots: np.ndarray  # the slots of its tokens
     own: np.ndarray
 
 
@@ -111,7 +111,7 @@ class CUDABackend:
 
     def _clear(self) -> None:
         self.stores: list[tuple[Tensor, Tensor]] = []
-        self.choices: Tensor | None = None  # of routers, by slot, where they are recorded
+        self.choices: Tensor | None = None  # the routers' choices, by slot, if recorded
         self.pages = Pages(1)
         self.state: Rows | None = None
         self._forget_graphs()
@@ -122,8 +122,8 @@ class CUDABackend:
         self.promised = 0
         # the device does not know yet; rows and tiles it knew last, and where it has each live row
         self.changed, self.shape, self.order = True, (0, 0), np.arange(0)
-        self.drawn: list[Drawn] = []  # of the last burst, and of the one before it
-        # where the device had each row in the one before it, which was not collected yet
+        self.drawn: list[Drawn] = []  # the results of the last burst, and of the one before
+        # the device's row of each host row in an earlier burst that is not collected yet
         self.over: np.ndarray | None = None
 
     @property
@@ -348,7 +348,7 @@ class CUDABackend:
             key = (*one, self.queries, self.truncated)
             if key not in self.graphs:
                 self.graphs[key] = self._capture(*one)
-                self.changed = True  # what the device knew was overwritten
+                self.changed = True  # the device's state was overwritten
         if self.changed or shape != self.shape:
             self._upload(*shape)
             self.shape = shape
@@ -418,7 +418,7 @@ class CUDABackend:
             part[:, :count] = part[:, at]
         state["done"][count:size], state["slot"][count:size] = 1, 0
         self._place(stay, size, tiles)
-        self.order = np.full(len(self.order), -1)  # those that are done, until they are collected
+        self.order = np.full(len(self.order), -1)  # -1: finished rows, until they are collected
         self.order[stay] = np.arange(count)
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,8 @@ from posttrain.types import JSON, Request, Sampling, Statistics
 CORES = machine.requested_threads() or machine.cores()
 MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
 MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
-STACKS = "-stacks.txt"  # of the watchdog's file, into which a worker that is asked writes where it stands
+# the ending of the watchdog's file to which a worker writes its stacks on a signal
+STACKS = "-stacks.txt"
 REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
@@ -67,7 +68,7 @@ class EngineWorkers:
 
     def __init__(self) -> None:
         self.workers: list[EngineWorker] = []
-        self.past = Statistics()  # of workers that are gone
+        self.past = Statistics()  # statistics of ended workers
         self.failed: list[Work] = []
         self.finished: wire.Finished = []
         self.paused = False
@@ -161,15 +162,15 @@ class EngineWorkers:
 class EngineWorker(wire.PipedProcess):
     """A process that runs a scheduler until its pipe closes."""
 
-    finished: wire.Finished  # where completions are put
-    # by session and turn: in which message it was sent
+    finished: wire.Finished  # receives completions
+    # by (session, turn): the number of the message that sent it, and the work
     works: dict[tuple[int, int], tuple[int, Work]] = field(default_factory=dict)
 
     @classmethod
     def fork(cls, make: Callable[[], Scheduler], finished: wire.Finished) -> EngineWorker:
         def live(requests: int, replies: int) -> None:
             _close_all_but(requests, replies)
-            # it does not take this core from the parent, who has not asked the others yet
+            # batch scheduling, so that it does not take the core from the parent, which still sends to the others
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()

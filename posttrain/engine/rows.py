@@ -10,7 +10,7 @@ from torch import Tensor
 
 PAGE = 64  # tokens of a page of keys and values
 INTEGERS = ("last", "count", "position", "slot", "limit", "min", "seed", "done", "top_k")
-# what only the host must know: where the row's output is kept, the length of what was prefilled, which prompt it is, pages it has
+# fields that only the host needs: the output slot, the prefilled length, the prompt's number, the number of pages
 HOST = ("output", "prefix", "prompt", "pages")
 COLUMNS = {name: n for n, name in enumerate((*INTEGERS, *HOST))}
 
@@ -67,12 +67,12 @@ class Rows:
         self.capacity, self.pages, self.prompt_pages = capacity, pages, prompt_pages
         self.integers = zeros(torch.int64, len(INTEGERS), capacity)
         self.floats = zeros(torch.float32, 2, capacity)  # temperature, top_p
-        self.table = zeros(torch.int32, capacity, pages)  # where a row's own tokens lie
-        # which neighbouring rows share a prompt: [first row, rows, length]; and where it lies
+        self.table = zeros(torch.int32, capacity, pages)  # pages of a row's own tokens
+        # neighbouring rows that share a prompt, [first row, rows, length], and the pages of the prompt
         self.tile = zeros(torch.int32, 3, capacity)
         self.prompt_table = zeros(torch.int32, capacity, prompt_pages)
         self.step = zeros(torch.int64, 1)
-        self.ids = zeros(torch.int64, burst, capacity)  # what was drawn since the host last looked
+        self.ids = zeros(torch.int64, burst, capacity)  # tokens since the host last looked
         self.logprobs = zeros(torch.float32, burst, capacity)
         self["done"].fill_(1)
 

@@ -12,7 +12,7 @@ from posttrain.evals.statistics import Comparison, Interval
 from posttrain.rewards.compose import JUDGED
 from posttrain.types import COUNTED, JSON, Group
 
-Row = Mapping[str, JSON]  # what is saved of one problem
+Row = Mapping[str, JSON]  # the saved result of one problem
 Pair = tuple[Row, Row]
 
 

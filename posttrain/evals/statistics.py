@@ -15,8 +15,8 @@ from posttrain.errors import require
 
 Values = Sequence[float]
 Clusters = Sequence[Hashable] | None  # keys: values with the same one are one observation
-LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
-# of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
+LEVEL, Z = 0.95, 1.96  # the level of all intervals, and its normal quantile
+# a sum below this share of its terms counts as 0, because thirds do not add up to 1
 ROUNDING = 1e-9
 
 

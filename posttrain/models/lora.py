@@ -24,7 +24,7 @@ from posttrain.errors import Checked, Positive, Several, UserError, require
 from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy
 
-ADAPTER = "lora_"  # what the names of peft's matrices contain
+ADAPTER = "lora_"  # part of the names of peft's matrices
 NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 

@@ -19,7 +19,8 @@ from posttrain.models.routing import ROUTES, use_routes
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
-SAME, MANY = 0.01, 16  # of the length of a row; rows
+# relative distance below which rows of the head are equal, and how many equal rows are suspicious
+SAME, MANY = 0.01, 16
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
@@ -30,7 +31,7 @@ class Network:
     body: Any
     tokenizer: Any
     source: str
-    events = Events()  # for messages about the model: the run's, where a stage loaded it
+    events = Events()  # for messages about the model; a stage sets the run's
     sharded: Any = None  # train/sharding.py: where the weights are spread over processes
     router_replay = False  # train with the experts that the sampler chose; it is recorded by it
 
@@ -84,7 +85,7 @@ class Policy(Network):
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
-    source: str = ""  # where it came from, for messages
+    source: str = ""  # its origin, for messages
     body: Any = field(init=False)
 
     def __post_init__(self) -> None:

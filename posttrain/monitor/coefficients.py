@@ -46,7 +46,7 @@ def dead_coefficients(
     before = decisions(algorithm, state, groups, metrics)
 
     def acts(other: Algorithm) -> bool:
-        # what it decides comes first: the batch need not be prepared again
+        # decisions first: they need no prepared batch
         decided = decisions(other, state, groups, metrics)
         return decided != before or differs(usual, gradient(other, batch, perturbed, state))
 

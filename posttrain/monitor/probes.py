@@ -29,7 +29,7 @@ MIN_LENGTH = 16  # tokens; shorter responses do not count in the mean repetition
 HEAD = 64  # tokens of a response in which distinct 2-grams are counted, so that length alone does not move the figure
 COMMON = 0.2  # share of responses with a word
 LARGEST = 1e6  # a larger reward would outweigh every other one
-MIN_SQUARE = 1e-12  # of differences within groups; less is rounding
+MIN_SQUARE = 1e-12  # sums of squared differences below this are rounding
 WINDOW = 10  # steps that are added up
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
 REWARD = "reward"
@@ -39,7 +39,7 @@ FAR = 0.15  # a share of what a trait was in the first steps
 TAIL, SHORT, LONG = 0.1, "short", "long"
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 RARE = 0.02  # a word is measured where more than this share of responses have it, and more lack it
-MAX_WORDS = 60  # that are measured in a step
+MAX_WORDS = 60  # how many words are measured in a step
 GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
 WORD = 3  # letters, at least
 # every byte but the letters as a space
@@ -115,7 +115,7 @@ def unusable(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Rollouts that no update may use: a log-prob that is not finite, or an extreme reward."""
     known = [[s.logprobs for s in r.segments if s.logprobs is not None] for r in rollouts]
     together = np.concatenate([np.zeros(0), *(one for own in known for one in own)])
-    # of all at once: to ask each is slower, and seldom needed
+    # check all at once: checking each is slower and seldom needed
     fine = bool(np.isfinite(together).all())
     finite = [fine or all(np.isfinite(one).all() for one in own) for own in known]
     pairs = zip(rollouts, finite, strict=True)
@@ -213,7 +213,8 @@ class TraitSums:
         agreement = self.agreement()
         if agreement is not None and agreement > AGREE:
             return []
-        total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))  # of the last WINDOW steps
+        # over the last WINDOW steps
+        total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))
         late: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))  # n, f, f^2: the last START
         for steps_ago, sums in enumerate(reversed(self.recent)):
             for name, row in sums.items():

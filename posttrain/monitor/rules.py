@@ -26,7 +26,8 @@ ALWAYS = ("nonfinite", "memory")  # can be neither off nor warnings
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
 MIN_POINTS = 15  # rewards, before trends are read
 ERRORS = 5.0  # standard errors that a symptom must have moved by
-JUMP, FLOOR = 20.0, 1e-4  # of a mismatch, over its first steps
+# a jump of the mismatch relative to its first steps, and the smallest that counts
+JUMP, FLOOR = 20.0, 1e-4
 DIFFERENCE = "mean difference of log-prob between sampler and trainer"
 EQUAL = "share of groups with equal rewards"
 FRONTIER = 20  # points in a window of gold against KL
@@ -185,7 +186,7 @@ class View:
         return found
 
 
-# What was seen; "" where it is in order; None where nothing was measured, so that steps in a row are neither counted nor broken.
+# Returns what was found, "" if all is well, or None if nothing was measured: then a streak of steps neither grows nor ends.
 Check = Callable[[View], str | None]
 
 
@@ -264,7 +265,7 @@ def past_frontier(view: View) -> str:
     if best is None or "kl" not in history.steps:
         return ""
     place, gold = best
-    # it may be measured at some steps alone
+    # the gold reward may be measured at some steps only
     kl = np.interp(history.steps[name], history.steps["kl"], history.values("kl"))
     then, now = float(kl[place - FRONTIER : place].mean()), float(kl[-FRONTIER:].mean())
     if now <= then or gold.z > -4:
@@ -321,7 +322,7 @@ class Rule:
     stop_after: int = 0  # times `patience`, after which a warning becomes a stop
 
 
-# What each rule sees, with its threshold, is in docs/reliability.md (limits and reports) and docs/alarms.md (trends).
+# docs/reliability.md (limits and reports) and docs/alarms.md (trends) list each rule with its threshold.
 RULES: Mapping[str, Rule] = {
     "nonfinite": Rule(action="stop"),
     "failed": Rule(action="stop"),

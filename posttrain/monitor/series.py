@@ -17,7 +17,7 @@ import numpy as np
 
 START = 5  # steps that define what is normal
 KEPT = 400  # values of a series
-GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, by step
+GOLD = ("reward/task", "reward/gold", "reward/answer")  # metrics of the gold reward, by step
 HELD_OUT = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
 SYMPTOMS = ("length", "reward/format", "repetition", "distinct", "keyword", "reward/disagreement")
 TRACKED = ("reward", *GOLD, *HELD_OUT, "kl", "entropy", "groups/zero_variance", *SYMPTOMS)
@@ -87,7 +87,7 @@ class History:
     series: dict[str, list[float]] = field(default_factory=dict)
     steps: dict[str, list[int]] = field(default_factory=dict)
     first: dict[str, list[float]] = field(default_factory=dict)  # total and count
-    level: float | None = None  # of a curriculum
+    level: float | None = None  # of the curriculum
 
     def add(self, step: int, figures: Mapping[str, float]) -> bool:
         """Add the metrics of a step. Returns True if the series start over, because problems of another level are not comparable

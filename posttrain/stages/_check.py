@@ -21,7 +21,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
 PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
-Readers = dict[tuple[str, str, bool | None], Reader]  # by name, alphabet of a tiny model, kind
+Readers = dict[tuple[str, str, bool | None], Reader]  # by (name, alphabet of a tiny model, kind)
 
 
 def check_stages(
@@ -171,7 +171,7 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
 def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
     """Raise an error for splits without problems, and for prompts that do not fit the model together with their responses. Returns
     lines about prompt text that the vocabulary lacks, and about prompts that do not open the assistant's turn."""
-    # as its model reads it, a hint included
+    # the task as its model reads it, including a hint
     task = stage.tasks()[0] if hasattr(stage, "task") else None
     sampling = getattr(stage, "sampling", None)
     if not isinstance(task, Task):

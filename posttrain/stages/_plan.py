@@ -61,7 +61,7 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
     """The dry run of a training stage. Its model, which is deleted, need not pass any gate."""
     monitor = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
     if evaluate_every:
-        changes["evaluate_every"] = NEVER  # then before the first step and after the last
+        changes["evaluate_every"] = NEVER  # only before the first step and after the last
     if stage.steps is None:
         changes["epochs"] = None
     changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor, "stop": Stop()}
@@ -343,7 +343,7 @@ def savings(stage: RLStage, needed: Callable[[RLStage], Memory]) -> list[str]:
     offloaded = stage.reward.offloaded()
     if offloaded is not None:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
-    if not stage.max_staleness:  # whose sampler goes on while the model learns
+    if not stage.max_staleness:  # with max_staleness the sampler continues during training
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
     if stage.lora is None and not stage.moves:  # a reference that moves has weights of its own
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))

@@ -66,7 +66,7 @@ class Context:
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
     # the run, where another process writes it and `writer` is of this process alone
     place: Path | None = None
-    cluster: Cluster | None = None  # where samplers are, if not on this machine
+    cluster: Cluster | None = None  # where samplers run, if not on this machine
     loop: Callable[..., Loop] = Loop  # trains: a replay has one of its own
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Context:
         network = plain_network(network)
         if self.writes:
             self._save_model(stage, network, lora, name)
-        current().same(None)  # it is there for all processes
+        current().same(None)  # wait until it exists for all processes
 
     def _save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None, name: str
@@ -197,7 +197,7 @@ def temporary_context(
 class Stage(Naming, ABC):
     """One stage of a pipeline. Its name is unique in the run."""
 
-    # what a later stage can use of it by its name: a model or data; "": neither; None: not known
+    # what later stages can use by its name: a model or data; "": neither; None: unknown
     leaves: ClassVar[str | None] = None
     # whether several processes run it together; else the first alone
     together: ClassVar[bool] = False

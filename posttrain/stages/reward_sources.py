@@ -49,7 +49,7 @@ class RewardSource(Naming, ABC):
     apart: ClassVar[bool] = True  # its keys are set by their path alone: rl.reward.k
     gives_steps: ClassVar[bool] = False  # whether its scores have values of steps
 
-    # of a mixed task, the source whose answers are scored; those of the others keep their own task's score
+    # of a mixed task, the source whose answers are scored; answers of the others keep their own task's score
     rated: str = ""
 
     def loads(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class TaskReward(RewardSource):
     """The task's own score."""
 
     name: ClassVar[str] = "task"
-    gives_steps: ClassVar[bool] = True  # where the task has them
+    gives_steps: ClassVar[bool] = True  # if the task has them
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
@@ -113,7 +113,7 @@ class FunctionReward(RewardSource):
     all responses of a step at once."""
 
     name: ClassVar[str] = "function"
-    gives_steps: ClassVar[bool] = True  # where its scores have them
+    gives_steps: ClassVar[bool] = True  # if its scores have them
 
     reward: str
     options: Mapping[str, JSON] = field(default_factory=dict)

@@ -222,7 +222,7 @@ class RLStage(ReferenceStage):
         self.precision.check_device(device)
         if self.sampler == "vllm":
             vllm_python()
-        self.task.problems("test")  # or refuse, where it is not fit to measure on
+        self.task.problems("test")  # raises an error if the task cannot be evaluated
         self.reward.ready(self.task)
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:

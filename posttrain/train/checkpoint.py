@@ -35,13 +35,13 @@ from posttrain.types import JSON
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer")
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-# of the state, in which a key with a name stands for each
+# the file of the state's arrays, and the key that stands for each in the JSON
 ARRAYS, ARRAY = ("arrays.safetensors", "@array")
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 SHARDED = 3  # the same with files of several processes, and their number in the manifest
 READABLE = (1, 2, 3)
-PART_SECONDS = 1800.0  # for the other processes to write theirs
-# what reading a manifest that something else wrote may raise
+PART_SECONDS = 1800.0  # how long to wait for the other processes' parts
+# errors from reading a manifest that another program wrote
 UNREADABLE = (UserError, OSError, ValueError, KeyError, TypeError, AttributeError)
 OTHER = "the checkpoint is of another model"
 
@@ -54,7 +54,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: JSON  # may hold NumPy arrays
-    rank: int = 0  # whose part this is, of how many
+    rank: int = 0  # the process of this part; of how many
     ranks: int = 1
 
 
@@ -200,7 +200,7 @@ def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         if path in spare:
             continue
-        # it disappears at once: a kill must not leave half of one behind
+        # renamed first, because a kill must not leave half of one behind
         going = path.with_name(f".{path.name}.gone")
         with suppress(OSError):
             path.rename(going)
@@ -283,7 +283,7 @@ def load(path: Path) -> Checkpoint:
         model, optimizer = (_joined(path, kind, ranks) for kind in KINDS)
         arrays = load_file(path / ARRAYS) if (path / ARRAYS).exists() else {}
         return Checkpoint(_number(path), model, optimizer, with_arrays(state, arrays))
-    # it verified, so it was made like this
+    # its checksums are right, so it was written like this
     except (SafetensorError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 

@@ -22,7 +22,7 @@ from posttrain.ops.logprobs import token_logprobs
 from posttrain.train.pack import host_ids, host_mask
 from posttrain.types import Batch, Outputs, Prediction
 
-ROUTER_WEIGHT = "router_weight_T"  # of a token in the routers' auxiliary loss
+ROUTER_WEIGHT = "router_weight_T"  # the weight of a token in the routers' auxiliary loss
 SHARED = 4  # sequences share the computation of a common prefix of at least this many tokens
 
 

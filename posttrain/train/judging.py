@@ -141,7 +141,7 @@ class JudgeRating:
     def too_long(self, question: str, response: str) -> str:
         """Why the judge cannot read a response even alone, or ''."""
         if not isinstance(self.model, LocalModel):
-            return ""  # its server says
+            return ""  # the server reports it
         prompt = self.model.prompt(self.judge.single(question, response))
         return self.model.too_long(prompt, SCORE)
 

@@ -17,11 +17,11 @@ from posttrain.models.routing import routers
 from posttrain.ops.device import device_bytes, free_bytes
 from posttrain.ops.logprobs import chunk_size, kept_room
 
-MARGIN = 0.08  # of the device's memory that an estimate leaves alone
+MARGIN = 0.08  # the share of the device's memory that an estimate leaves free
 # tokens of a micro-batch, of which the largest that fits is taken: larger products are no faster
 BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288)
-PLAIN_BUDGET = 8192  # where memory does not decide, or nothing larger fits
-SMALL_BUDGETS = (PLAIN_BUDGET, 4096, 2048, 1024)  # where even that does not
+PLAIN_BUDGET = 8192  # if memory is unknown, or nothing larger fits
+SMALL_BUDGETS = (PLAIN_BUDGET, 4096, 2048, 1024)  # tried in turn if even that does not fit
 SAFETY = 1.15  # an estimate, by which a budget is chosen, may be that much too small
 
 

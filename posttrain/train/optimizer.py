@@ -34,7 +34,7 @@ NOT_COMPILED = (
     "another may be named), or leave optimizer.moments out"
 )
 DEFAULT_CXX = "clang++" if sys.platform == "darwin" else "g++"
-# one optimizer at a time takes gradients
+# only one optimizer at a time may take a module's gradients
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
@@ -58,7 +58,7 @@ class Optimization(Checked):
     checkpointing: Literal["auto", "never", "layer"] = "auto"
     # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
     moments: Literal["float32", "int8"] = "float32"
-    # of the load-balancing loss of a mixture of experts, added to the policy's; 0: none
+    # coefficient of the load-balancing loss of a mixture of experts, added to the policy's loss; 0: none
     router_aux_loss_coef: NotNegative = 0.0
 
     def warning(self, name: str, steps: int) -> str:
@@ -112,7 +112,7 @@ class Optimizer:
         }
         require(bool(self.parameters), "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
-        # what this process keeps of each: all of it, or where it is sharded a part, in the same memory
+        # this process's part of each: all of it, or its shard, in the same memory
         self.parts: dict[str, Tensor] = {n: own_part(p) for n, p in self.parameters.items()}
         self.masters: dict[str, Tensor] = {
             n: p.detach().float().clone() if narrow else p for n, p in self.parts.items()
@@ -162,7 +162,7 @@ class Optimizer:
         if not gradients and not self.sharded:
             return torch.zeros(())
         norms = [n.float() for n in torch._foreach_norm(gradients, 2.0)]
-        if self.sharded and current().tensor > 1:  # what several have counts once
+        if self.sharded and current().tensor > 1:  # values that several processes have count once
             there = [self.parameters[n] for n, m in self.masters.items() if m.grad is not None]
             norms = [n / math.sqrt(copies(like)) for n, like in zip(norms, there, strict=True)]
         found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -250,7 +250,7 @@ class Optimizer:
 
         signed, kind = key == "exp_avg", (master.device, master.dtype)
         moment = OptimState8bit.zeros(master.shape, signed, BLOCK, *kind)
-        if saved is not None:  # of a run that began with float32
+        if saved is not None:  # the run began with float32 weights
             return moment.copy_(saved.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
         moment.scale.copy_(tensors[f"{key}_scale.{name}"])

@@ -22,7 +22,7 @@ from posttrain.types import JSON
 LONGEST_WAIT = float(os.environ.get("POSTTRAIN_WAIT", 1800))
 SERVER_SOCKET = "POSTTRAIN_SOCKET"  # the socket on which the first process of `processes=N` listens
 WAITS = 60.0  # seconds after which a waiting process looks whether the first one is still there
-# what gloo, NCCL and the store say when another process is gone
+# what gloo, NCCL and the store report when another process is gone
 GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "socket")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,7 +33,7 @@ class Processes(World):
     def __init__(self, rank: int, size: int, sharding: str, store: Any, tensor: int = 1):
         self.rank, self.size, self.sharding, self.store = rank, size, sharding, store
         self.tensor = tensor
-        self.works = 0  # that were begun
+        self.works = 0  # how many were begun
 
     def same(self, value: JSON) -> JSON:
         data = encode(value) if self.first else b""
@@ -166,7 +166,7 @@ def joined(
         with using(ALONE) as world:
             yield world
         return
-    rank()  # or refuse what is no number
+    rank()  # raises an error if it is not a number
     missing = [name for name in VARIABLES if name not in os.environ]
     text = f"{', '.join(missing)} is not in the environment; start the processes by torchrun or processes=N"
     require(not missing, text)

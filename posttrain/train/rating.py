@@ -42,7 +42,7 @@ class ModelRating:
     k: float = 1.0
     token_budget: int = 8192
     tokenizer: Any = None
-    weights: Sequence[float] = field(default=(), kw_only=True)  # one for each scorer; (): all alike
+    weights: Sequence[float] = field(default=(), kw_only=True)  # one for each scorer; (): equal
 
     def __post_init__(self) -> None:
         require(len(self.scorers) > 0, "a rating needs at least one reward model")

@@ -55,7 +55,7 @@ class Store:
         self._error: BaseException | None = None
         self._hooking: threading.Thread | None = None
         self._mutex = threading.Lock()
-        self._copying: list[Path] = []  # what the hook is at, and what it does next
+        self._copying: list[Path] = []  # the checkpoint that the hook copies, and the next one
         self.hook_failures = 0
         self._written_once = False
 
@@ -98,7 +98,7 @@ class Store:
         """Wait until nothing is being written or copied."""
         self._written()
         if self._hooking is not None:
-            # one that runs and one that waits; each is ended after its limit
+            # one hook may run and one wait; each ends at its limit
             self._hooking.join(2 * self.saving.hook_seconds + 30)
             self._hooking = None
         self.check()
@@ -151,7 +151,7 @@ class Store:
             data = {"bytes": size, "seconds": round(seconds, 3), "waited": round(waited, 3)}
             stage = made.state.get("stage", "")
             self.events.emit("checkpoint", text, stage=stage, step=made.step, data=data)
-            self._written_once = True  # what all of them cost, a person reads one time
+            self._written_once = True  # the time of a checkpoint is reported once
             if self.saving.hook:
                 self._follow(path)
         except BaseException as error:  # raised again where somebody looks

@@ -42,8 +42,8 @@ from posttrain.train.memory import learning_bytes, weight_bytes
 from posttrain.train.parts import whole
 from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
 
-LAYER = "layers.*."  # of the names in a family's plan
-# those of a plan; a norm of the heads sees the heads of this process, the third dimension, and its weight's gradient is summed
+LAYER = "layers.*."  # prefix of module names in a family's plan
+# styles of such plans; a norm over heads sees the heads of this process (the third dimension), and its gradient is summed
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -51,7 +51,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
         SequenceParallel, sequence_dim=2, use_local_output=True
     ),
 }
-ROOM = 0.5  # of a device: weights, gradients and moments beyond this are spread
+ROOM = 0.5  # share of a device: weights, gradients and moments beyond this are sharded
 
 
 def wanted(network: Network, count: int, moments: float) -> bool:

@@ -15,7 +15,7 @@ from posttrain.train.pack import host_ids, host_mask, pack_examples
 from posttrain.train.roles.base import Role
 from posttrain.types import Batch, Example, Group, Outputs, Problem
 
-# what a teacher reads in place of the policy's prompts
+# makes the teacher's prompts, in place of the policy's
 Prompts = Callable[[Sequence[Problem]], Sequence[Sequence[int]]]
 
 
@@ -32,7 +32,7 @@ class Teacher(Role):
     def __init__(self, policy: Policy, by_token: bool = False, prompts: Prompts | None = None):
         self.policy, self.frozen, self.prompts = policy, policy.model, prompts
         self.columns = ("teacher_T",) if by_token else ()
-        # of each rollout of the step: how long the policy's prompt is, and what stands in its place
+        # for each rollout of the step: the length of the policy's prompt, and the ids that replace it
         self.instead: list[tuple[int, np.ndarray]] = []
 
     def read(self, groups: Sequence[Group]) -> None:
