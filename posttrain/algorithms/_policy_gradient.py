@@ -37,9 +37,9 @@ class PolicyGradient(ReusedSamples, Algorithm):
     beta, kl, kl_in   KL to the reference: as a term of the `loss` by the estimator `kl` (ops/kl.py has their gradients), in the
                       `reward` as -beta (log mu - log pi_ref), or in `both`
     reduction         w: token_mean 1/T, sequence_mean 1/(N |y_i|), sequence_sum 1/N, constant_mean 1/(N constant)
-    truncated         responses that the length limit cut off: `keep` them, `mask` them out of the loss and its denominators, or pay them
-                      nothing (`zero`: their reward is at most 0), so that never ending does not pay; they count in the baseline in any
-                      case
+    truncated         responses that the length limit cut off: `keep` them, `mask` them out of the loss and its denominators, or pay
+                      them nothing (`zero`: their reward is at most 0), so that never ending does not pay; they count in the baseline in
+                      any case
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
                       rho = pi / pi_prox and c = pi_prox / mu, `decoupled` without a bound, or cut at `cap` by `token` or by
                       `sequence`; or c = 1 (`proximal`), if mu differs by rounding alone

@@ -26,6 +26,7 @@ class DrGRPO(PolicyGradient):
     paper = "Liu et al. 2025 (Understanding R1-Zero-like training), arXiv:2503.20783"
 
     reduction: Reduction = "constant_mean"
+    # a length in tokens that replaces |y_i|; the paper takes the limit on new tokens
     constant: float = 256.0
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:

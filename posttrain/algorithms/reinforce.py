@@ -40,6 +40,7 @@ class Reinforce(PolicyGradient):
     clip_high: float = 0.0
     kl_in: KLIn = "reward"
     reduction: Reduction = "sequence_sum"
+    # none: 0; batch: the mean reward of the step; running: an average over earlier steps
     baseline: Literal["none", "batch", "running"] = "batch"
     decay: Annotated[float, Range(ge=0, lt=1)] = 0.9
 

@@ -34,6 +34,7 @@ class ReinforcePlusPlus(PolicyGradient):
     group: Several = 1
     beta: NotNegative = 0.01
     kl_in: KLIn = "reward"
+    # group: first subtract the mean reward of the prompt's samples
     baseline: Literal["none", "group"] = "none"
 
     def mistakes(self) -> Iterator[str]:
