@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import Collected, Rollouts
 from posttrain.data.curriculum import Curriculum, CurriculumState
-from posttrain.loop import uncollected
+from posttrain.loop import manual_garbage_collection
 from posttrain.models.tiny import character_tokenizer
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.rules import MonitorSettings
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = Ended(task, sampler, tokenizer, state, prompts, Sampling(tokens), 0, torch.device("cpu"))  # type: ignore[arg-type]
     monitor, rows = Monitor(MonitorSettings()), list[dict[str, float]]()
     for step in range(given.steps):
-        with uncollected():
+        with manual_garbage_collection():
             rows.append(one_step(source, sampler, monitor, step))
     median = {name: statistics.median(row[name] for row in rows[SKIPPED:]) for name in rows[0]}
     for name, milliseconds in median.items():

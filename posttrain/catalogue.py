@@ -1,5 +1,5 @@
-"""Finding algorithms, tasks and recipes by name. A file is its own registration: its module name is the name. Reward sources are the
-classes of one file, each with its `name`.
+"""Finds algorithms, tasks and recipes by name. A file registers itself: its module name is the name. Reward sources are the classes
+of one file, each with its `name`.
 
 `list` must not import torch, so descriptions are read from the source with `ast`; only `load` imports.
 """
@@ -47,7 +47,7 @@ class Entry:
 
 
 def names(kind: str) -> list[str]:
-    """Names of one kind: file names, but for those with a leading underscore, or of the classes in one file."""
+    """The names of one kind: file names without a leading underscore, or the names of the classes in one file."""
     place = KINDS[kind]
     if place.endswith(".py"):
         return [name for node in _parsed(place).body if (name := _constant(node, "name"))]
@@ -72,7 +72,7 @@ def _parsed(file: str) -> ast.Module:
 
 
 def _constant(owner: ast.stmt, name: str) -> str:
-    """The value of a string assigned to `name` in the body of a class."""
+    """The value of a string constant assigned to `name` in the body of a class."""
     for node in owner.body if isinstance(owner, ast.ClassDef) else ():
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -109,7 +109,7 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
 
 
 def short_form(kind: str, text: str, base: type) -> dict[str, Any]:
-    """What a name stands for as settings: `NAME`, or `NAME:VALUE` of one that says which of its settings the value is
+    """The settings that a name is short for: `NAME`, or `NAME:VALUE` if its class says which setting the value is
     (reasoning_gym:leg_counting)."""
     if kind == "tool" and code_place(text) is not None:  # a function, or a class
         return {"name": "function", "function": text}
@@ -122,7 +122,7 @@ def short_form(kind: str, text: str, base: type) -> dict[str, Any]:
 
 
 def make(kind: str, text: str, base: type) -> Any:
-    """An instance by its name, with the defaults of its settings."""
+    """An instance by name, with default settings."""
     settings = short_form(kind, text, base)
     try:
         return load(kind, settings.pop("name"), base)(**settings)
@@ -151,7 +151,7 @@ def _from_file(kind: str, path: Path, attribute: str) -> Any:
 
 
 class _SourceOnly(SourceFileLoader):
-    """Compiles what the file says now: bytecode is neither read (it may be of an older text) nor left in its folder."""
+    """Compiles the current source: bytecode is neither read, because it may be older, nor written to the file's folder."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -159,7 +159,7 @@ class _SourceOnly(SourceFileLoader):
 
 @lru_cache(maxsize=64)
 def _module(path: Path, changed: int, size: int) -> ModuleType:
-    """The only place that runs a user's file: once in a process, and again where it was edited since."""
+    """The only place that runs a user's file: once in a process, and again if it was edited since."""
     module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
     loader = _SourceOnly(module_name, str(path))
     spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
@@ -169,7 +169,7 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
     module.__posttrain_file__ = str(path)  # type: ignore[attr-defined]
     sys.modules[module_name] = module
     folder = str(path.parent)
-    # its neighbours can be imported: first by the file itself, and after that behind what is installed
+    # the file may import its neighbours: they come first while it runs, and after installed packages later
     sys.path.insert(0, folder)
     for tell in on_import:
         tell(True)

@@ -1,4 +1,4 @@
-"""Where steps come from: examples drawn from a data set, or rollouts that the policy makes and a task scores."""
+"""Collects the material of each step: examples from a data set, saved groups, or rollouts that are sampled and scored."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from posttrain.types import (
     Sampler,
     Sampling,
     Score,
+    Selection,
 )
 
 Item = Example | tuple[Example, ...]
-MAX_ROUNDS = 4  # how often a step may ask for more groups before it goes on with what it has
-MAX_SECONDS = 1800.0  # a step that has sampled for so long does not ask again
+MAX_ROUNDS = 4  # of sampling in a step; then it trains on the groups that it has
+MAX_SECONDS = 1800.0  # after this long a step starts no further round of sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """The material of one step. `metrics` are those of collecting; the loop measures the groups while the device trains."""
+    """The material of one step. `metrics` are about collecting; the loop computes those of the groups while the device trains."""
 
     batch: Batch
     groups: tuple[Group, ...] = ()
@@ -56,22 +57,23 @@ class Collected:
 
 
 class Source:
-    """Where the batch of a step comes from. `models` are the frozen ones that score, for a checkpoint to name them by their weights."""
+    """Collects the batch of each step."""
 
-    order: Mixture | Stream  # what decides the order, which a checkpoint keeps
+    order: Mixture | Stream  # the order of the items; checkpoints save its state
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
+        """The frozen models that score; a checkpoint records a checksum of their weights."""
         return ()
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
         raise NotImplementedError
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """See what became of a step."""
+        """Called with the groups of a step after its update."""
 
     def look_ahead(self) -> None:
-        """Make what the next step is going to need, while the device is at work; nothing is decided by it."""
+        """Prepare for the next step while the device computes. This may save time, but changes no result."""
 
     def state(self) -> JSON:
         return self.order.state()
@@ -82,8 +84,8 @@ class Source:
 
 @dataclass(eq=False)
 class Examples(Source):
-    """Steps of `batch` examples each, in an order that a seed decides. Several sets are mixed by weight. An item of a set may be
-    a unit of several examples: a pair, a ranking."""
+    """Draws `batch` items a step, in an order given by the seed. Several sets are mixed by weight. An item may consist of several
+    examples: a pair, a ranking."""
 
     sets: Sequence[Sequence[Item]]
     weights: Sequence[float]
@@ -101,7 +103,7 @@ class Examples(Source):
         return Collected(batch, metrics=(Metric("length", batch.tokens, batch.sequences),))
 
     def draw(self, together: bool) -> Batch:
-        """The next batch; with `together` the examples of an item are not cut apart."""
+        """Draw the next batch. With `together`, micro-batches keep the examples of an item together."""
         drawn = [self.sets[source][index] for source, index in self.order.take(self.batch)]
         units = [item if isinstance(item, tuple) else (item,) for item in drawn]
         examples = [replace(e, unit=n) for n, unit in enumerate(units) for e in unit]
@@ -110,8 +112,8 @@ class Examples(Source):
 
 @dataclass(eq=False)
 class SavedGroups(Source):
-    """Steps of `batch` groups that were sampled and scored before, in an order that a seed decides. `logprobs` fills in for a sampler
-    whose log-probs are not known: those of the policy as the step begins."""
+    """Draws `batch` groups a step that were sampled and scored earlier, in an order given by the seed. Where the sampler's log-probs
+    are unknown, `logprobs` computes those of the policy at the start of the step in their place."""
 
     groups: Sequence[Group]
     batch: int
@@ -125,24 +127,22 @@ class SavedGroups(Source):
         self.order = Stream(len(self.groups), derive(self.seed) >> 1)
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
-        """The next groups; there are no others for an algorithm that asks for more."""
+        """Draw the next groups. A request to refill is ignored, because nothing is sampled here."""
         drawn = [self.groups[n] for n in self.order.take(self.batch)]
         selection = algorithm.select(drawn, state)
-        together = algorithm.unit != "sequence"
-        packed = (self.temperature, self.device, together, algorithm.learns_parts)
-        batch = pack_groups(selection.groups, *packed)
+        batch = pack_selection(selection, algorithm, self.temperature, self.device)
         if self.logprobs is not None and batch.sequences:
             batch = batch.replace(behaviour_T=self.logprobs(batch).where(batch.mask_T, 0.0))
         rewards = [value for group in drawn for value in group.rewards]
         reward = Metric("reward", sum(rewards), len(rewards))
-        # what another policy sampled is meant to differ from what the trainer computes
+        # another policy sampled these tokens: its log-probs are expected to differ from the trainer's
         batch = batch.replace(stale_T=batch.mask_T)
         return Collected(batch, metrics=(*selection.metrics, reward))
 
 
 @dataclass(eq=False)
 class Rollouts(Source):
-    """Steps of `prompts` groups each: problems drawn by a curriculum, answered by a sampler, scored by the task."""
+    """Samples `prompts` groups a step: the curriculum draws problems, the sampler answers them, the task scores the answers."""
 
     task: Task
     sampler: Sampler
@@ -155,11 +155,11 @@ class Rollouts(Source):
     rating: Rating | None = None
     events: Events = field(default_factory=Events)
     workers: WorkerPool | None = None
-    # by level; those of the task, unless others are given
+    # by level; default: the task's
     problems: Mapping[int, Sequence[Problem]] = field(default_factory=dict)
-    # kinds of failures, each of which is a message once
+    # kinds of failures that were reported; each is reported once
     reported: set[str] = field(default_factory=set, init=False)
-    # prompts that were rendered ahead, and of which levels and indices
+    # (level, index) of the problems whose prompts are rendered already, and the prompts
     looked_ahead: tuple[list[tuple[int, int]], Renderer | None] = field(
         default=([], None), init=False
     )
@@ -175,55 +175,63 @@ class Rollouts(Source):
         return () if self.rating is None else self.rating.models
 
     def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
-        """Draw, sample, score; let the algorithm select, and ask again while it wants more."""
+        """Draw problems, sample and score. Repeat while the algorithm's selection asks for more groups."""
         seconds = Seconds()
         groups: list[Group] = []
         began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
             samples = algorithm.samples(self.sampling)
-            fresh = self.fresh(step, attempt, wanted, samples, seconds)
+            fresh = self.sample_groups(step, attempt, wanted, samples, seconds)
             groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
-            self.mention_steps(algorithm, groups)
+            self.warn_unused_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
-            # never more than are missing; a problem has one group of each role
+            # at most the missing ones; a problem has one group for each role
             kept = max(Counter(g.role for g in selection.groups).values(), default=0)
             wanted = min(selection.refill, self.prompts - kept)
             late = wanted > 0 and current().any(time.monotonic() - began > MAX_SECONDS)
             if wanted <= 0 or late:
                 break
-        together = algorithm.unit != "sequence"
-        packed = (self.sampling.temperature, self.device, together, algorithm.learns_parts)
-        batch = pack_groups(selection.groups, *packed)
-        numbers = torch.tensor(places(groups, selection.groups), dtype=torch.int64)
+        batch = pack_selection(selection, algorithm, self.sampling.temperature, self.device)
+        numbers = torch.tensor(rollout_indices(groups, selection.groups), dtype=torch.int64)
         batch = batch.replace(rollout_N=numbers.to(self.device))
         level = Metric("level", self.curriculum_state.level, 1)
         metrics = (*selection.metrics, *seconds.metrics(), level)
-        # their work was done here, more slowly
+        # other processes took over their work, more slowly
         if failed := self.sampler.statistics.failed_workers:
             metrics += (Metric("failed_workers", failed, None),)
         return Collected(batch, tuple(groups), metrics)
 
-    def fresh(
+    def sample_groups(
         self, step: int, attempt: int, wanted: int, samples: Sequence[Sampling], seconds: Seconds
     ) -> Sequence[Group]:
-        """The groups of `wanted` problems, an episode of each for each of `samples`, scored by the task."""
+        """Draw `wanted` problems, sample each once with each of `samples`, and let the task score the rollouts."""
         drawn = self.curriculum_state.draw(wanted)
-        problems = [self.problems[level][index] for level, index in drawn]
-        asked = (problems, len(samples), samples, derive(self.seed, step, attempt))
-        places, renderer = self.looked_ahead
-        how = (self.workers, seconds, self.ordered, renderer if places == drawn else None)
-        return rollout_groups(self.task, self.sampler, self.decoder, *asked, *how)
+        rendered_for, renderer = self.looked_ahead
+        return rollout_groups(
+            self.task,
+            self.sampler,
+            self.decoder,
+            [self.problems[level][index] for level, index in drawn],
+            len(samples),
+            samples,
+            derive(self.seed, step, attempt),
+            workers=self.workers,
+            seconds=seconds,
+            ordered=self.ordered,
+            rendered=renderer if rendered_for == drawn else None,
+        )
 
     def look_ahead(self) -> None:
-        """Render the prompts of the problems that come next, if the curriculum does not move before: what is drawn then decides."""
+        """Render the prompts of the problems that the curriculum would draw next. `sample_groups` uses them only if it draws the same
+        problems: the curriculum may move in between."""
         if type(self.task).run is not Task.run:
             return
         before = self.curriculum_state.state()
         drawn = self.curriculum_state.draw(self.prompts)
         self.curriculum_state.restore(before)
         own = current().share(len(drawn))
-        with suppress(Exception):  # the step that asks for the prompt says what is wrong with it
+        with suppress(Exception):  # the step that needs the prompt raises the error
             problems = [self.problems[level][index] for level, index in drawn[own.start : own.stop]]
             made = Renderer(self.decoder, problems, self.task.prompt, at_once=True)
             made.prompt(0)
@@ -231,23 +239,23 @@ class Rollouts(Source):
 
     @property
     def ordered(self) -> bool:
-        """Whether what is sampled may not depend on how long anything took."""
+        """Whether samples must not depend on timing."""
         return self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
     def publish(self, version: int) -> None:
-        """Have the sampler use the trainer's weights as they are now."""
+        """Make the sampler use the trainer's current weights."""
         self.sampler.publish(version)
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """While this lasts, others may use the sampler, the task and its workers."""
+    def drained(self) -> Iterator[None]:
+        """Wait for background sampling (here: none) to finish, so that others may use the sampler, the task and its workers."""
         yield
 
     def close(self) -> None:
-        """End what goes on by itself."""
+        """Stop background sampling. This source has none."""
 
-    def mention_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
-        """Say once that there are values of steps which are not learned from."""
+    def warn_unused_steps(self, algorithm: Algorithm, groups: Sequence[Group]) -> None:
+        """Warn once if the reward scores steps and the algorithm ignores these scores."""
         said = algorithm.learns_steps or "steps" in self.reported
         if not said and any(r.score.steps for g in groups for r in g.rollouts):
             self.reported.add("steps")
@@ -256,7 +264,7 @@ class Rollouts(Source):
             self.events.emit("message", f"{text}; {advice}", "warning")
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Update the curriculum with the results of a step, and report each kind of failure once."""
+        """Update the curriculum with the scores of a step, and report each kind of failure once."""
         for group in groups:
             solved = [float(r.score.solved) for r in group.rollouts if r.score.valid]
             share = sum(solved) / max(1, len(solved))
@@ -279,8 +287,8 @@ class Rollouts(Source):
 
 
 def generate(sampler: Sampler, requests: Sequence[Request]) -> Generator[Completion, None, None]:
-    """Submit all requests and yield their completions in the order of the requests, each as soon as those before it are there. What
-    is not finished when the caller stops is cancelled. Nobody else may use the sampler meanwhile."""
+    """Submit all requests and yield their completions in the same order, each as soon as it and those before it are finished. If the
+    caller stops early, the rest is cancelled. Nothing else may use the sampler meanwhile."""
     place = {(request.session, request.turn): n for n, request in enumerate(requests)}
     finished: dict[int, Completion] = {}
     answered = received = 0
@@ -300,7 +308,7 @@ def generate(sampler: Sampler, requests: Sequence[Request]) -> Generator[Complet
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and how many samples of it. Randomness belongs to (seed, sample)."""
+    """A prompt and how many samples to draw from it. The randomness of a sample depends on `seed` and its index alone."""
 
     ids: tuple[int, ...]
     samples: int
@@ -309,7 +317,7 @@ class Prompt:
 
 
 def group_requests(prompts: Sequence[Prompt]) -> list[Request]:
-    """A request for each sample of each prompt; sessions are numbered from 0."""
+    """Make a request for each sample of each prompt. Sessions are numbered from 0."""
     drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
 
     def request(session: int, n: int, sample: int) -> Request:
@@ -322,7 +330,7 @@ def group_requests(prompts: Sequence[Prompt]) -> list[Request]:
 def generate_groups(
     sampler: Sampler, prompts: Sequence[Prompt]
 ) -> Generator[tuple[Completion, ...], None, None]:
-    """The samples of each prompt, in order, each group as soon as it and those before it are complete."""
+    """Yield the samples of each prompt in order, each group as soon as it and those before it are complete."""
     completions = generate(sampler, group_requests(prompts))
     try:
         for prompt in prompts:
@@ -331,8 +339,17 @@ def generate_groups(
         completions.close()
 
 
-def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
-    """Which of all the rollouts each selected one is. An algorithm may reorder them and score them anew; their segments stay."""
+def pack_selection(
+    selection: Selection, algorithm: Algorithm, temperature: float, device: torch.device
+) -> Batch:
+    """Pack the selected groups into a batch as the algorithm needs it."""
+    together = algorithm.unit != "sequence"
+    return pack_groups(selection.groups, temperature, device, together, algorithm.learns_parts)
+
+
+def rollout_indices(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
+    """The index of each selected rollout among all rollouts. An algorithm may reorder rollouts and change their scores, but keeps their
+    segments, so these identify a rollout."""
     number = {
         id(rollout.segments): n
         for n, rollout in enumerate(r for group in groups for r in group.rollouts)
@@ -343,8 +360,8 @@ def places(groups: Sequence[Group], selected: Sequence[Group]) -> list[int]:
 def rate_groups(
     rating: Rating, groups: Sequence[Group], seconds: Seconds | None = None
 ) -> list[Group]:
-    """Groups as a model rates them. What the task itself says stays in the part `task`: the proxy and the gold. An episode that
-    failed stays without a score. Several processes rate their share each."""
+    """Replace the scores of groups by those of a model. The task's own score stays as the part `task`, to compare proxy and gold
+    reward. A failed episode stays without a score. Each of several processes rates its share."""
     began, world = time.perf_counter(), current()
     rated = [r for g in groups for r in g.rollouts if r.score.outcome != EPISODE_FAILED]
     if world.size == 1:
@@ -363,7 +380,7 @@ def rate_groups(
                 parts = {} if gold.value is None else {"task": gold.value}
                 merged = {**score.parts, **parts}
                 outcome = score.outcome or gold.outcome
-                # what turns were paid is a part of every return
+                # a return includes the rewards of single turns
                 value = None if score.value is None else score.value + rollout.paid
                 score = replace(score, value=value, parts=merged, outcome=outcome)
                 rollout = replace(rollout, score=score)

@@ -1,4 +1,4 @@
-"""A run from its recipe: a name, a YAML file or a Python file, with key=value arguments, becomes the settings of a run."""
+"""Builds the settings of a run from a recipe (a name, a YAML file or a Python file) and key=value arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from posttrain.types import JSON
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Checked):
-    """A whole run: its recipe and the keys that belong to no stage."""
+    """The settings of a whole run: its recipe, and the keys that belong to no stage."""
 
     recipe: Recipe
     name: str
@@ -53,9 +53,9 @@ class Settings(Checked):
     checkpoint_sync: bool = False  # wait for the disk at every checkpoint
     checkpoint_keep: Several = 2
     deterministic: bool = False  # on a GPU: the same bits every time; on a CPU that is always so
-    # that work together on this machine, each on a GPU of its own or a share of the cores
+    # processes that train together on this machine, each on its own GPU or with a share of the cores
     processes: Several = 1
-    # of several processes: whole weights in each (ddp), or a part in each (fsdp); auto: by their size
+    # with several processes: whole weights in each (ddp), or a shard in each (fsdp); auto: by their size
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     # neighbours of the processes that divide each layer of a model, which is to learn, where it is too large for parallel=fsdp alone
     tensor_parallel: Several = 1
@@ -63,8 +63,8 @@ class Settings(Checked):
     # rl.sampler start
     cluster: str = ""
     cluster_spread: bool = False  # over the nodes, rather than on as few as have room
-    worker_cpus: Positive = 1.0  # of a cluster, for each sampler
-    # of a cluster, for each sampler; below 1, it shares a GPU. none: one where device=cuda
+    worker_cpus: Positive = 1.0  # CPUs of each sampler on a cluster
+    # GPUs of each sampler on a cluster; below 1, samplers share a GPU; none: one if device=cuda
     worker_gpus: NotNegative | None = None
     # stop: the run ends and can be resumed; shrink: the group of processes goes on with fewer, from the last checkpoint
     on_failed_node: Literal["stop", "shrink"] = "stop"
@@ -75,7 +75,7 @@ class Settings(Checked):
     trust: Trust = dataclasses.field(default=EVERYTHING, compare=False)
 
     def __post_init__(self) -> None:
-        """Refused before there is a directory."""
+        """Checked before the run directory exists."""
         check_machine(self.seed, self.device)
         super().__post_init__()
         check_threads(self.threads, "threads")
@@ -93,7 +93,7 @@ class Settings(Checked):
 
 
 def check_machine(seed: int, device: str) -> None:
-    """Check what every command that runs a model takes."""
+    """Check the settings that every command with a model has."""
     require(0 <= seed < 2**63, f"seed is a whole number, 0 or more and below 2**63, not {seed}")
     known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None
     require(known, f"device must be auto, cpu, mps, cuda or cuda:0, not {device!r}")
@@ -102,16 +102,16 @@ def check_machine(seed: int, device: str) -> None:
 
 TOP = [f.name for f in dataclasses.fields(Settings)][2:-1]  # the keys that belong to no stage
 TEXTS = ("before", "after", "next_command")  # of a recipe
-# of those, what is about a cluster
+# those of them that are about a cluster
 CLUSTER = ("cluster_spread", "worker_cpus", "worker_gpus", "on_failed_node")
-PASSING = ("out", "only", "again")  # of those, what is no part of a run's configuration
+PASSING = ("out", "only", "again")  # those of them that are not part of a run's configuration
 
 
 def parse(
     recipe: str, arguments: Sequence[str], allow_code: bool = False, source: str = ""
 ) -> Settings:
-    """A recipe's name, YAML file or Python file, and key=value arguments in the words of the README. Nobody typed them where they come
-    from a file, the `source`."""
+    """Parse a recipe (name, YAML file or Python file) and key=value arguments. `source` is the file that they come from, if nobody
+    typed them."""
     pairs = dict(map(pair, arguments))
     written = recipe.endswith((".yaml", ".yml"))
     own = {key: pairs[key] for key in PASSING if key in pairs}  # not from the file: see sweep.py
@@ -136,7 +136,7 @@ def build(name: str, function: Any, pairs: Mapping[str, JSON]) -> Settings:
 
 
 def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
-    """A run of the recipe, with the keys of its stages applied to them."""
+    """The settings of a run of the recipe, with the stages' keys applied."""
     dotted = {key: value for key, value in pairs.items() if "." in key}
     recipe = dataclasses.replace(recipe, stages=override(recipe.stages, dotted))
     hints = typing.get_type_hints(Settings)
@@ -164,7 +164,7 @@ def _settings(name: str, recipe: Recipe, pairs: Mapping[str, JSON]) -> Settings:
 
 
 def _words(command: JSON) -> tuple[str, ...]:
-    """A program and its arguments, from one line or a list of words. Nothing in it is expanded: there is no shell."""
+    """A program and its arguments, from one line or a list of words. There is no shell, so nothing is expanded."""
     if not isinstance(command, str):
         return tuple(check_value("checkpoint_hook", tuple[str, ...], command))
     try:
@@ -174,8 +174,8 @@ def _words(command: JSON) -> tuple[str, ...]:
 
 
 def check_named(stages: Sequence[Stage]) -> None:
-    """Refuse what the resolved stages name and the file they come from may not; see trust.py. Whatever a name went through on its way
-    here (rounds, overrides, a recipe's parameters), this is what the stages will use."""
+    """Raise an error if the resolved stages name something that the file they come from may not name; see trust.py. This checks the
+    final values, after rounds, overrides and recipe parameters."""
     trust = active()
     if trust.whole:
         return
@@ -203,7 +203,8 @@ def check_named(stages: Sequence[Stage]) -> None:
 
 
 def _path(field: str, value: str) -> Path | None:
-    """The file or folder that a setting names: in a field for places whatever there is, "." too, even where a stage is called so."""
+    """The file or folder that a setting names. In a field for paths any existing path counts, even "." or one with the name of a
+    stage."""
     try:
         path = Path(value).expanduser()
         return path if field in PLACES and path.exists() else place(value, field)
@@ -212,7 +213,7 @@ def _path(field: str, value: str) -> Path | None:
 
 
 def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()) -> None:
-    """Refuse keys that neither the run nor its recipe has."""
+    """Raise an error for keys that neither the run nor its recipe has."""
     try:
         refuse_unknown("key", keys, known, owners)
     except UserError as error:
@@ -250,7 +251,7 @@ def from_config(
     pairs: Mapping[str, JSON] | None = None,
     allow_code: bool = False,
 ) -> Settings:
-    """The configuration that a run directory keeps, the file `where`, with the user's own `pairs`."""
+    """The settings saved in a run directory, in the file `where`, with the user's own `pairs`."""
     pairs = dict(pairs or {})
     if not {**tree, **pairs}.get("cluster"):  # a run that goes on without its cluster
         tree = {key: value for key, value in tree.items() if key not in CLUSTER}
@@ -259,7 +260,7 @@ def from_config(
 
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
-    """A configuration that says everything in full."""
+    """The settings from a fully resolved configuration."""
     known = ("format", "name", "stages", *TEXTS, "versions", *TOP)
     refuse_unknown(f"key in {where}:", tree, known)
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
@@ -274,7 +275,7 @@ def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -
 
 
 def _expanded(tree: JSON, where: str) -> list[Stage]:
-    """One stage, or those of some rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
+    """One stage, or the stages of several rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
     if not isinstance(tree, dict) or "rounds" not in tree:
         return [from_tree(tree, Stage, where)]
     refuse_unknown(f"key in {where}:", tree, ("rounds", "first", "advance", "stages"))
@@ -286,7 +287,7 @@ def _expanded(tree: JSON, where: str) -> list[Stage]:
 
 
 def to_config(settings: Settings) -> dict[str, JSON]:
-    """Everything that decides a run, as plain data."""
+    """All settings that determine a run, as plain data."""
     return {
         "format": FORMAT,
         "name": settings.name,

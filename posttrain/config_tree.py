@@ -1,5 +1,5 @@
-"""Settings as nested plain data, as YAML and the command line have it, and back: every key and type is checked, by pydantic here and
-nowhere else."""
+"""Converts settings to and from nested plain data, as in YAML and on the command line. Every key and type is checked. Only this
+module uses pydantic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+"
 
 
 class Text(str):
-    """A value as it was typed. What it means depends on its field: `no` is a truth, or the name of a directory."""
+    """A value as it was typed. Its meaning depends on its field: `no` is false, or the name of a directory."""
 
     value: JSON
 
@@ -50,7 +50,7 @@ class Text(str):
 
 
 def pair(argument: str) -> tuple[str, JSON]:
-    """The key and the value of key=value: text, a list or a mapping; other values as they were typed, until their field is known."""
+    """Split key=value. The value is text, a list or a mapping; other values stay as typed until their field is known."""
     key, equals, text = argument.partition("=")
     require(bool(equals) and bool(key), f"{argument!r} is not key=value")
     try:
@@ -66,7 +66,7 @@ def pair(argument: str) -> tuple[str, JSON]:
 
 
 def meant(value: JSON, kind: Any = Any) -> JSON:
-    """A value for a field of this type."""
+    """Convert a typed value to the type of its field."""
     if not isinstance(value, Text):
         return value
     accepted = (kind, *typing.get_args(kind))
@@ -90,8 +90,8 @@ def to_tree(value: Any) -> JSON:
 
 
 def from_tree(tree: JSON, kind: Any, where: str) -> Any:
-    """The inverse of `to_tree`, with every key and type checked; errors name the key and what it accepts. The name of an algorithm, a
-    task or a reward stands for its settings, and one value for a list of one."""
+    """The inverse of `to_tree`, with every key and type checked. Errors name the key and the accepted values. The name of an
+    algorithm, a task or a reward is short for its settings, and one value for a list of one."""
     tree = meant(_named(tree, kind), kind)
     if kind in NAMED:
         require(isinstance(tree, dict), f"{where}: give a mapping")
@@ -122,13 +122,13 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
 
 
 def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage, ...]:
-    """Apply `stage.key=value`, where key may be a path, or the one nested key of that name."""
+    """Apply `stage.key=value`. The key may be a path, or a nested key that is unique in the stage."""
     check_names(stages)  # two of one name would be one
     kinds = {stage.name: type(stage) for stage in stages}
     trees = {stage.name: to_tree(stage) for stage in stages}
     for dotted, value in pairs.items():
         name, *path = dotted.split(".")
-        # of a stage in rounds: all of them, unless one is named
+        # for a stage in rounds, set the key in all rounds, unless one is named
         rounds = [n for n in trees if re.fullmatch(rf"{re.escape(name)}_\d+", n)]
         meant = [name] if name in trees else rounds
         if not meant:
@@ -136,7 +136,7 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
         for one in meant:
             _assign(trees[one], kinds[one], path, value, dotted)
             either = getattr(kinds[one], "either", ())
-            # what a recipe says gives way to the other way to say it, unless both are given
+            # the recipe's value of one of two exclusive keys gives way to the other key, unless both are given
             for other in either if path[0] in either else ():
                 if f"{name}.{other}" not in pairs:
                     trees[one][other] = None
@@ -144,7 +144,7 @@ def override(stages: Sequence[Stage], pairs: Mapping[str, JSON]) -> tuple[Stage,
 
 
 def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dotted: str) -> None:
-    """Put `value` into the tree of a `kind` at `path`."""
+    """Set `value` at `path` in the tree of a `kind`."""
     key, hints = path[0], _hints(kind)
     names = _keys(kind)
     groups = {f: group for f in names if (group := _group(hints[f], tree.get(f))) is not None}
@@ -174,7 +174,7 @@ def _assign(tree: dict[str, JSON], kind: Any, path: list[str], value: JSON, dott
 
 
 def _group(hint: Any, tree: JSON) -> Any:
-    """The dataclass that a field holds, where it holds one. Which one a polymorphic field holds, its tree says."""
+    """The dataclass that a field holds, if any. For a polymorphic field, the tree names it."""
     choices = (hint, *typing.get_args(hint)) if typing.get_origin(hint) is not tuple else ()
     base = next((c for c in choices if c in NAMED), None)
     if base is not None:
@@ -188,7 +188,7 @@ def _keys(kind: Any) -> list[str]:
 
 
 def _stage(name: str) -> Any:
-    """The class of a stage; for the name of an algorithm, advice which stage takes it."""
+    """The class of a stage. For the name of an algorithm, the error says which stage takes it."""
     if name in catalogue.names("algorithm") and name not in catalogue.names("stage"):
         algorithm = catalogue.load("algorithm", name, Algorithm)
         stage = STAGES[algorithm.learns_from].split()[1]
@@ -198,7 +198,7 @@ def _stage(name: str) -> Any:
 
 
 def _named(tree: JSON, kind: Any) -> JSON:
-    """Settings by the name of an algorithm, a task or a reward alone, or with a value after it: reasoning_gym:leg_counting."""
+    """Expand the name of an algorithm, a task or a reward, alone or with a value after it (reasoning_gym:leg_counting), to settings."""
     base = next((c for c in (kind, *typing.get_args(kind)) if c in NAMED and c is not Stage), None)
     if base is None or typing.get_origin(kind) is tuple:
         return tree
@@ -210,7 +210,7 @@ def _named(tree: JSON, kind: Any) -> JSON:
 
 
 def _listed(tree: JSON, kind: Any) -> list[JSON]:
-    """The items of a list: one value is a list of one, and text with commas one of several, unless a file is called so."""
+    """The items of a list. One value is a list of one; text with commas is a list of several, unless a file has that name."""
     if isinstance(tree, list | tuple):
         items = list(tree)
     elif isinstance(tree, str) and "," in tree and not os.path.exists(tree):
@@ -223,8 +223,7 @@ def _listed(tree: JSON, kind: Any) -> list[JSON]:
 
 
 def _grouped(tree: dict[str, JSON], kind: Any, where: str) -> dict[str, JSON]:
-    """The settings of a stage with keys of its groups that stand in the stage itself (`lr`) put where they belong (optimizer.lr), as
-    the command line does."""
+    """Move the keys of a stage that belong to one of its groups (`lr`) into the group (optimizer.lr), as the command line does."""
     loose = [key for key in tree if key not in _keys(kind) and not called_here(key)]
     if not loose:
         return tree
@@ -262,7 +261,7 @@ def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def check_value(where: str, kind: Any, value: JSON) -> Any:
-    """One plain value against its type. 1,000 is a number, and a number where text is wanted is text."""
+    """Check one plain value against its type. 1,000 is a number, and a number in a text field becomes text."""
     kinds = {kind, *typing.get_args(kind)}
     value, number = meant(value, kind), {int, float} & kinds
     truth = isinstance(value, bool) and bool(number) and bool not in kinds

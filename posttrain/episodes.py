@@ -1,8 +1,8 @@
-"""Runs episodes, the coroutines `Task.run`, against a sampler, and scores what they sampled.
+"""Runs episodes (the coroutines `Task.run`) against a sampler, and scores their rollouts.
 
-Episodes run together. Turns that they await are submitted to the sampler; while it decodes, finished turns are decoded to text, tools
-run, and rollouts are scored: in this process between two bursts, in the event loop where the reward is a coroutine, in worker processes
-where the task is isolated.
+All episodes of a step run concurrently. The turns that they await are submitted to the sampler together. While it generates, finished
+turns are decoded to text, tools run and rollouts are scored: in this process between two bursts of decoding, in the event loop if the
+reward is a coroutine, in worker processes if the task is isolated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from posttrain.types import (
 )
 
 PENDING = Score.pending()
-EPISODE_FAILED = "episode failed"  # the outcome of an episode whose task raised an error
+EPISODE_FAILED = "episode failed"  # the outcome if the task's code raised an error
 Result = TypeVar("Result")
 
 
@@ -62,25 +62,27 @@ def rollout_groups(
     ordered: bool = True,
     rendered: Renderer | None = None,
 ) -> list[Group]:
-    """Run `samples` episodes of each problem, with one `sampling` or one each, and score them: a group for each problem, in their
-    order, and for each role of its episodes. Randomness belongs to (seed, the problem's place, sample, turn). The time it took is
-    added to `seconds`. `rendered` has the prompts of these problems already.
+    """Run `samples` episodes of each problem and score them. Returns the groups in the order of the problems: one for each problem and
+    role. `sampling` is for all episodes, or one for each. The randomness of a turn depends on (seed, index of the problem, sample,
+    turn) alone. The time spent is added to `seconds`. `rendered` holds the prompts, if they are rendered already.
 
-    With `ordered` (deterministic) the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
+    With `ordered` (deterministic), the batches that the sampler decodes depend on the requests alone, never on how long a tool or a
     reward took: later turns are submitted when every live episode awaits one.
 
-    Several processes do their share of the problems each, and all get all groups.
+    With several processes, each runs its share of the problems, and all receive all groups.
     """
     world = current()
-    every = list(problems)  # a lazy sequence would make each of them anew
+    every = list(problems)  # a lazy sequence would create a problem again at each access
     own = world.share(len(every))
     given = every[own.start : own.stop]
     isolated = any(task.isolates(problem) for problem in given)
     text = "this task is scored in worker processes; give rollout_groups a WorkerPool that knows it"
     require(workers is not None or not isolated, text)
-    every_sample = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
-    asked = (given, every_sample, seed, workers, seconds or Seconds(), ordered, own.start)
-    episodes = Episodes(task, sampler, decoder, *asked, known=rendered)
+    each = (sampling,) * samples if isinstance(sampling, Sampling) else sampling
+    seconds = seconds or Seconds()
+    episodes = Episodes(
+        task, sampler, decoder, given, each, seed, workers, seconds, ordered, own.start, rendered
+    )
     with same_folder():
         found = [group for groups in run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
@@ -95,12 +97,12 @@ def rollout_groups(
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One conversation of an episode with the policy: what `Task.run` calls `generate`; see tasks/base.py."""
+    """One conversation with the policy: the `generate` argument of `Task.run`. tasks/base.py documents its methods (`Generate`)."""
 
     episodes: Episodes
-    draw: int  # the problem's place
+    draw: int  # the index of the problem
     sample: int
-    number: int  # unique among all conversations: the sampler's session
+    number: int  # the sampler's session, unique among all conversations
     seed: int
     limits: Limits
     role: str = ""
@@ -108,7 +110,7 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     kept: bool = False  # the sampler keeps the cache for another turn
-    first: int = 0  # the turn with which the sampler's session began
+    first: int = 0  # the turn at which the sampler's session began
     routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -145,33 +147,34 @@ class Episode:
         episodes, turn = self.episodes, self.turn
         sampling = self.sampling(max_new_tokens)
         segment = episodes.given(self, given, tools)
-        # one tuple for all samples: compared by identity
+        # all samples of the task's own prompt share one tuple of ids, which compares fast
         shared = given is None and tools is None and not turn
         ids = episodes.rendered.prompt_ids[self.draw] if shared else tuple(segment.ids.tolist())
-        if turn == self.first:  # of a session that was given up, all of it again
+        if turn == self.first:  # a new session after `restart` needs the whole history
             ids = (*(i for s in self.segments for i in s.ids.tolist()), *ids) if turn else ids
-        # first turns with the same prompt are prefilled once
+        # the sampler prefills first turns of the same group once
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        number, turn = self.number, turn - self.first
-        request = Request(ids, seed, sampling, number, turn, group, keep=not last)
+        session_turn = turn - self.first
+        request = Request(ids, seed, sampling, self.number, session_turn, group, keep=not last)
         place = (self.draw, self.sample)
-        completion = await episodes.turns.ask(request, place, shared, self.restart)
-        self.kept, self.routes = not last, completion.routes
-        text, offsets = episodes.decoder.decode(completion.ids)
-        measured = (completion.logprobs, offsets, completion.versions)
-        reply = Segment(completion.ids, text, True, *measured, completion.finish)
+        found = await episodes.turns.ask(request, place, shared, self.restart)
+        self.kept, self.routes = not last, found.routes
+        text, offsets = episodes.decoder.decode(found.ids)
+        reply = Segment(
+            found.ids, text, True, found.logprobs, offsets, found.versions, found.finish
+        )
         self.segments += [segment, reply]
         self.check_limits(reply)
         return reply
 
     def restart(self) -> None:
-        """Begin another session with the next turn: the sampler has forgotten this one."""
+        """Use a new session from the next turn on, because the sampler has dropped this one."""
         self.first, self.number, self.kept = self.turn, next(self.episodes.sessions), False
 
     def sampling(self, max_new_tokens: int) -> Sampling:
-        """How the next turn is sampled; an end where the turns or the tokens are used up."""
+        """The sampling settings of the next turn. Ends the episode if its turns or tokens are used up."""
         sampling, limits = self.episodes.samples[self.sample], self.limits
         if limits.turns and self.turn >= limits.turns:
             raise EpisodeEnd("turn limit")
@@ -186,7 +189,7 @@ class Episode:
         return replace(sampling, max_new_tokens=limit, min_new_tokens=min_new_tokens)
 
     def check_limits(self, reply: Segment) -> None:
-        """End the episode where the turn that was just sampled has used up its tokens."""
+        """End the episode if the turn that was just sampled used up its tokens or those for reasoning."""
         limits = self.limits
         pairs = zip(self.segments[::2], self.segments[1::2], strict=True)
         if limits.thinking and sum(starmap(thinking_tokens, pairs)) > limits.thinking:
@@ -210,21 +213,24 @@ class Episode:
     ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that the policy has sampled")
-        found = Score.pending(outcome) if outcome else PENDING
-        counts = dict(self.counts)
-        parts = (tuple(self.segments), found, self.role, answer, counts)
-        made = Rollout(self.problem, self.sample, *parts, self.routes)
+        pending = Score.pending(outcome) if outcome else PENDING
+        segments, counts = tuple(self.segments), dict(self.counts)
+        made = Rollout(
+            self.problem, self.sample, segments, pending, self.role, answer, counts, self.routes
+        )
         return made if score is None else with_score(made, score)
 
     def session(self, role: str) -> Episode:
         seed = derive(self.siblings[0].seed, 0, len(self.siblings))
-        place = (self.episodes, self.draw, self.sample, next(self.episodes.sessions))
-        return Episode(*place, seed, self.limits, role, self.siblings)
+        number = next(self.episodes.sessions)
+        return Episode(
+            self.episodes, self.draw, self.sample, number, seed, self.limits, role, self.siblings
+        )
 
 
 @dataclass(eq=False)
 class Episodes:
-    """The episodes of one call of `rollout_groups`, run together until all have ended and are scored."""
+    """All episodes of one call of `rollout_groups`: runs them concurrently until each has ended and is scored."""
 
     task: Task
     sampler: Sampler
@@ -235,32 +241,34 @@ class Episodes:
     workers: WorkerPool | None
     seconds: Seconds
     ordered: bool
-    first: int = 0  # the place of the first problem among those of all processes
-    session: int = 0  # the number of its first session
-    shared: asyncio.Event | None = None  # where others use the sampler too: see `Turns`
-    known: Renderer | None = None  # with prompts that were rendered before
+    first: int = 0  # the index of the first problem among those of all processes
+    known: Renderer | None = None  # holds prompts that are rendered already
+    session: int = 0  # the number of the first session
+    shared: asyncio.Event | None = None  # if others use the sampler, too; see `Turns`
 
     def __post_init__(self) -> None:
-        asked = (self.problems, self.task.prompt, type(self.task).run is Task.run)
-        self.rendered = self.known or Renderer(self.decoder, *asked)
+        single_turn = type(self.task).run is Task.run
+        self.rendered = self.known or Renderer(
+            self.decoder, self.problems, self.task.prompt, at_once=single_turn
+        )
         self.sessions = count(self.session)
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
-        # by the problem's place and the prompt
+        # group numbers by (index of the problem, ids of the prompt)
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
         every = len(self.problems) * len(self.samples)
         self.turns = Turns(self.sampler, self.seconds, self.ordered, every, self.shared)
         self.together = type(self.task).score_group is not Task.score_group
 
     async def run(self) -> list[list[Group]]:
-        """Alternate between the sampler and the coroutines until every group is complete: those of each problem."""
+        """Alternate between the coroutines and the sampler until all groups are complete. Returns those of each problem."""
         began, before = time.perf_counter(), self.seconds.generate + self.seconds.tools
         everything = asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))
         everything.add_done_callback(self._ended)
-        for _ in range(2):  # groups start their episodes, and these ask for their first turns
+        for _ in range(2):  # let groups start their episodes, and these ask for their first turns
             await asyncio.sleep(0)
         try:
             while not everything.done():
-                await asyncio.sleep(0)  # coroutines go on as far as they can
+                await asyncio.sleep(0)  # let coroutines run until they wait
                 await self.turns.advance()
             found = await everything
         finally:
@@ -272,12 +280,12 @@ class Episodes:
     def _ended(self, everything: asyncio.Future[Any]) -> None:
         self.turns.changed.set()
         if not everything.cancelled():
-            everything.exception()  # asyncio prints one that nobody has read, as where the sampler fails
+            everything.exception()  # asyncio prints an exception that nothing has read, such as the sampler's
 
     def given(
         self, episode: Episode, given: Given | None, tools: Sequence[JSON] | None = None
     ) -> Segment:
-        """What the policy reads before a turn, as ids that are appended to the history."""
+        """The tokens that the policy reads before its next turn; they are appended to the history."""
         first, draw = not episode.segments, episode.draw
         if tools is not None and not first:
             raise TypeError("generate takes tools with the first turn")
@@ -289,14 +297,14 @@ class Episodes:
         return self.rendered.given(draw, last, () if given is None else given, tools)
 
     def prompt(self, draw: int) -> Segment:
-        """The task's prompt, rendered once for all episodes of a problem; where every episode asks for it, at once with all others."""
+        """The task's prompt, rendered once for all episodes of a problem. For a single-turn task all prompts are rendered together."""
         now = time.perf_counter()
         found = self.rendered.prompt(draw)
         self.seconds.generate += time.perf_counter() - now
         return found
 
     async def draw(self, draw: int) -> list[Group]:
-        """All episodes of a problem as groups, one of each role, in the order in which roles first come."""
+        """Run all episodes of a problem. Returns one group for each role, in the order of their first rollouts."""
         problem = self.problems[draw]
         made = await asyncio.gather(*(self.episode(draw, n) for n in range(len(self.samples))))
         roles: dict[str, list[Rollout]] = {}
@@ -308,7 +316,7 @@ class Episodes:
         ]
 
     async def episode(self, draw: int, sample: int) -> list[Rollout]:
-        """One episode to its end. What the task's code raises is a named failure of what was sampled so far."""
+        """Run one episode to its end. If the task's code raises an error, the rollouts so far get a named failure as their score."""
         seed = derive(self.seeds[draw], sample)
         problem = self.problems[draw]
         limits = self.task.limits(problem)
@@ -327,7 +335,7 @@ class Episodes:
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
             self.turns.ended |= {e.number for e in generate.siblings if e.kept}
-            self.turns.rest()
+            self.turns.count_waiting()
         if not rollouts:  # it ended before its first turn
             rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):
@@ -337,7 +345,7 @@ class Episodes:
         return list(await asyncio.gather(*(self.score(problem, r) for r in rollouts)))
 
     async def run_isolated(self, problem: Problem, generate: Episode) -> object:
-        """An episode in a process of its own, where there are any."""
+        """Run an episode in a worker process, if the pool has processes for episodes."""
         assert self.workers is not None
         if not self.workers.runs_episodes:
             return await self.task.run(problem, generate)
@@ -345,7 +353,7 @@ class Episodes:
         return host.rollouts(await self.workers.converse(self.task, problem, host.answer))
 
     async def score_together(self, problem: Problem, members: list[Rollout]) -> list[Rollout]:
-        """Scores of the rollouts of a group that have none: together where the task compares them, else one by one."""
+        """Score the unscored rollouts of a group: together if the task compares them, else one by one."""
         waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
         if not waiting:
             return members
@@ -357,7 +365,7 @@ class Episodes:
         return members
 
     async def score(self, problem: Problem, rollout: Rollout) -> Rollout:
-        """A rollout with its score: in a worker for an isolated task, else in this process."""
+        """Score a rollout: in a worker process if the task is isolated, else in this process."""
         if rollout.score.failure != UNSCORED:
             return rollout
         began, turns = time.perf_counter(), self.turns
@@ -367,14 +375,14 @@ class Episodes:
             score = await self.workers.score(self.task, problem, rollout.judged)
         else:
             score = await self.task.scored(problem, rollout.judged)
-        if turns.polls > polls:  # generation went on meanwhile, to its end or still
+        if turns.polls > polls:  # the sampler generated meanwhile
             end = time.perf_counter() if turns.submitted else turns.polled
             self.seconds.overlapped += end - began
         return with_score(rollout, score)
 
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
-    """What an episode returns; a named end where its time is over."""
+    """Await an episode, and end it by `EpisodeEnd` after `seconds` (0: no limit)."""
     if not seconds:
         return await run
     try:

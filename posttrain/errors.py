@@ -1,5 +1,5 @@
-"""Errors that a user can fix, and the check of settings that raises them. They reach the terminal as one line; everything else keeps
-its traceback."""
+"""Errors that a user can fix, and checks of settings that raise them. The terminal shows them as one line; all other errors keep
+their traceback."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LONGEST_LINE = 2000  # characters of an error
 
 
 class UserError(Exception):
-    """Bad input: says what was wrong, where, and what to do. The command line prints it alone and exits with 2. It may quote what was
-    read, of which a person wants no more than a page."""
+    """Bad input. The message says what is wrong, where, and what to do. The command line prints only the message and exits with 2.
+    Quoted input is cut to about a page."""
 
     def __init__(self, message: str = "") -> None:
         part = LONGEST_LINE // 2
@@ -47,7 +47,7 @@ class PeerFailed(Exception):
 
 
 class OutOfMemory(Exception):
-    """Memory ran out in a pass that other processes are in the middle of. Exit code 76: who started them does so again."""
+    """Memory ran out in a pass that other processes take part in. Exit code 76: the launcher starts all processes again."""
 
 
 _NAMES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
@@ -58,7 +58,7 @@ ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
 
 
 def called_here(name: str) -> str:
-    """What TRL's name is called here, as a sentence; "" where it is none of TRL's.
+    """A sentence that says what TRL's name is called here; "" if it is not one of TRL's names.
 
     >>> called_here("learning_rate"), called_here("lr")
     ('learning_rate is called lr here', '')
@@ -72,8 +72,8 @@ def called_here(name: str) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = ()) -> UserError:
-    """An error for a name that is not among `known`, with the nearest ones; or, where one of its `owners` had it in an earlier version,
-    with what to use instead.
+    """An error for a name that is not among `known`, with the nearest known names. If one of its `owners` had the name in an
+    earlier version, the error says what replaces it.
 
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
@@ -94,13 +94,13 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `UserError(message)` unless `condition` holds: the one way settings are refused."""
+    """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, shortened: foreign messages run to paragraphs.
+    """The first non-empty line of an error's message, shortened, because messages of other packages run to paragraphs.
 
     >>> first_line(ValueError("\\nno\\nbecause")), first_line(ValueError())
     ('no', 'ValueError')
@@ -112,7 +112,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
-    """Begins the line of a user's error with the stage or key that it is about, unless it does so already."""
+    """Prefix the message of a user's error with the stage or key that it is about, unless it begins with it."""
     try:
         yield
     except UserError as error:
@@ -123,8 +123,8 @@ def prefixed(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The bounds of a number that a field may hold: `Annotated[float, Range(ge=0, lt=1)]`. NaN lies in none. `text` says what is
-    accepted where the bounds alone do not.
+    """The bounds of a number field: `Annotated[float, Range(ge=0, lt=1)]`. NaN is in no range. `text` describes the accepted values
+    if the bounds do not.
 
     >>> print(Range(ge=1), "|", Range(gt=0), "|", Range(gt=0, le=1), "|", Range(ge=0, text="0 (never) or a number of steps"))
     at least 1 | above 0 | in (0, 1] | 0 (never) or a number of steps
@@ -157,15 +157,15 @@ class Range:
         return f"in {'[' if closed else '('}{low}, {high}{']' if self.le < self.lt else ')'}"
 
     def asked(self, value: object) -> str:
-        """What a value outside of the range must be. Infinity is above every lower bound, so the bound alone would mislead."""
+        """The values that the range accepts, for an error about `value`. For infinity the lower bound alone would mislead."""
         bounded = min(self.le, self.lt) < math.inf or max(self.ge, self.gt) == -math.inf
         misleading = isinstance(value, float) and value == math.inf and not bounded
         return f"finite and {self}" if misleading else str(self)
 
 
-LARGEST = 10_000_000  # of a whole number whose type names no bound of its own
+LARGEST = 10_000_000  # the largest integer of a field without bounds of its own
 Count = Annotated[int, Range(ge=1)]
-# of what one step, or one problem, holds in memory at once
+# counts of things that one step, or one problem, holds in memory at once
 Several = Annotated[int, Range(ge=1, le=65_536, text="at least 1 and at most 65,536")]
 Seed = Annotated[int, Range(ge=0, lt=2**63, text="a whole number, 0 or more and below 2**63")]
 Whole = Annotated[int, Range(ge=0)]
@@ -176,8 +176,8 @@ Interval = Annotated[int, Range(ge=0, text="0 (never) or a number of steps")]
 
 
 def check_fields(settings: Any, where: str = "") -> None:
-    """Refuse a dataclass with a value outside of its field's type: a `Range`, the choices of a `Literal`, or a whole number beyond
-    `LARGEST`, also inside an optional field, a tuple or a mapping. `where` stands before the field's name."""
+    """Raise an error if a field of a dataclass has a value outside its type: a `Range`, the choices of a `Literal`, or an integer
+    beyond `LARGEST`, also inside an optional field, a tuple or a mapping. `where` precedes the field's name in the message."""
     kind: type = type(settings)
     own = kind.__module__.startswith("posttrain.")
     for name, hint in field_types(kind):
@@ -189,13 +189,13 @@ def check_fields(settings: Any, where: str = "") -> None:
 
 
 class Checked:
-    """A base for dataclasses of settings, which are checked when one is made: each field by its type, then all together."""
+    """A base class of settings that are checked when an instance is made: each field by its type, then all together."""
 
     __slots__ = ()
 
     @property
     def where(self) -> str:
-        """What a complaint begins with."""
+        """The beginning of every error message."""
         return ""
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class Checked:
             raise UserError(f"{self.where}{mistake}")
 
     def mistakes(self) -> Iterator[str]:
-        """What is wrong with its settings together, each of which may be right by itself; the first is refused."""
+        """Contradictions between settings that are valid by themselves. The first becomes the error."""
         yield from ()
 
 
@@ -216,7 +216,7 @@ def field_types(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _accepted(hint: Any, value: object) -> str:
-    """What a field of this type accepts, where `value` is not that; else ""."""
+    """The values that a field of this type accepts, if `value` is not one of them; else ""."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         ranges = [m for m in hint.__metadata__ if isinstance(m, Range)]

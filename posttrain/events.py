@@ -1,4 +1,4 @@
-"""The one channel of messages of a run: what does the work emits events, what shows or stores them subscribes.
+"""The message channel of a run: the code that works emits events; terminal, files and trackers subscribe.
 
 events = Events()                                  # without a console, messages go to stderr
 events.subscribe(writer.record)                    # every event, also those without a text for a person
@@ -21,7 +21,7 @@ Level = Literal["info", "warning", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened once. `text` is for a person: an event without one is stored and not shown."""
+    """Something that happened once. `text` is for a person; an event without text is stored and not shown."""
 
     kind: str
     text: str = ""
@@ -31,7 +31,7 @@ class Event:
     data: Mapping[str, JSON] = field(default_factory=dict)
 
     def line(self) -> str:
-        r"""What a terminal shows of it.
+        r"""The line that a terminal shows.
 
         >>> Event("alarm", "kl: 6 nats\x07", "warning", stage="rl").line()
         'rl: warning: kl: 6 nats\\x07'
@@ -44,7 +44,7 @@ Subscriber = Callable[[Event], None]
 
 
 def printable(text: str, lines: bool = False) -> str:
-    r"""Text that a terminal shows and does not obey: control, format and unassigned characters become visible escapes.
+    r"""Text that is safe to print in a terminal: control, format and unassigned characters become visible escapes.
 
     That covers ANSI sequences, bells, carriage returns that overwrite a line, bidirectional overrides and zero-width
     characters. `lines` keeps line ends and tabs.
@@ -67,7 +67,7 @@ def to_stderr(event: Event) -> None:
 
 
 class Events:
-    """Delivers each event to the terminal, where it has a text, and to every subscriber.
+    """Delivers each event to the terminal, if it has a text, and to every subscriber.
 
     `stage` and `step` are where the run is now: an event that names no place of its own gets this one.
     """
@@ -78,12 +78,12 @@ class Events:
         self._subscribers: list[Subscriber] = []
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Have every later event delivered."""
+        """Deliver every later event to the subscriber."""
         self._subscribers.append(subscriber)
 
     @contextmanager
     def shown_by(self, show: Subscriber) -> Iterator[None]:
-        """Replace what shows messages to a person, as a live panel must while it is on the screen."""
+        """Replace the function that shows messages, as a live panel must while it is on the screen."""
         before, self.show = self.show, show
         try:
             yield
@@ -92,7 +92,7 @@ class Events:
 
     @contextmanager
     def at(self, stage: str, step: int | None = None) -> Iterator[None]:
-        """Say where the run is while this lasts."""
+        """Set the stage and step of events within the block."""
         before = self.stage, self.step
         self.stage, self.step = stage, step
         try:
@@ -110,7 +110,7 @@ class Events:
         step: int | None = None,
         data: Mapping[str, JSON] | None = None,
     ) -> None:
-        """Deliver an event. The place is the present one, or `stage` and `step`."""
+        """Deliver an event, with the current stage and step unless `stage` and `step` are given."""
         if stage is None:
             stage, step = self.stage, self.step if step is None else step
         event = Event(kind, text, level, stage, step, data or {})

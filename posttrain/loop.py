@@ -1,4 +1,4 @@
-"""THE loop: collect, fill, prepare, update, finish, write, evaluate, save. Every kind of training goes through it."""
+"""The training loop: collect, fill, prepare, update, finish, write, evaluate, save. All training runs through it, RL and SFT alike."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer, Update
 from posttrain.types import JSON, Batch, Group, Metric
 
-MANY_OBJECTS = 10_000  # made since garbage was last collected
-# what a checkpoint of another stage may raise
+MANY_OBJECTS = 10_000  # allocated since the last garbage collection
+# errors that restoring another stage's checkpoint may raise
 FOREIGN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 
 
 class Publisher(Protocol):
-    """What samples for the source: takes the weights of a new version."""
+    """Hands a new version of the weights to the sampler behind the source."""
 
     def publish(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedArrays:
-    """What was trained on of some rollouts, token by token."""
+    """Per-token arrays of the rollouts of one mini-batch, for the viewer."""
 
-    rollouts: tuple[int, ...]  # which of the step's they are
-    starts: tuple[int, ...]
+    rollouts: tuple[int, ...]  # their indices among the step's rollouts
+    starts: tuple[int, ...]  # N+1 offsets into T
     arrays: Mapping[str, np.ndarray]  # [T] each
 
 
@@ -73,20 +73,20 @@ class Interrupt:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(Checked):
-    """Where a training stage ends before its steps are done, and the pipeline goes on with the next one; 0: nowhere."""
+    """Conditions that end a training stage early; the pipeline then goes on with the next stage. 0 switches a condition off."""
 
     apart: ClassVar[bool] = True  # its keys need their path: rl.kl is the algorithm's
     where: ClassVar[str] = "stop: "
 
-    kl: NotNegative = 0.0  # nats a response from the reference
-    kl_steps: Count = 3  # steps in a row above `kl`: one alone may be an outlier of the estimate
-    # measurements in a row without a better held-out score
+    kl: NotNegative = 0.0  # KL to the reference, in nats a response
+    kl_steps: Count = 3  # steps in a row above `kl`: a single one may be noise of the estimate
+    # evaluations in a row without a better held-out score
     plateau: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSchedule(Checked):
-    """How long and how often; 0 is never. `seconds` and `stop` end the stage early."""
+    """How many steps, and how often to evaluate, save and write rollouts; 0 is never. `seconds` and `stop` end the stage early."""
 
     steps: Whole
     evaluate_every: Interval = 0
@@ -96,14 +96,14 @@ class LoopSchedule(Checked):
     stop: Stop = field(default_factory=Stop)
 
 
-# called after each step with the loop and the row of its figures; where it returns False, the step was the last
+# Called after each step with the loop and the row of its metrics. If it returns False, the loop ends.
 OnStep = Callable[["Loop", Row], "bool | None"]
 
 
 @dataclass(eq=False)
 class Loop:
-    """One stage's training. What changes while it runs: `step`, `elapsed`, `best`, `state` and `stage_monitor`, the trainer, the
-    sources, the generators of random numbers."""
+    """The training of one stage. Its mutable state is `step`, `elapsed`, `best`, `state` and `stage_monitor`, the trainer, the
+    source and the random generators; checkpoints save all of it."""
 
     stage: str
     schedule: LoopSchedule
@@ -116,27 +116,29 @@ class Loop:
     sampler: Publisher | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     on_step: OnStep | None = None
-    release: Callable[[], None] | None = None  # gives the sampler's cache back before training
+    release: Callable[[], None] | None = None  # frees the sampler's cache before training
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     keep_best: bool = False  # end with the weights of the best held-out score, not the last ones
-    seed: Seed = 0  # of the run: decides which groups go into a mini-batch together
-    step: int = 0  # optimizer steps of the loop that are done
+    seed: Seed = 0  # of the run: decides which groups share a mini-batch
+    step: int = 0  # steps done
     elapsed: float = 0.0  # seconds over all attempts
     best: Best | None = None  # the best held-out score so far
     state: State = field(default_factory=dict)  # the algorithm's
-    ended: bool = False  # `on_step` or `stop` asked for no further step
+    ended: bool = False  # `on_step` or `stop` ended the loop
     above_kl: int = 0  # steps in a row above `stop.kl`
     stopped: str = ""  # why `stop` ended the stage
-    identities: dict[str, JSON] | None = None  # derived: of the frozen models
+    identities: dict[str, JSON] | None = None  # cached: checksums of the frozen models
     world: World = field(default_factory=current)
     stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        given = (self.trainer, self.writer, self.checkpoints, self.monitor)
-        self.stage_monitor = StageMonitor(self.stage, *given)
+        trainer, writer = self.trainer, self.writer
+        self.stage_monitor = StageMonitor(
+            self.stage, trainer, writer, self.checkpoints, self.monitor
+        )
 
     def run(self) -> None:
-        """Train from the newest good checkpoint, or from the start, to the end."""
+        """Train to the end, from the newest intact checkpoint or from the start."""
         schedule, events = self.schedule, self.writer.events
         measured = schedule.evaluate_every > 0 and self.evaluate is not None
         wanted = "keep=best" if self.keep_best else "stop.plateau" if schedule.stop.plateau else ""
@@ -150,7 +152,7 @@ class Loop:
             events.shown_by(console.show),
             events.at(self.stage, self.step),
             self.stage_monitor.running() as monitor,
-            uncollected(),
+            manual_garbage_collection(),
         ):
             monitor.check_frozen(self.step)
             if self.step == 0 and measured:
@@ -163,7 +165,7 @@ class Loop:
                 seconds = time.perf_counter() - began
                 speed = figures["tokens"] / seconds
                 figures |= {"seconds/total": seconds, "tokens_per_second": speed}
-                # what is decided from them, all processes decide
+                # all processes must take the same decisions, so they use the first one's figures
                 figures, self.elapsed = self.world.same([figures, self.elapsed + seconds])
                 self.check_kl(figures)
                 if is_due(self.step, schedule.evaluate_every, last=self.finished()):
@@ -189,7 +191,7 @@ class Loop:
         return self.step >= self.schedule.steps or late or self.ended
 
     def check_kl(self, figures: Mapping[str, float]) -> None:
-        """End the stage after enough steps in a row above `stop.kl`; a step without samples counts for nothing."""
+        """End the stage after `stop.kl_steps` steps in a row above `stop.kl`. A step without a KL is ignored."""
         stop, kl = self.schedule.stop, figures.get("kl/response", math.nan)
         if stop.kl and not math.isnan(kl):
             self.above_kl = self.above_kl + 1 if kl > stop.kl else 0
@@ -197,7 +199,7 @@ class Loop:
                 self.end_early(f"a KL of {kl:.3g} nats a response (stop.kl={stop.kl:g})")
 
     def check_plateau(self) -> None:
-        """End the stage where the best held-out score is `stop.plateau` measurements old; without any score, never."""
+        """End the stage if the best held-out score is `stop.plateau` evaluations old."""
         plateau, schedule = self.schedule.stop.plateau, self.schedule
         if plateau and self.best is not None:
             since = self.step - self.best.step
@@ -212,7 +214,7 @@ class Loop:
             self.writer.events.emit("message", line, stage=self.stage)
 
     def one_step(self) -> dict[str, float]:
-        """Collect, fill, prepare and update, finish, write: one step and its figures."""
+        """Run one step (collect, fill, prepare and update, finish, write) and return its metrics."""
         algorithm, trainer, monitor = self.trainer.algorithm, self.trainer, self.stage_monitor
         step, schedule = self.step + 1, self.schedule
         collected = self.source.collect(self.step, algorithm, self.state)
@@ -229,16 +231,16 @@ class Loop:
         rate = trainer.settings.rate(self.step, schedule.steps)
         figures: dict[str, float] = {}
         arrays: list[TrainedArrays] = []
-        # then the first update has everything that is written
+        # with a single update its arrays are all there is to write, so they are written during it
         written = arrays if write and algorithm.reuse.once else None
         work = self.side_work(step, groups, metrics, figures, written)
         meanwhile, kept = partial(next, work, None), arrays if write else None
-        if not filled.sequences:  # nothing was selected
+        if not filled.sequences:  # the algorithm selected nothing
             metrics.append(Metric("skipped", 1, None))
         elif usable and self.update(filled, rate, groups, metrics, kept, meanwhile):
             monitor.check_coefficients(step, filled, self.state, groups, metrics)
             self.state = algorithm.finish(self.state, metrics)
-        for _ in work:  # there was more of it than micro-batches
+        for _ in work:  # finish it: there may be more pieces than micro-batches
             pass
         for role in trainer.roles:
             role.after_step(step)
@@ -259,7 +261,8 @@ class Loop:
         figures: dict[str, float],
         arrays: Sequence[TrainedArrays] | None,
     ) -> Iterator[bool]:
-        """What is done while the device is busy with the first update, in pieces that are shorter than a micro-batch."""
+        """CPU work to do while the device computes the first update, in pieces shorter than a micro-batch: `Trainer.update` runs one
+        piece after it has queued each micro-batch."""
         if step < self.schedule.steps:
             self.source.look_ahead()
             yield True
@@ -283,29 +286,30 @@ class Loop:
         arrays: list[TrainedArrays] | None,
         meanwhile: Callable[[], object],
     ) -> bool:
-        """Prepare and update, once or more on the same rollout. Figures are added to `metrics`, and what the first pass trains on to
-        `arrays`. False: an update was not made, because it was not finite."""
+        """Prepare and update, once or several times on the same rollouts. Adds to `metrics`, and to `arrays` the tokens of the first
+        epoch. Returns False if a loss or gradient was not finite; the rest of the step is then skipped."""
         algorithm, moved = self.trainer.algorithm, False
         reuse = algorithm.reuse
         for epoch in range(reuse.epochs):
             seed = derive(self.seed, self.step, epoch)
             for piece in mini_batches(filled, reuse.mini_batches, seed):
                 prepared = algorithm.prepare(piece, self.state)
-                if epoch == 0 and arrays is not None:  # with the mask of all that was sampled
+                if epoch == 0 and arrays is not None:  # the viewer shows all sampled tokens
                     sampled = prepared.replace(mask_T=piece.mask_T)
                     arrays.append(self.trained_arrays(sampled, groups))
                 try:
                     update = self.apply(prepared, rate, meanwhile, groups)
                 except NonFinite as error:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
-                    self.stage_monitor.broken(self.step + 1, error, prepared, groups)
+                    self.stage_monitor.report_non_finite(self.step + 1, error, prepared, groups)
                     return False
                 metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1)]
                 metrics.append(Metric("updates", int(update.moved), None))
-                if not (moved or reuse.once):  # later ones are meant to differ from what sampled
+                # Only before the first update is the trainer's policy the one that sampled.
+                if not (moved or reuse.once):
                     own = (m for m in update.metrics if m.name.startswith("mismatch"))
-                    renamed = "mismatch", "mismatch/start"
-                    metrics += [replace(m, name=m.name.replace(*renamed)) for m in own]
+                    start = "mismatch/start"
+                    metrics += [replace(m, name=m.name.replace("mismatch", start)) for m in own]
                 moved = moved or update.moved
                 if not reuse.once and reuse.stop(update.metrics):
                     return True
@@ -314,11 +318,11 @@ class Loop:
     def apply(
         self, prepared: Batch, rate: float, meanwhile: Callable[[], object], groups: Sequence[Group]
     ) -> Update:
-        """One update; a replay looks at what it is made of, which is some of the rollouts of `groups`."""
+        """Make one update. `posttrain replay` overrides this to inspect the gradients of the rollouts in `groups`."""
         return self.trainer.update(prepared, rate, meanwhile)
 
     def measure(self) -> dict[str, float]:
-        """Held-out figures, where there are any; the best score is kept with its step."""
+        """Evaluate on held-out problems, and remember the best score with its step."""
         figures = {} if self.evaluate is None else dict(self.evaluate())
         before, self.best = self.best, best_score(self.best, self.step, figures)
         if self.keep_best and self.best is not before:
@@ -328,7 +332,7 @@ class Loop:
         return figures
 
     def take_best(self) -> None:
-        """Put the weights of the best held-out score back, and say whose they are."""
+        """Restore the weights of the best held-out score, and report which step they are from."""
         if self.best is None:
             line = "keep=best: no held-out score is known, so that the last step is kept"
             self.writer.events.emit("message", line, "warning", stage=self.stage)
@@ -341,7 +345,7 @@ class Loop:
         self.writer.events.emit("message", line, stage=self.stage)
 
     def best_figures(self) -> dict[str, JSON]:
-        """The best held-out score, for the stage's result, and why the stage ended before its steps were done."""
+        """The best held-out score, and why the stage ended early, for the stage's result."""
         found: dict[str, JSON] = {"stopped": self.stopped} if self.stopped else {}
         if self.best is None:
             return found
@@ -359,7 +363,7 @@ class Loop:
     def write_rollouts(
         self, step: int, groups: Sequence[Group], trained: Sequence[TrainedArrays]
     ) -> None:
-        """Write the rollouts of a step as text and, of those that were trained on, the arrays of the prepared step."""
+        """Write the rollouts of a step as text and, for those that were trained on, their per-token arrays."""
         if not self.world.first:
             return
         rollouts = [r for g in groups for r in g.rollouts]
@@ -378,18 +382,18 @@ class Loop:
         self.writer.rollouts(self.stage, step, rollouts, advantages, arrays)
 
     def trained_arrays(self, batch: Batch, groups: Sequence[Group]) -> TrainedArrays:
-        """What is written of each token of a prepared step, copied to the host."""
+        """The per-token arrays of a prepared batch, copied to the host."""
         advantage_T = batch.columns.get("advantage_T", torch.zeros_like(batch.behaviour_T))
         arrays = {"ids": batch.ids_T, "logprob": batch.behaviour_T, "advantage": advantage_T}
         if any(r.turns > 1 for g in groups for r in g.rollouts):
-            arrays["sampled"] = batch.mask_T  # it is not all that follows the prompt
+            arrays["sampled"] = batch.mask_T  # given tokens follow the prompt, too
         for role in self.trainer.roles:
             arrays |= role.token_arrays(batch)
         host = {name: array.cpu().numpy() for name, array in arrays.items()}
         return TrainedArrays(tuple(batch.rollout_N.tolist()), batch.starts, host)
 
     def save(self) -> None:
-        """Write everything that a resumed run needs to be the same run."""
+        """Save a checkpoint from which a resumed run continues exactly as this one."""
         generators = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
         if torch.cuda.is_available():
             generators["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
@@ -409,11 +413,12 @@ class Loop:
         world, sharded = self.world, self.trainer.sharded
         if world.first or sharded:
             weights, moments = self.trainer.own_parts()
-            whose = world.rank, world.size if sharded else 1
-            self.checkpoints.save(checkpoint.Checkpoint(self.step, weights, moments, state, *whose))
+            rank, ranks = world.rank, world.size if sharded else 1
+            made = checkpoint.Checkpoint(self.step, weights, moments, state, rank, ranks)
+            self.checkpoints.save(made)
 
     def frozen(self) -> dict[str, JSON]:
-        """Identities of the frozen models, by their weights; computed once."""
+        """Checksums of the frozen models' weights, computed once."""
         if self.identities is None:
             models = {role.name: role.frozen for role in self.trainer.roles}
             self.identities = {
@@ -423,7 +428,7 @@ class Loop:
         return self.identities
 
     def resume(self) -> None:
-        """Restore the newest checkpoint that verifies; report what was wrong with newer ones."""
+        """Restore the newest intact checkpoint, and report what is wrong with newer ones."""
         path, problems = self.newest()
         for problem in problems:
             self.writer.events.emit("damaged", problem, "warning", stage=self.stage)
@@ -437,20 +442,20 @@ class Loop:
         saved = checkpoint.load(path)
         try:
             self.restore(saved, path)
-        except FOREIGN as error:  # it is whole, but not ours
+        except FOREIGN as error:  # the files are intact, but of another stage
             what = f"{type(error).__name__}: {str(error)[:200]}"
             text = f"{path} is not of this stage ({what}); remove it, then resume"
             raise UserError(text) from error
         self.writer.resumed(self.stage, self.step)
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that verifies, by the process that writes them, and what was wrong with newer ones."""
+        """The newest intact checkpoint, and what is wrong with newer ones. The first process looks, and all get its answer."""
         path, problems = self.checkpoints.newest() if self.world.first else (None, [])
         place, problems = self.world.same([None if path is None else str(path), problems])
         return None if place is None else Path(place), problems
 
     def restore(self, saved: checkpoint.Checkpoint, path: Path) -> None:
-        """Put everything back; the generators last, because the rest may draw from them."""
+        """Restore everything, the random generators last, because the rest may draw from them."""
         state = saved.state
         for who, before in state.get("frozen", {}).items():  # absent in checkpoints of format 1
             other = f"the {who} model of {self.stage} is not the one that {path} was made with"
@@ -465,13 +470,13 @@ class Loop:
         self.best = Best(**state["best"]) if state.get("best") else None  # older ones have none
         if self.keep_best and self.best is not None:
             problem = checkpoint.verify(self.checkpoints.best(self.best.step))
-            if problem is not None:  # or it was not asked to be kept
+            if problem is not None:  # damaged, or never kept because keep=best was not set then
                 line = f"the best step so far, {self.best.step}, cannot be kept: {problem}"
                 self.writer.events.emit("damaged", line, "warning", stage=self.stage)
                 self.best = None
         self.stage_monitor.restore(state)
         for role in self.trainer.roles:
-            role.restore(state.get(role.name))  # older checkpoints have those with a state
+            role.restore(state.get(role.name))  # None where a role has no state
         if self.sampler is not None:
             self.sampler.publish(self.step)
         setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
@@ -486,9 +491,10 @@ def collect_garbage() -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let the loop collect garbage: at most once a step, and never what exists already, such as modules and data sets. A step makes
-    many small objects, and Python would look for cycles among them, and among all others, again and again."""
+def manual_garbage_collection() -> Iterator[None]:
+    """Switch Python's automatic garbage collection off: the loop collects at most once a step, and never looks at objects that exist
+    already, such as modules and data sets. A step allocates many small objects, and the automatic collector would search all objects
+    for cycles again and again."""
     automatic = gc.isenabled()
     gc.freeze()
     gc.disable()
@@ -501,5 +507,5 @@ def uncollected() -> Iterator[None]:
 
 
 def is_due(step: int, every: int, last: bool = False) -> bool:
-    """Whether something that is done every so many steps (0: never) is done at this one, or because it is the last."""
+    """Whether something that happens every `every` steps happens at this step. 0 means never; else `last` makes it happen, too."""
     return every > 0 and (step % every == 0 or last)

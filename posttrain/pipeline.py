@@ -1,4 +1,4 @@
-"""A whole run: make the directory, run the stages, sum up. `start` and `resume` are what the command line calls."""
+"""A whole run: create the directory, run the stages, write the summary. The command line calls `start` and `resume`."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from posttrain.types import JSON
 
 
 def start(settings: Settings, on_step: OnStep | None = None) -> Path:
-    """Start a new run and go on to its end; returns its directory. `on_step` is called after each training step, see loop.py. With
-    `again` or `only` the directory may hold a run already: stages that are done and have not changed are left alone."""
+    """Start a new run, run it to its end, and return its directory. `on_step` is called after each training step; see loop.py. With
+    `again` or `only` the directory may hold a run already: finished stages that have not changed are kept."""
     if follows(settings):
         return follow(settings)
     directory = place(settings)
@@ -79,7 +79,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         with opened as writer, explained(directory):
             made = not continued
             if continued:
-                # of what was: an attempt that is killed must not look complete
+                # the summary of an earlier attempt: a killed attempt must not look complete
                 (directory / SUMMARY).unlink(missing_ok=True)
                 writer.configure(tree)
             writer.event("config", {"config": tree})
@@ -88,15 +88,15 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         if made:
             forget(directory, there)
         for path in above:  # made for it
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # the directory is not empty
                 path.rmdir()
         raise
     return directory
 
 
 def forget(directory: Path, there: frozenset[Path] | None) -> None:
-    """Take back a run that was refused before it had learned or measured anything, so that the corrected command may have its place.
-    What was `there` before (None: not even the directory) is not ours and stays."""
+    """Delete a run that was refused before it trained or measured anything, so that the corrected command can use its directory.
+    Files that were `there` before are kept (None: there was no directory)."""
     if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
@@ -104,9 +104,9 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
 
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
-    """Continue a run where its last good checkpoint was. `arguments` (key=value) and a config.yaml that was edited since may change how
-    the work is done, and stages that have not begun; `arguments` may also make a stage longer, of a complete run too. What would make
-    it another run is refused. A complete run is left as it is."""
+    """Continue a run from its last intact checkpoint. `arguments` (key=value), and edits of its config.yaml, may change how the
+    work is done, and stages that have not begun. `arguments` may also lengthen a stage, even of a finished run. Changes that would
+    make it another run are refused. A complete run is left as it is."""
     run = Run(directory)
     settings, pairs = settings_of(run, allow_code, arguments)
     tree = config.to_config(settings)
@@ -146,7 +146,7 @@ def completed(run: Run) -> str:
 def settings_of(
     run: Run, allow_code: bool, arguments: Sequence[str]
 ) -> tuple[Settings, dict[str, JSON]]:
-    """The settings of a run that goes on, and those of them that were given now."""
+    """The settings of a run to continue, and those of them that were given now."""
     check_format(run)
     pairs = dict(map(config_tree.pair, arguments))
     place = str(run.directory / CONFIG)
@@ -154,8 +154,8 @@ def settings_of(
 
 
 def follows(settings: Settings) -> bool:
-    """Whether this is one of several processes, and not the one that writes the run directory. Refuses a number of processes that
-    nobody has started, or that cannot share a step."""
+    """Whether this process is one of several, and not the one that writes the run directory. An error if the processes were not
+    started, or cannot share a step."""
     count = settings.processes
     check_processes(settings, max(count, processes.size()))
     started = processes.size() if processes.size() > 1 or count == 1 else 0
@@ -167,7 +167,7 @@ def follows(settings: Settings) -> bool:
 
 
 def check_processes(settings: Settings, count: int) -> None:
-    """Refuse more processes than there are GPUs, or than a step of a stage has something to do for."""
+    """Raise an error for more processes than GPUs, or than a step of a stage can be shared between."""
     if count > 1:
         machine.require_posix(f"processes={count}", "leave it out")
     if count > 1 and not settings.cluster and machine.device(settings.device).startswith("cuda"):
@@ -183,7 +183,7 @@ def check_processes(settings: Settings, count: int) -> None:
 
 
 def placement(settings: Settings) -> Placement:
-    """What the run asks of its cluster."""
+    """The resources that the run needs of its cluster."""
     gpu = 1.0 if settings.device.startswith("cuda") else 0.0
     shared = settings.worker_gpus
     samplers = [
@@ -191,7 +191,8 @@ def placement(settings: Settings) -> Placement:
         for stage in settings.recipe.stages
         if getattr(stage, "sampler", "engine") != "engine"
     ]
-    several = settings.processes > 1 or STARTED in os.environ  # one that is left of several
+    # a single process may be left of several
+    several = settings.processes > 1 or STARTED in os.environ
     text = f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage"
     require(bool(samplers) or several, text)
     return Placement(
@@ -206,7 +207,7 @@ def placement(settings: Settings) -> Placement:
 
 
 def check_format(run: Run) -> None:
-    """Refuse to continue a run of another format: its checkpoints and settings mean something else. It can still be read."""
+    """Refuse to continue a run of another format, because its checkpoints and settings have another meaning. It can still be read."""
     found = run.config.get("format", 1)
     other = f"{run.directory} was written by another version of posttrain (format {found}; this one continues {FORMAT})"
     advice = "finish it with that version, or start a new run; its model, metrics and rollouts can be read"
@@ -214,7 +215,7 @@ def check_format(run: Run) -> None:
 
 
 def check_only(settings: Settings, directory: Path) -> None:
-    """Refuse, before anything is written, stages that do not exist or that lack what they start from."""
+    """Check, before anything is written, that the stages in `only` exist and have their inputs."""
     names = check_names(settings.recipe.stages, settings.only)
     for place, stage in enumerate(settings.recipe.stages if settings.only else ()):
         if stage.name in settings.only:
@@ -226,7 +227,7 @@ def check_only(settings: Settings, directory: Path) -> None:
 
 
 def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
-    """How the settings differ from those of the last attempt, where that is harmless; an error where it is not."""
+    """The differences between the settings and those of the last attempt, if they are harmless; an error if they are not."""
     events = run.events()
     earlier = [e.details for e in events if e.kind == "config" and "config" in e.details]
     # none: an attempt that was killed at once, or events.jsonl was lost
@@ -244,7 +245,7 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
 
 
 def place(settings: Settings) -> Path:
-    """Where a new run is written: as set, or the first directory under runs/ that does not exist."""
+    """The directory of a new run: as set, or the first directory under runs/ that does not exist."""
     return Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
 
 
@@ -277,8 +278,8 @@ def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -
 
 
 def follow(settings: Settings) -> Path:
-    """Work with the first process of several, which writes the run directory; returns that. What this one says of its own is kept
-    apart and forgotten."""
+    """Take part in a run whose first process writes the run directory; returns that directory. Messages of this process go to a
+    temporary directory."""
     with (
         trusting(settings.trust),
         worker_pool(settings.recipe.stages) as workers,
@@ -293,7 +294,7 @@ def follow(settings: Settings) -> Path:
 
 
 def joined(settings: Settings) -> contextlib.AbstractContextManager[World]:
-    """This process with those that were started with it, which must have the same versions and the same to do."""
+    """Join the processes that were started together. They must have the same versions and settings."""
     tree = {**config.to_config(settings), "out": "", "processes": 0}
     sharding = {"auto": "auto", "ddp": "never", "fsdp": "always"}[settings.parallel]
     identity = {**versions(), "settings": digest(tree)[:12]}
@@ -314,7 +315,7 @@ def versions() -> dict[str, str]:
 
 
 def device_of(settings: Settings) -> str:
-    """The device of this process, which must be there."""
+    """The device of this process; an error if it is not available."""
     import torch
 
     device = machine.device(settings.device)
@@ -326,7 +327,7 @@ def device_of(settings: Settings) -> str:
 
 
 def set_up_torch(settings: Settings, device: str) -> int:
-    """Kernels, seed and threads of a run; returns the threads, 0 where the size of a model decides."""
+    """Set kernels, seed and threads of a run. Returns the number of threads, 0 if the size of a model decides."""
     import torch
 
     from posttrain.train.torch_settings import use_deterministic_kernels
@@ -349,13 +350,13 @@ def _run_stages(
     on_step: OnStep | None,
     place: Path | None = None,
 ) -> Context:
-    """Run the stages; `place` is the run directory where another process writes it."""
+    """Run the stages. `place` is the run directory if another process writes it."""
     from posttrain.train.saving import Saving
 
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
     due = unfinished(stages, Context(*shared, place=place), settings.only)
-    # what the first one reads at once need not be read twice
+    # the first stage reads its data at once and need not read it twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
     names = [stage.name for stage in due]
     warnings = check_stages(stages, settings.seed, device, names, reading)
@@ -375,7 +376,7 @@ def _run_stages(
         if settings.cluster:
             cluster = stack.enter_context(Cluster(placement(settings)))
             if cluster.settings.samplers:
-                cluster.connect()  # or refuse it, before the first stage
+                cluster.connect()  # or raise an error, before the first stage
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         context = Context(
             *shared,
@@ -395,8 +396,8 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """The first Ctrl-C or SIGTERM asks the loop to stop after its step; a second one stops at once. The error names
-    the directory that can be resumed."""
+    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one stop at once. The error names the directory to
+    resume."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -422,12 +423,12 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
 
 
 def _export(context: Context, settings: Settings) -> None:
-    """Publish the last trained model as export/: a plain HF checkpoint."""
+    """Write the last trained model to export/ as a plain HF checkpoint."""
     last = exported(context.directory, [stage.name for stage in settings.recipe.stages])
     if last is None:
         return
     target = context.directory / "export"
-    for kind in ("tmp", "old"):  # of a process that was killed here
+    for kind in ("tmp", "old"):  # leftovers of a process that was killed here
         shutil.rmtree(target.with_name(f".export.{kind}"), ignore_errors=True)
     with atomic_folder(target) as folder:
         shutil.copytree(last / "model", folder, dirs_exist_ok=True)
@@ -453,7 +454,7 @@ def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, 
 
 
 def _draw(settings: Settings, context: Context) -> tuple[bool, bool]:
-    """Draw the curves, and pass@k; whether there were some."""
+    """Draw the curves and pass@k. Returns whether there were any."""
     run = Run(context.directory)
     drawn = bool(run.metrics())  # a pipeline of evaluations alone has no curves
     if drawn:
@@ -462,7 +463,7 @@ def _draw(settings: Settings, context: Context) -> tuple[bool, bool]:
 
 
 def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) -> None:
-    """What a person sees at the end: tables, answers of the stages, where the plot is, what to try next."""
+    """Print the end of a run: tables, answers of the stages, the path of the plot, and what to try next."""
     run, recipe, folder = Run(context.directory), settings.recipe, context.directory
     if recipe.before and recipe.after:
         compare_before_after(context, recipe.before, recipe.after)

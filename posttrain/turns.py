@@ -1,4 +1,5 @@
-"""Turns that episodes await of a sampler: submitted together, and delivered in the order of the requests where that counts."""
+"""The turns that episodes await: collects their requests, submits them to the sampler together, and delivers the completions, in the
+order of the requests if the run is deterministic."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from posttrain.errors import UserError
 from posttrain.tasks.base import ContextFull
 from posttrain.types import Completion, Metric, Request, Sampler
 
-POLL_SECONDS = 0.02  # that a sampler elsewhere may wait for a completion while others score
+POLL_SECONDS = 0.02  # how long a remote sampler may wait for a completion; scoring goes on after it
 Key = tuple[int, int]  # session and turn
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Where the time of collecting went. Only `overlapped` runs at the same time as the others."""
+    """How the time of collecting was spent. Only `overlapped` is concurrent with the others."""
 
     generate: float = 0.0  # in the sampler, and rendering prompts
-    # decoding to text and scoring that generation waited for, or that came after it
+    # decoding to text and scoring, while generation waited or had ended
     score: float = 0.0
-    tools: float = 0.0  # waiting for episodes that did not await `generate`
-    overlapped: float = 0.0  # scoring in workers and in the event loop while generation went on
+    tools: float = 0.0  # waiting for episodes that do not await `generate`
+    overlapped: float = 0.0  # scoring in workers and in the event loop during generation
 
     def metrics(self) -> tuple[Metric, ...]:
         used = zip(fields(self), astuple(self), strict=True)
@@ -36,33 +37,33 @@ class Turn:
     """A request that an episode awaits."""
 
     request: Request
-    place: tuple[int, int]  # of the problem, and the episode's among those of the problem
-    own: bool  # it is the task's own prompt
-    restart: Callable[[], None]  # begins another session of the episode
+    place: tuple[int, int]  # (index of the problem, sample): the order of requests
+    own: bool  # whether the ids are the task's own prompt
+    restart: Callable[[], None]  # starts a new session of the episode
     completion: asyncio.Future[Completion]
 
 
 @dataclass(eq=False)
 class Turns:
-    """The turns of episodes that run together. `running` of them neither await a turn nor have ended."""
+    """The turns of all episodes that run concurrently. `running` counts the episodes that neither await a turn nor have ended."""
 
     sampler: Sampler
     seconds: Seconds
     ordered: bool
     running: int
-    # where others use the sampler too: set when turns are submitted. What polls it calls `receive`
+    # If others use the sampler, too: set when turns are submitted. Another coroutine then polls and calls `receive`.
     shared: asyncio.Event | None
     asked: list[Turn] = field(default_factory=list)  # not submitted yet
-    submitted: dict[Key, Turn] = field(default_factory=dict)  # in their order
+    submitted: dict[Key, Turn] = field(default_factory=dict)  # in the order of submission
     completed: dict[Key, Completion] = field(default_factory=dict)  # not delivered yet
-    ended: set[int] = field(default_factory=set)  # sessions whose caches can go
+    ended: set[int] = field(default_factory=set)  # sessions whose caches can be freed
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    # how often the sampler was polled, and when last
+    # how often the sampler was polled, and when it was polled last
     polls: int = 0
     polled: float = 0.0
 
     async def advance(self) -> None:
-        """Submit what is asked, and let the sampler go on; wait where nothing is being generated."""
+        """Submit the asked turns and poll the sampler. If nothing is being generated, wait."""
         round_over = not self.submitted and not self.running
         if self.asked and (round_over or not self.ordered):
             self.submit()
@@ -72,12 +73,12 @@ class Turns:
             await self.idle()
 
     def close(self) -> None:
-        """Have the sampler forget all sessions."""
+        """Cancel all sessions at the sampler."""
         open_sessions = {turn.request.session for turn in self.submitted.values()}
         self.sampler.cancel(self.ended | open_sessions)
 
     def submit(self) -> None:
-        """Hand the asked turns to the sampler, in the order of (draw, sample, session)."""
+        """Submit the asked turns to the sampler, sorted by (problem, sample, session)."""
         now = time.perf_counter()
         self.sampler.cancel(self.ended)
         self.ended = set()
@@ -87,20 +88,20 @@ class Turns:
         later = [turn for turn in turns if turn.request.turn]
         first = [turn for turn in turns if not turn.request.turn]
         for batch in filter(None, (later, first)):
-            self.hand_over(batch)
+            self.submit_batch(batch)
         if self.shared is not None:
             self.shared.set()
         self.seconds.generate += time.perf_counter() - now
 
-    def hand_over(self, turns: Sequence[Turn]) -> None:
-        """Submit turns together. What the policy, its tools or its task gave ends the episode where it is too long; the task's own
-        prompt ends the run."""
+    def submit_batch(self, turns: Sequence[Turn]) -> None:
+        """Submit turns together. If a turn is too long for the context, its episode ends; but if the task's own prompt is too long,
+        the error ends the run."""
         try:
             self.sampler.submit([turn.request for turn in turns])
         except UserError as error:
             if len(turns) > 1:
                 for turn in turns:
-                    self.hand_over([turn])
+                    self.submit_batch([turn])
                 return
             request = turns[0].request
             if turns[0].own:
@@ -109,16 +110,16 @@ class Turns:
             self.deliver(turns[0], ContextFull(str(error)))
 
     def poll(self) -> None:
-        """Let the sampler go on for a burst."""
+        """Let the sampler decode one burst."""
         now = time.perf_counter()
         found = self.sampler.poll(POLL_SECONDS)
         self.seconds.generate += time.perf_counter() - now
         self.receive(found)
 
     def receive(self, found: Sequence[tuple[Request, Completion]]) -> None:
-        """Deliver what is finished, in the order of the requests where that counts."""
+        """Deliver the finished turns. If `ordered`, a turn waits for those submitted before it."""
         for request, completion in found:
-            if (request.session, request.turn) in self.submitted:  # else it was withdrawn
+            if (request.session, request.turn) in self.submitted:  # it may have been withdrawn
                 self.completed[request.session, request.turn] = completion
         self.polls, self.polled = self.polls + 1, time.perf_counter()
         for key in list(self.submitted if self.ordered else self.completed):
@@ -128,7 +129,7 @@ class Turns:
 
     def deliver(self, turn: Turn, found: Completion | ContextFull) -> None:
         self.running += 1
-        if turn.completion.done():  # its episode was given up
+        if turn.completion.done():  # its episode was cancelled
             return
         if isinstance(found, ContextFull):
             turn.completion.set_exception(found)
@@ -136,7 +137,7 @@ class Turns:
             turn.completion.set_result(found)
 
     async def idle(self) -> None:
-        """Nothing is being generated: until an episode asks for a turn or everything is scored."""
+        """Wait until an episode asks for a turn or ends."""
         now, tools = time.perf_counter(), self.running > 0
         await self.changed.wait()
         self.changed.clear()
@@ -146,10 +147,10 @@ class Turns:
     async def ask(
         self, request: Request, place: tuple[int, int], own: bool, restart: Callable[[], None]
     ) -> Completion:
-        """Wait for a turn of an episode."""
+        """Ask for a turn and wait for its completion."""
         turn = Turn(request, place, own, restart, asyncio.get_running_loop().create_future())
         self.asked.append(turn)
-        self.rest()
+        self.count_waiting()
         try:
             return await turn.completion
         except asyncio.CancelledError:
@@ -157,9 +158,9 @@ class Turns:
             raise
 
     def withdraw(self, turn: Turn) -> None:
-        """Give up a turn whose episode has ended before it was there."""
+        """Remove a turn whose episode was cancelled while it waited."""
         key = turn.request.session, turn.request.turn
-        if turn in self.asked:  # the sampler knows nothing of it
+        if turn in self.asked:  # it was not submitted yet
             self.asked.remove(turn)
             self.running += 1
             return
@@ -167,11 +168,11 @@ class Turns:
             del self.submitted[key]
             self.completed.pop(key, None)
             self.running += 1
-        # else it was delivered after the wait for it had ended; the session has a turn that the episode has not
+        # Otherwise it was delivered after the cancellation. Either way the session may hold a turn that the episode lacks.
         self.sampler.cancel({turn.request.session})
         turn.restart()
 
-    def rest(self) -> None:
-        """An episode awaits a turn or has ended."""
+    def count_waiting(self) -> None:
+        """Called when an episode starts to await a turn, or has ended."""
         self.running -= 1
         self.changed.set()

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 UNSCORED = "unscored"
 THINK, THINK_END = "<think>", "</think>"  # around a block of reasoning
-# outcomes of episodes that were ended by a limit
+# outcomes of episodes that a limit ended
 ENDINGS = ("turn limit", "token limit", "thinking limit", "time limit", "context full")
-JSON = Any  # null, bool, int, float, str, list and dict of these: what a checkpoint's JSON can hold
+JSON = Any  # null, bool, int, float, str, and lists and dicts of these
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation, before it is rendered.
+    """One message of a conversation, before the chat template renders it.
 
     >>> Message("user", "12+34=")
     Message(role='user', content='12+34=')
@@ -38,21 +38,22 @@ class Message:
 
     role: str  # system | user | assistant | tool
     content: str
-    # what else the chat template is given: tool_calls, name, reasoning_content, ...
+    # further fields for the chat template: tool_calls, name, reasoning_content, ...
     more: Mapping[str, JSON] = field(default_factory=dict, repr=False, hash=False)
 
     def row(self) -> dict[str, JSON]:
-        """As a file and a template have it."""
+        """The message as a dict, for JSON files and chat templates."""
         return {"role": self.role, "content": self.content, **self.more}
 
 
-# of a problem's facts: how many things each named part of a score is a share of
+# The key of `Problem.facts` that says how many items each part of a score averages over.
 COUNTED = "counted"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with what is needed to score an answer. `id` is unique in its task: groups form by it, never by text."""
+    """A question and everything needed to score an answer to it. `id` is unique within the task. Groups are formed by id, never by
+    text, so two problems with the same question stay apart."""
 
     id: str
     question: str
@@ -62,7 +63,7 @@ class Problem:
 
 
 def as_number(value: Any, what: str) -> float:
-    """Any real number as a float: a bool, an int, a Fraction, a Decimal, a NumPy scalar, an array or a tensor of no dimensions.
+    """Convert any real number to a float: bool, int, Fraction, Decimal, NumPy scalar, or an array or tensor without dimensions.
 
     >>> as_number(np.float32(0.5), "a reward"), as_number(True, "a reward")
     (0.5, 1.0)
@@ -72,7 +73,7 @@ def as_number(value: Any, what: str) -> float:
     """
     if type(value) is float:
         return value
-    # of NumPy: neither text nor complex numbers nor dates
+    # NumPy's kinds of real numbers; text, complex numbers and dates have other kinds
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     several = getattr(value, "ndim", 0) > 0
     if not hasattr(value, "__float__") or kind not in "biuf" or several:
@@ -84,13 +85,13 @@ def as_number(value: Any, what: str) -> float:
 def _as_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what} must be text, not {type(value).__name__}")
-    return str.__str__(value)  # of a subclass, such as an enumeration's, the text itself
+    return str.__str__(value)  # the plain text of a subclass of str, such as a StrEnum
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward says: a value with its named parts, or a named failure. Never NaN, never a failure dressed as 0. Numbers of any
-    kind become floats.
+    """The result of a reward: a value with its named parts, or a named failure. A value is always finite: a reward that fails
+    returns a failure, not NaN and not 0. Numbers of any type become floats.
 
     >>> Score(1.0, parts={"format": 1.0}).valid
     True
@@ -103,9 +104,9 @@ class Score:
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    steps: tuple[tuple[int, float], ...] = ()  # (character position where the step ends, its value)
+    steps: tuple[tuple[int, float], ...] = ()  # (character position where a step ends, its value)
     outcome: str = ""  # correct, wrong, unparseable, ...
-    failure: str | None = None  # timeout, crash, ...: why there is no value
+    failure: str | None = None  # why there is no value: timeout, crash, ...
 
     def __post_init__(self) -> None:
         if (self.value is None) != (self.failure is not None):
@@ -131,7 +132,7 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """Whether the problem counts as solved: judged correct or, where the reward does not judge, the full value."""
+        """Whether the problem counts as solved: the outcome is correct or, without an outcome, the value is at least 1."""
         full = self.value is not None and self.value >= 1.0
         return self.outcome in ("correct", "pass") if self.outcome else full
 
@@ -141,13 +142,13 @@ class Score:
 
     @classmethod
     def pending(cls, outcome: str = "") -> Score:
-        """Of a rollout that is not scored yet; `outcome` becomes that of the score, where it says something."""
+        """The placeholder of a rollout that is not scored yet. A non-empty `outcome` replaces that of the later score."""
         return cls(None, outcome=outcome, failure=UNSCORED)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `stop_ids` end a response and belong to it; temperature 0 means argmax."""
+    """How tokens are drawn. Temperature 0 means argmax. A stop id ends a response and belongs to it."""
 
     max_new_tokens: Count = 256
     temperature: NotNegative = 1.0
@@ -162,27 +163,28 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether the support is cut, so that the policy's own softmax is not the distribution sampled from."""
+        """Whether top-k or top-p cuts the support, so that tokens are not drawn from the policy's full softmax."""
         return self.top_k > 0 or self.top_p < 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample: the first turn of a session with its whole prompt, or a later turn with the ids that came since.
+    """A request for one sampled turn. The first turn of a session carries the whole prompt, a later turn only the ids that were
+    added since the turn before.
 
     >>> Request((5, 6), seed=3, sampling=Sampling(8), session=1).turn
     0
     """
 
-    ids: tuple[int, ...]  # new ids of this turn
-    seed: int  # of this turn: the row draws with exactly this seed
+    ids: tuple[int, ...]  # the new ids of this turn
+    seed: int  # seeds the draws of this turn, and of no other
     sampling: Sampling
-    session: int = 0  # unique among what the sampler holds
+    session: int = 0  # unique among the sessions that the sampler holds
     turn: int = 0
-    # neighbouring first turns of one group have the same ids: prefilled once; -1: alone
+    # First turns with the same group number have the same ids: the sampler prefills them once. -1: no group.
     group: int = -1
-    keep: bool = False  # keep the cache of the session for another turn, until `cancel`
-    model: str = ""  # the policy, or a named frozen checkpoint
+    keep: bool = False  # keep the session's KV cache for another turn, until `cancel`
+    model: str = ""  # "" is the policy; else the name of a frozen checkpoint
 
     def __post_init__(self) -> None:
         empty = "a prompt needs at least one token: nothing would predict the first of the answer"
@@ -192,26 +194,27 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What was sampled, as ids: never decoded and re-encoded. `logprobs` are under the distribution that was sampled from."""
+    """The sampled tokens of one request, as ids that are never decoded and re-encoded. `logprobs` are those of the distribution
+    that was sampled from."""
 
     ids: np.ndarray  # int64 [T]
     logprobs: np.ndarray  # float32 [T]
     versions: np.ndarray  # int32 [T]: the version of the weights that sampled each token
     finish: str  # stop | length
-    # int16 [all tokens of the session up to here, layers x experts a token]: where they went in a mixture of experts, if recorded
+    # int16 [all tokens of the session so far, layers x experts a token]: the experts of a mixture of experts, if recorded
     routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a sampler has done since it was made."""
+    """Counters of a sampler since it was created."""
 
-    prefilled: int = 0  # tokens of prompts and later turns, each group's prompt counted once
+    prefilled: int = 0  # tokens of prompts and later turns; a group's prompt counts once
     sampled: int = 0  # tokens
-    # tokens prefilled again: after `publish`, of dropped sessions, of failed workers
+    # tokens prefilled again: after `publish`, for dropped sessions, for failed workers
     recomputed: int = 0
-    dropped_sessions: int = 0  # kept caches that were given up for want of memory
-    # processes that died or hung: their requests were taken over, more slowly
+    dropped_sessions: int = 0  # sessions whose kept cache was freed because memory was short
+    # processes that died or hung; others took over their requests, more slowly
     failed_workers: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
@@ -224,60 +227,60 @@ class Sampler(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Rows that it decodes at once."""
+        """How many rows it decodes at once."""
 
     @property
     def statistics(self) -> Statistics: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, and return at once. Others may be decoding meanwhile."""
+        """Queue requests and return at once; earlier requests may still be decoding."""
 
     def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
-        """Run at most one burst of decoding, and return what is finished: nothing where nothing is, or nothing was submitted."""
+        """Run at most one burst of decoding and return the finished requests. The list may be empty."""
 
     def cancel(self, sessions: Collection[int]) -> None:
-        """Stop what these sessions are decoding and forget their caches. Unknown ones are ignored."""
+        """Stop decoding these sessions and free their caches. Unknown sessions are ignored."""
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Sample with these weights as `version` from now on; None: the parameters it shares with the trainer, as they are now.
-        Kept caches and rows that are being decoded are recomputed from their ids."""
+        """Sample with these weights from now on, as `version`. Without `weights`, use the parameters shared with the trainer as
+        they are now. Kept caches and rows in flight are recomputed from their ids."""
 
     def release(self) -> None:
-        """Give memory back, as before training."""
+        """Free memory, for example before training."""
 
     def close(self) -> None:
-        """End its processes; it cannot be used afterwards."""
+        """End its processes. The sampler cannot be used afterwards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A run of tokens that were all sampled by the policy or all given to it (prompt, tool output)."""
+    """Consecutive tokens that were either all sampled by the policy or all given to it (prompt, tool output)."""
 
     ids: np.ndarray  # int64 [T]
     text: str
     sampled: bool
     logprobs: np.ndarray | None = None  # float32 [T], when sampled
     offsets: np.ndarray | None = None  # int64 [T]: where in `text` each token's characters end
-    # int32 [T], when sampled: the weights that sampled each token
+    # int32 [T], when sampled: the version of the weights that sampled each token
     versions: np.ndarray | None = None
-    finish: str = ""
-    reward: float = 0.0  # of a turn, where the task pays by turn
+    finish: str = ""  # stop | length, when sampled
+    reward: float = 0.0  # of this turn, where the task pays by turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One conversation of an episode: segments in the order they happened, and its score, whose value is the whole return: what was
-    paid by turn included."""
+    """One conversation of an episode: its segments in order, and its score. The score's value is the whole return, including the
+    rewards of single turns."""
 
     problem: Problem
-    sample: int  # the number of the episode among those of its problem
+    sample: int  # the index of the episode among those of its problem
     segments: tuple[Segment, ...]
     score: Score
-    role: str = ""  # who the policy was in it, where an episode has several
-    answer: str | None = None  # what the task scores; None: the text of all turns
-    # what happened in it: tool/calls, ...
+    role: str = ""  # the policy's role, where an episode has several
+    answer: str | None = None  # the text that the task scores; None: the text of all turns
+    # event counts of the episode: tool/calls, ...
     counts: Mapping[str, float] = field(default_factory=dict)
-    routes: np.ndarray | None = None  # as of the last completion
+    routes: np.ndarray | None = None  # those of the last completion, which cover all tokens
 
     @property
     def ids(self) -> np.ndarray:
@@ -295,7 +298,7 @@ class Rollout:
 
     @property
     def openings(self) -> list[int]:
-        """Where in the response a turn begins whose block of reasoning the chat template opened."""
+        """Character positions in `response` of the turns whose reasoning block the chat template opened."""
         found, place, given = [], 0, ""
         for segment in self.segments:
             if segment.sampled and given.rstrip().endswith(THINK):
@@ -306,8 +309,8 @@ class Rollout:
 
     @property
     def judged(self) -> str:
-        """The response as a reward reads it: with the `<think>` that the chat template wrote for the policy. Without it, what stands in
-        a block of reasoning that never ends would pass for an answer."""
+        """The response as a reward reads it, including a `<think>` that the chat template wrote for the policy. Without that tag,
+        the text of a reasoning block that never ends would count as the answer."""
         if self.answer is not None:
             return self.answer
         text = self.response
@@ -321,7 +324,7 @@ class Rollout:
 
     @property
     def paid(self) -> float:
-        """What was paid by turn."""
+        """The sum of the rewards of single turns."""
         return sum(s.reward for s in self.segments)
 
     @property
@@ -330,14 +333,14 @@ class Rollout:
 
     @property
     def finish(self) -> str:
-        """How the last turn ended; "length" where any turn was cut off at its limit."""
+        """How the last turn ended, or "length" if any turn was cut off at its limit."""
         ends = [s.finish for s in self.segments if s.sampled]
         return "length" if "length" in ends else (ends or [""])[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The rollouts of one problem, of one role where its episodes have several: what baselines are taken over. Sizes may differ."""
+    """The rollouts of one problem and one role, over which baselines are computed. Groups may differ in size."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -345,7 +348,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Values of the rollouts that could be scored."""
+        """The values of the rollouts that have one."""
         return [r.score.value for r in self.rollouts if r.score.value is not None]
 
 
@@ -353,28 +356,28 @@ class Rating(Protocol):
     """A reward that runs a model in this process, on many rollouts at once: a reward model, an ensemble, an implicit reward."""
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        """One score for each rollout. The score a rollout already has is its task's own."""
+        """Return one score for each rollout. The score that a rollout already has is its task's."""
 
     @property
     def models(self) -> Sequence[Module]:
-        """The frozen networks, for a checkpoint to name them by their weights."""
+        """The frozen networks; a checkpoint records a checksum of their weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A sequence to learn from as it stands: ids and which of them carry loss (never the first)."""
+    """A sequence from a data set: its ids, and which of them carry loss (never the first)."""
 
     ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]
     unit: int = -1  # examples of one unit (a pair, a ranking) stay together; -1: a unit of its own
-    # what people said of it: in a pair or ranking the higher is preferred, by so much; 1 good, 0 bad
+    # the label: in a pair or ranking the higher is preferred, by the margin between them; else 1 good, 0 bad
     reward: float = float("nan")
-    # float32 [T]: the label of the step that ends at a token, NaN elsewhere
+    # float32 [T]: the label of a step at the token where it ends, NaN elsewhere
     steps: np.ndarray | None = None
 
 
 class _Columns:
-    """Named tensors as attributes: one per token ([T], names end in _T) or per sequence ([N], names end in _N)."""
+    """Named tensors, read as attributes: [T] per token, with names that end in _T, or [N] per sequence, with names in _N."""
 
     __slots__ = ()
     columns: Mapping[str, Tensor]
@@ -392,46 +395,48 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(_Columns):
-    """N sequences laid end to end without padding: all the tokens of an optimizer step, or of one micro-batch of it.
+    """N sequences concatenated without padding: all the tokens of an optimizer step, or of one of its micro-batches.
 
-    Besides its fields it has `columns`, which are read as attributes and set by `replace`; packing, cutting and gathering treat all of
-    them alike, and to read one that nobody filled is an error. Those in use:
+    `columns` holds further tensors, read as attributes and set by `replace`. Packing, cutting and gathering treat all columns alike.
+    Reading a column that nothing has filled is an error. The columns in use:
 
-    rollout_N    int64: which of the step's rollouts the sequence is, all groups counted in order
-    step_T       float32: the reward or label of the step that ends at this token; NaN elsewhere
-    reference_T  log-prob under the frozen reference
-    value_T      the critic's value before the step
+    rollout_N    int64: the index of the sequence's rollout among all rollouts of the step, in the order of the groups
+    step_T       float32: the reward or label of a reasoning step, at the token where it ends; NaN elsewhere
+    reference_T  log-prob under the reference model
+    value_T      the critic's value, before the update
     proximal_T   log-prob under the policy at the start of the step
     teacher_T    log-prob under a teacher, which may have read another prompt
     advantage_T, return_T
+    token_reward_T  float32: the reward of every token, where a critic estimates advantages
     weight_T     the reduction: the loss is a plain sum of weight * loss
     weight_N     the same for losses per sequence or per unit
     version_T    int32: the version of the weights that sampled the token; -1 where not sampled
-    baseline_N   what a sequence's own figure is compared with
-    bonus_N      weight of a term for exploration, beside that of weight_N
-    vote_N       float32: its share of the vote of its episode, where one has several sequences in a group
+    stale_T      bool: another policy sampled the token, so its log-prob is expected to differ
+    baseline_N   the baseline of a sequence
+    bonus_N      the weight of an exploration term, in addition to weight_N
+    vote_N       float32: the sequence's share in its episode's vote, where an episode has several sequences in a group
     part/NAME_N  float32: a part of the score, where the algorithm learns from parts; NaN where there is no score
-    routes_T     int16 [T, layers x experts a token]: the experts that the sampler chose, -1 where that is not known
-    paid_T       float32: what a turn was paid, at its last token; a part of reward_N, there only where turns were paid
+    routes_T     int16 [T, layers x experts a token]: the experts that the sampler chose; -1 where unknown
+    paid_T       float32: the reward of a turn, at its last token; included in reward_N; present only where turns are paid
     """
 
     ids_T: Tensor  # int64
     starts: tuple[int, ...]  # N+1 offsets into T
-    sequence_T: Tensor  # int64: which sequence a token is in
+    sequence_T: Tensor  # int64: the index of the token's sequence
     mask_T: Tensor  # bool: the token carries loss
     behaviour_T: Tensor  # float32: log-prob when sampled; 0 where not sampled
-    reward_N: Tensor  # float32, a score or an example's label; NaN where there is none
-    valid_N: Tensor  # bool: the sequence was scored and votes in its group
-    group_N: Tensor  # int64: which problem the sequence answers
-    unit_N: tuple[int, ...]  # non-decreasing; a micro-batch is cut only where it changes
+    reward_N: Tensor  # float32: a score, or an example's label; NaN where there is none
+    valid_N: Tensor  # bool: the sequence has a score and counts in its group's baseline
+    group_N: Tensor  # int64: the index of the sequence's group
+    unit_N: tuple[int, ...]  # non-decreasing; micro-batches are cut only where it changes
     truncated_N: Tensor  # bool: the response ended at the length limit
     temperature: float = 1.0
-    resting: frozenset[str] = frozenset()  # learners that this step leaves as they are, by name
-    learned: frozenset[str] = frozenset()  # learners whose gradient of the step is there already
+    resting: frozenset[str] = frozenset()  # names of the learners that this step does not update
+    learned: frozenset[str] = frozenset()  # names of the learners that already have their gradient
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    # host copies, so that a micro-batch can be laid out while the device is still at work on the one before
+    # host copies, so that the next micro-batch can be cut while the device still works on this one
     ids: np.ndarray | None = None  # of ids_T
-    mask: np.ndarray | None = None  # of mask_T; `replace` drops it with the mask that it was of
+    mask: np.ndarray | None = None  # of mask_T; `replace` drops it when it sets another mask_T
 
     @property
     def sequences(self) -> int:
@@ -442,7 +447,7 @@ class Batch(_Columns):
         return self.starts[-1]
 
     def replace(self, **changes: Any) -> Batch:
-        """The batch with other fields or columns; None removes a column."""
+        """Return the batch with other fields or columns. None removes a column."""
         own = {name: changes.pop(name) for name in list(changes) if name in _BATCH_FIELDS}
         if "mask_T" in own:
             own.setdefault("mask", None)
@@ -457,23 +462,23 @@ _BATCH_FIELDS = frozenset(f.name for f in fields(Batch))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """Hidden states that predict the M loss tokens of a batch, and the head that makes logits of them: what a divergence over the
-    whole vocabulary is computed from in chunks, because [M, V] is too large."""
+    """The hidden states that predict the M loss tokens of a batch, and the head that turns them into logits. A divergence over the
+    whole vocabulary is computed from these in chunks, because [M, V] would not fit in memory."""
 
-    at_M: Tensor  # int64: where in the batch's tokens the loss tokens are
+    at_M: Tensor  # int64: the positions of the loss tokens in the batch
     hidden_MH: Tensor
     head: Any  # ops.logprobs.Head
 
 
 class Outputs(_Columns):
-    """What the forward passes give an algorithm, as columns aligned with the batch's tokens; to read one that is not there is an error.
+    """The results of the forward passes, as columns aligned with the batch's tokens. Reading a missing column is an error.
 
-    logprob_T  float32, log p of the token at the batch's temperature, where a policy learns
-    entropy_T  float32, of the distribution the token was drawn from
-    value_T    the critic's value of the state in which the token was chosen
-    score_T    a scorer's number for everything up to and with the token
-    rerouted_T share of layers in which it would go to other experts than the sampler's, which are replayed
-    balance_T  terms of the routers' auxiliary loss, where a mixture of experts learns (ops/experts.py)
+    logprob_T  float32: log p of the token at the batch's temperature, where a policy is trained
+    entropy_T  float32: entropy of the distribution that predicts the token
+    value_T    the critic's value of the state before the token
+    score_T    the scorer's output for the sequence up to and including the token
+    rerouted_T share of layers whose router would choose other experts than the sampler's, which are replayed
+    balance_T  terms of the routers' auxiliary loss, where a mixture of experts is trained (ops/experts.py)
     """
 
     __slots__ = ("columns", "predictions")
@@ -487,20 +492,20 @@ class Outputs(_Columns):
     ):
         given = {"logprob_T": logprob_T, "entropy_T": entropy_T, **columns}
         self.columns = {name: c for name, c in given.items() if c is not None}
-        self.predictions = dict(predictions or {})  # by who makes them: `policy`, or a role
+        self.predictions = dict(predictions or {})  # keyed by `policy` or the name of a role
 
     def join(self, other: Outputs) -> Outputs:
-        """These outputs with those of another pass over the same tokens."""
+        """Merge with the outputs of another pass over the same tokens."""
         return self.replaced({**self.columns, **other.columns}, other.predictions)
 
     def take(self, start: int, end: int) -> Outputs:
-        """The columns of some of the tokens."""
+        """Return the columns of the tokens from `start` to `end`."""
         return self.replaced({name: column[start:end] for name, column in self.columns.items()})
 
     def replaced(
         self, columns: Mapping[str, Tensor], predictions: Mapping[str, Prediction] | None = None
     ) -> Outputs:
-        """Outputs with other columns, and further predictions."""
+        """Return outputs with these columns, and further predictions."""
         made = Outputs(predictions={**self.predictions, **(predictions or {})})
         made.columns = dict(columns)
         return made
@@ -508,7 +513,8 @@ class Outputs(_Columns):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """One term of a loss: it adds sum(weight * loss). Weights are global, so terms add over micro-batches and ranks."""
+    """One term of a loss: sum(weight * loss). Weights are normalised over the whole step, so terms add over micro-batches and
+    ranks."""
 
     name: str
     loss: Tensor
@@ -517,8 +523,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A figure that merges: total over count, or a plain sum where count is None; or the `largest` or the `smallest` of all, whose
-    count says of how many. A count of 0 is NaN: nothing was measured. Means of means cannot arise by accident.
+    """A figure that can be merged: total / count, a plain sum if count is None, or the `largest` or `smallest` of `count` values. A
+    count of 0 gives NaN: nothing was measured. Keeping total and count apart prevents a mean of means.
 
     >>> Metric("reward", 3.0, 4).value
     0.75
@@ -541,21 +547,21 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """What an algorithm returns for a micro-batch: the terms of its loss and figures about it."""
+    """What an algorithm returns for a micro-batch: the terms of its loss, and metrics."""
 
     terms: tuple[Term, ...]
     metrics: tuple[Metric, ...] = ()
 
 
 def part_column(name: str) -> str:
-    """The column of a batch that holds a part of the scores, which an algorithm asked for (`Algorithm.learns_parts`)."""
+    """The name of the batch column that holds a part of the scores; see `Algorithm.learns_parts`."""
     return f"part/{name}_N"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The groups a step will train on, and how many more are wanted before it can start. With no groups there is nothing to learn
-    from, and the loop leaves the step out."""
+    """The groups that a step trains on, and how many more the algorithm wants before the step starts. Without any group the loop
+    skips the update."""
 
     groups: tuple[Group, ...]
     refill: int = 0

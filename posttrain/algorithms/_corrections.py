@@ -1,4 +1,4 @@
-"""Corrections for samples of another policy than the one that learns."""
+"""Importance-sampling corrections for samples of another policy than the one that is trained, and the reuse of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Drop = Literal["none", "mean", "sequence"]
 
 
 def ratio_range(ratio_T: Tensor) -> list[Metric]:
-    """How far the ratio moved from 1, on either side. It is 1 where the mask is not."""
+    """The smallest and the largest importance ratio. It is 1 at masked tokens."""
     still_T = ratio_T.detach()
     return [
         Metric("ratio/min", still_T.min(), None, smallest=True),
@@ -36,8 +36,9 @@ def step_kl(batch: Batch, mask_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedSamples:
-    """An algorithm whose samples are reused, or of another policy. Its loss of token t of response i is c_it l(rho_it, A_it), for a
-    sampler whose policy mu may not be the policy pi_prox at the start of the step (another engine, other rounding, stale weights):
+    """Settings of algorithms that may reuse samples, or learn from samples of another policy. The loss of token t of response i is
+    c_it l(rho_it, A_it). The sampler's policy mu may differ from the policy pi_prox at the start of the step (another engine, other
+    rounding, stale weights):
 
         correction = none         rho = pi / mu,         c = 1
         correction = proximal     rho = pi / pi_prox,    c = 1
@@ -45,30 +46,30 @@ class ReusedSamples:
         correction = token        rho = pi / pi_prox,    c_it = min(pi_prox / mu, cap)
         correction = sequence     rho = pi / pi_prox,    c_it = min(prod_t pi_prox / mu, cap)
 
-    and c_i = 0, with denominators as they were, where |sum_t log pi_prox / mu| (drop=sequence), or that by token (drop=mean), exceeds
-    `bound`; and c_it = 0, likewise, where pi_prox / mu of the token is not in [mask_low, mask_high] (mask_high = 0: no such mask).
-    correction = decoupled with mask_low = 0.5 and mask_high = 5 is IcePop (Ling team 2025, arXiv:2510.18855).
+    c_i = 0 for a response whose |sum_t log pi_prox / mu| (drop=sequence), or that sum divided by its length (drop=mean), exceeds
+    `bound`. c_it = 0 for a token whose pi_prox / mu is not in [mask_low, mask_high] (mask_high = 0: no such mask). Denominators do
+    not change. correction = decoupled with mask_low = 0.5 and mask_high = 5 is IcePop (Ling team 2025, arXiv:2510.18855).
 
-    `proximal` is for a sampler that has the policy's own weights and rounds otherwise: its log-probs then differ from the trainer's by
-    noise that is no change of the policy, and that a ratio of whole responses adds up over all their tokens. Dropping c is right
-    for that alone; with stale weights it is biased. In one update a rollout pi_prox is the policy that learns, by any correction: rho
-    is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
+    `proximal` is for a sampler that has the policy's own weights but rounds differently. Its log-probs differ from the trainer's by
+    noise, which a ratio of whole responses adds up over all their tokens. To drop c is right in this case only; with stale weights it
+    is biased. With one update per rollout, pi_prox is the policy that is trained, whatever the correction: rho is exactly 1, nothing
+    is clipped and no extra pass is needed. With more updates, pi_prox costs one forward pass over the rollouts.
     """
 
-    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
+    # the ratio counts at most this often where the advantage is negative; 0: no bound
+    dual_clip: float = 0.0
     correction: Correction = "none"
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"
     bound: float = 0.0
-    mask_low: float = 0.0  # the lowest ratio of a token to the sampler that is trained on
-    # the highest ratio of a token to the sampler that is trained on; 0: any
-    mask_high: float = 0.0
-    epochs: Count = 1  # passes over a rollout
+    mask_low: float = 0.0  # tokens with a smaller ratio to the sampler are masked
+    mask_high: float = 0.0  # tokens with a larger ratio to the sampler are masked; 0: no mask
+    epochs: Count = 1  # passes over a batch of rollouts
     mini_batches: Count = 1  # optimizer steps a pass
 
     def mistakes(self) -> Iterator[str]:
-        """Numbers without the choice that they belong to."""
-        if self.dual_clip and not self.dual_clip > 1:  # or negative advantages would teach nothing
+        """Settings that contradict each other, or have no effect."""
+        if self.dual_clip and not self.dual_clip > 1:  # else negative advantages have no gradient
             yield f"dual_clip must be above 1 (3 in the paper; 0: none), not {self.dual_clip}"
         if self.correction not in ("token", "sequence") and self.cap != DEFAULT_CAP:
             yield "cap cuts the weights of correction=token and sequence; there are none"
@@ -88,22 +89,22 @@ class ReusedSamples:
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether there is a c other than 1."""
+        """Whether any c may differ from 1."""
         left_out = self.drop != "none" or self.mask_high > 0
         return self.correction not in ("none", "proximal") or left_out
 
     @property
     def correction_roles(self) -> frozenset[str]:
-        """`proximal`, where the log-probs of the policy at the start of the step are needed."""
+        """`proximal`, if the log-probs of the policy at the start of the step are needed."""
         needed = self.weighs_samples or self.correction == "proximal"
         return frozenset({"proximal"}) if needed and not self.reuse.once else frozenset()
 
     def start_logprobs(self, logprob_T: Tensor, batch: Batch) -> Tensor:
-        """[T]: log pi_prox, of the policy at the start of the step."""
+        """[T]: log pi_prox, the log-probs of the policy at the start of the step."""
         return logprob_T.detach() if self.reuse.once else batch.proximal_T
 
     def old_logprobs(self, logprob_T: Tensor, batch: Batch) -> Tensor:
-        """[T]: log-probs of the policy that the ratio is to and the clip is about, 0 outside the mask."""
+        """[T]: the log-probs in the denominator of the ratio, 0 outside the mask."""
         none = self.correction == "none"
         old_T = batch.behaviour_T if none else self.start_logprobs(logprob_T, batch)
         return old_T.where(batch.mask_T, 0.0)
@@ -111,15 +112,14 @@ class ReusedSamples:
     def corrected_loss(
         self, policy_T: Tensor, logprob_T: Tensor, batch: Batch
     ) -> tuple[Tensor, list[Metric]]:
-        """c_it l_it, and the metrics of c; l_it as it is where nothing is corrected."""
+        """c_it l_it and the metrics of c, or l_it unchanged if nothing is corrected."""
         if not self.weighs_samples:
             return policy_T, []
         factor_T, metrics = self.correction_factors(self.start_logprobs(logprob_T, batch), batch)
         return factor_T * policy_T, metrics
 
     def correction_factors(self, start_T: Tensor, batch: Batch) -> tuple[Tensor, list[Metric]]:
-        """c_it, without gradient: the weight of a token for having been sampled by another policy, 0 where it is masked or its response
-        is dropped."""
+        """c_it, without gradient: the importance weight of a token; 0 if it is masked or its response is dropped."""
         mask_T, sequence_T = batch.mask_T, batch.sequence_T
         given = (start_T, batch.behaviour_T, mask_T, sequence_T, batch.sequences)
         factor_T, metrics = torch.ones_like(batch.behaviour_T), []

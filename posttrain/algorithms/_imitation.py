@@ -1,4 +1,4 @@
-"""What algorithms share that select some of their own samples and imitate them."""
+"""The base class of algorithms that select some of their own samples and imitate them (best-of-N, RAFT)."""
 
 from __future__ import annotations
 

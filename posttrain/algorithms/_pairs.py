@@ -1,4 +1,4 @@
-"""What algorithms that learn from pairs share: the weights of a step of pairs, and the figures of its margins."""
+"""Shared by algorithms that learn from pairs: weights of the pairs of a step, sequence log-ratios and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.types import Batch, Metric, Outputs
 
 @dataclass(frozen=True, kw_only=True)
 class PairAlgorithm(Algorithm):
-    """An algorithm that learns from given pairs. It says what the loss of a pair is in `terms`."""
+    """The base class of algorithms that learn from given pairs. A subclass defines the loss of a pair in `terms`."""
 
     learns_from = "pairs"
     unit = "pair"
@@ -28,8 +28,8 @@ class PairAlgorithm(Algorithm):
 def prepare_pairs(step: Batch, name: str) -> Batch:
     """Weights w_u = 1 / P over the P pairs of the step, in `weight_N` of both members.
 
-    A pair whose rewards are equal or missing, or with a member without loss tokens, prefers nothing: it is not counted, and its
-    tokens carry no loss.
+    A pair whose rewards are equal or missing, or with a member without loss tokens, expresses no preference: it does not count in P,
+    and its tokens carry no loss.
     """
     try:
         better_P, worse_P = pair_members(step.unit_N, step.reward_N)
@@ -46,13 +46,13 @@ def prepare_pairs(step: Batch, name: str) -> Batch:
 
 
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Which sequences are preferred, which are not, and the weights of their pairs."""
+    """(preferred, rejected, weight): the indices of the two sequences of each pair, and the pair's weight."""
     better_P, worse_P = pair_members(batch.unit_N, batch.reward_N)
     return better_P, worse_P, batch.weight_N[better_P]
 
 
 def log_ratios(outputs: Outputs, batch: Batch, mean: bool = False) -> Tensor:
-    """log pi(y_i | x) - log ref(y_i | x) of each sequence, or that by its length."""
+    """log pi(y_i | x) - log ref(y_i | x) of each sequence; with `mean`, divided by its length."""
     mask_T, reduce = batch.mask_T, sequence_means if mean else sequence_sums
     difference_T = outputs.logprob_T.where(mask_T, 0.0) - batch.reference_T.where(mask_T, 0.0)
     return reduce(difference_T, mask_T, batch.sequence_T, batch.sequences)
@@ -64,8 +64,8 @@ def mean_logprobs(outputs: Outputs, batch: Batch) -> Tensor:
 
 
 def pair_metrics(reward_N: Tensor, outputs: Outputs, batch: Batch) -> tuple[Metric, ...]:
-    """Over the pairs that count: how often the implicit reward of the preferred is the higher (equal is half right), by how much,
-    both rewards, and the log-prob per token of each side: both may fall while the margin grows."""
+    """Means over the pairs that count: how often the preferred response has the higher implicit reward (equal counts one half), the
+    margin, both rewards, and both log-probs per token, because both may fall while the margin grows."""
     better_P, worse_P, weight_P = pairs_of(batch)
     counted_P, reward_N = weight_P > 0, reward_N.detach()
     margin_P = (reward_N[better_P] - reward_N[worse_P]).where(counted_P, 0.0)

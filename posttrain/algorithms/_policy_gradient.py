@@ -1,4 +1,4 @@
-"""What the policy gradients without a critic share: KL and entropy, reduction, truncation."""
+"""The base class of policy gradients without a critic: clipped loss, KL and entropy terms, reduction, truncated responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Supervision = Literal["outcome", "process"]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(ReusedSamples, Algorithm):
-    """An algorithm says what its `advantages` are and, where they are not the usual ones, its `ratio` and its `surrogate`:
+    """A subclass defines its `advantages` and, if they are not the usual ones, its `ratio` and `surrogate`:
 
         L      = sum_i sum_t w_it [ c_it l(rho_it, A_it) + beta KL_it - entropy H_it ]
         rho_it = pi(y_it | x, y_i<t) / mu(y_it | x, y_i<t),    c_it = 1
@@ -34,27 +34,27 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     with mu the policy that sampled.
 
-    beta, kl, kl_in   KL to the reference: as a term of the `loss` by the estimator `kl` (ops/kl.py has their gradients), or in the
-                      `reward` as -beta (log mu - log pi_ref), or, where asked for by name, in `both`
+    beta, kl, kl_in   KL to the reference: as a term of the `loss` by the estimator `kl` (ops/kl.py has their gradients), in the
+                      `reward` as -beta (log mu - log pi_ref), or in `both`
     reduction         w: token_mean 1/T, sequence_mean 1/(N |y_i|), sequence_sum 1/N, constant_mean 1/(N constant)
-    truncated         what to do with responses cut off by the length limit: `keep` them, `mask` them out of the loss and its
-                      denominators, or pay them nothing (`zero`: their reward is at most 0), so that never to end does not pay;
-                      they vote in the baseline in any case
+    truncated         responses that the length limit cut off: `keep` them, `mask` them out of the loss and its denominators, or pay
+                      them nothing (`zero`: their reward is at most 0), so that never ending does not pay; they count in the baseline in
+                      any case
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
-                      rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut at `cap` by `token` or by `sequence`; or
-                      c = 1 (`proximal`), where mu differs by rounding alone
+                      rho = pi / pi_prox and c = pi_prox / mu, `decoupled` without a bound, or cut at `cap` by `token` or by
+                      `sequence`; or c = 1 (`proximal`), if mu differs by rounding alone
     drop, bound       leave out (c = 0, denominators stay) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`
     mask_low, _high   leave out (c = 0, denominators stay) tokens whose pi_prox / mu is not between them (IcePop; 0: none)
-    dual_clip         c > 1: where A < 0, l is at most -c A (arXiv:1912.09729; 0: none), so that no token much likelier than when it
-                      was sampled is pushed down without bound
-    epochs            passes over a frozen rollout, in `mini_batches` optimizer steps each, into which every pass deals the
-                      groups anew at random; the clip is for these
+    dual_clip         c > 1: where A < 0, l is at most -c A (arXiv:1912.09729; 0: none). Without it, a token that has become much
+                      likelier than when it was sampled gets an unbounded loss
+    epochs            passes over a batch of rollouts, of `mini_batches` optimizer steps each; every pass shuffles the groups into new
+                      mini-batches. The clip bounds these updates
     """
 
-    min_group: ClassVar[int] = 2  # 1 where the baseline is not the group's
-    may_unclip: ClassVar[bool] = False  # whether a clip of 0, which is none, is allowed
+    min_group: ClassVar[int] = 2  # 1 if the baseline does not come from the group
+    may_unclip: ClassVar[bool] = False  # whether clip_low = clip_high = 0 (no clip) is allowed
     clips_objective: ClassVar[bool] = True  # whether `surrogate` is the clipped one
-    trust_region: ClassVar[str] = ""  # what takes the place of the clip, which is 0 then
+    trust_region: ClassVar[str] = ""  # the setting that replaces the clip, which must then be 0
 
     group: Annotated[int, Range(le=65_536)] = 8
     clip_low: float = 0.2
@@ -108,47 +108,47 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     @property
     def only_advantages(self) -> bool:
-        """Whether a response without advantage has no gradient."""
+        """Whether the loss has only the advantage term, so that a response with advantage 0 has no gradient."""
         return not self.kl_in_loss and self.entropy == 0
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio may count; a clip of 0 is none."""
+        """The clip range below and above 1; a setting of 0 means no clip."""
         return self.clip_low or 1.0, self.clip_high or math.inf
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         if self.group == 1:
             return Selection(tuple(groups))
-        alike = Metric("groups/zero_variance", sum(map(flat, groups)), len(groups))
+        alike = Metric("groups/zero_variance", sum(map(zero_variance, groups)), len(groups))
         return Selection(tuple(groups), metrics=(alike,))
 
-    # --- what algorithms differ in ---------------------------------------------------------------------------------------
+    # --- what subclasses override ----------------------------------------------------------------------------------------
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        """[T]: the advantage of every token of `mask_T`; what stands elsewhere does not matter."""
+        """[T]: the advantage of every token in `mask_T`; values at other tokens are ignored."""
         return self.group_relative(step, mask_T)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        """[T]: how much likelier a token has become."""
+        """[T]: the importance ratio of each token."""
         return importance_ratio(logprob_T, old_T)
 
     def surrogate(
         self, ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor, old_T: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """([T], [T]): the loss of every token, and where the trust region stops its gradient."""
+        """([T], [T]): the loss of every token, and whether the trust region stops its gradient."""
         given = (ratio_T, advantage_T, *self.clip, self.dual_clip)
         return clipped_surrogate(*given), clip_binds(*given)
 
-    # --- what they share -------------------------------------------------------------------------------------------------
+    # --- what all share --------------------------------------------------------------------------------------------------
 
     def reward_kl(self, step: Batch, mask_T: Tensor) -> Tensor:
-        """[T]: beta (log mu - log pi_ref), what a token costs where the KL is in the reward; else 0."""
+        """[T]: beta (log mu - log pi_ref), which is subtracted from the reward of a token, if the KL is in the reward; else 0."""
         if not self.kl_in_reward:
             return torch.zeros_like(step.behaviour_T)
         return self.beta * step_kl(step, mask_T)
 
     def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
-        """[N]: the reward of a whole response: r_i - sum_t beta (log mu_t - log pi_ref,t) where the KL is in the reward."""
+        """[N]: the reward of a whole response: r_i - sum_t beta (log mu_t - log pi_ref,t) if the KL is in the reward, else r_i."""
         if not self.kl_in_reward:
             return step.reward_N
         cost_T = self.reward_kl(step, mask_T).double()
@@ -170,7 +170,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
         advantage_T = advantage_T.where(mask_T, 0.0)
         if self.only_advantages:
-            # responses without advantage keep their place in the denominator, but have no gradient: the trainer need not compute them
+            # Responses with advantage 0 count in the denominator but have no gradient: mask them, so that no forward pass is spent.
             moved_T = (advantage_T != 0).float()
             moved_N = sequence_sums(moved_T, mask_T, step.sequence_T, step.sequences)
             mask_T = mask_T & (moved_N > 0)[step.sequence_T]
@@ -178,7 +178,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
-        # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
+        # fill masked positions before any arithmetic: their values (even NaN) must not reach a gradient
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         old_T = self.old_logprobs(logprob_T, batch)
@@ -205,20 +205,22 @@ class PolicyGradient(ReusedSamples, Algorithm):
     def group_relative(
         self, step: Batch, mask_T: Tensor, supervision: str = "outcome", **scaling: Any
     ) -> Tensor:
-        """[T]: A = (r - mean of the group) / (std of the group + epsilon): of whole responses, of what is paid from a turn on where a
-        task pays by turn, or of steps. `scaling` is that of ops/advantages.py."""
-        if supervision == "outcome":
-            reward_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")
-            if "paid_T" in step.columns:
-                given = (reward_N, step.paid_T, step.valid_N, mask_T, step.sequence_T, step.group_N)
-                return turn_advantages(*given, vote_N=vote_N, **scaling)
-            whole = (reward_N, step.valid_N, step.group_N)
-            return group_advantages(*whole, vote_N=vote_N, **scaling)[step.sequence_T]
-        step_T = self.step_values(step, supervision)
-        return process_advantages(step_T, mask_T, step.sequence_T, step.group_N, **scaling)
+        """[T]: A = (r - mean of the group) / (std of the group + epsilon), with r the reward of the whole response, the return from a
+        turn on if the task pays by turn, or the value of a step. `scaling` are the options of `ops.advantages.group_advantages`."""
+        sequence_T, group_N, valid_N = step.sequence_T, step.group_N, step.valid_N
+        if supervision != "outcome":
+            step_T = self.step_values(step, supervision)
+            return process_advantages(step_T, mask_T, sequence_T, group_N, **scaling)
+        reward_N = self.rewards(step, mask_T)
+        scaling["vote_N"] = step.columns.get("vote_N")
+        if "paid_T" not in step.columns:
+            return group_advantages(reward_N, valid_N, group_N, **scaling)[sequence_T]
+        return turn_advantages(
+            reward_N, step.paid_T, valid_N, mask_T, sequence_T, group_N, **scaling
+        )
 
     def supervision_mistakes(self, supervision: str) -> Iterator[str]:
-        """What process supervision cannot go with."""
+        """Settings that process supervision excludes."""
         if supervision == "process" and self.kl_in_reward:
             unused = "kl_in=reward adds it to the outcome, which is not used"
             yield f"with supervision=process the KL belongs in the loss: {unused}"
@@ -226,7 +228,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
             yield "truncated=zero changes the outcome, which supervision=process does not use; take truncated=mask"
 
 
-def flat(group: Group) -> bool:
-    """Whether a group teaches nothing: all its scores are equal, or there are none."""
+def zero_variance(group: Group) -> bool:
+    """Whether a group gives no learning signal: all its scores are equal, or there are none."""
     rewards = group.rewards
     return not rewards or max(rewards) == min(rewards)

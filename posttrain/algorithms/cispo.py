@@ -1,4 +1,4 @@
-"""CISPO: clip the importance weight, not the update, so that no token loses its gradient."""
+"""CISPO: clips the importance weight and not the update, so that every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from posttrain.ops.policy import weighted_likelihood
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyGradient):
-    """The clip of PPO and GRPO silences a rare token as soon as it has grown, and those are the turns of a reasoning (however, wait).
-    Here the ratio is a weight without gradient, cut above, and every token keeps pulling:
+    """The clip of PPO and GRPO removes the gradient of a rare token as soon as its probability has grown, and such tokens are often the
+    decisive ones in reasoning ("however", "wait"). Here the ratio is a weight without gradient, cut above, and every token keeps its
+    gradient:
 
         L   = -1 / T sum_i sum_t stop(min(rho_it, 1 + clip_high)) A_i log pi(y_it | x, y_i<t)
         A_i = (r_i - mean(r)) / (std(r) + 1e-4)
 
-    over all T tokens. The paper sets no lower bound (`clip_low = 0`; above 0, the weight is at least 1 - clip_low) and does not say how
-    high the upper one is; 4, weights up to 5, is wide on purpose. No KL. Use it like DAPO, with rollouts that are reused or stale.
+    over all T tokens. The paper sets no lower bound (`clip_low = 0`; above 0, the weight is at least 1 - clip_low) and does not
+    give the upper one; the default of 4, weights up to 5, is wide on purpose. No KL. Use it like DAPO, with rollouts that are
+    reused or stale.
     """
 
     paper = "MiniMax 2025 (MiniMax-M1), arXiv:2506.13585"

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with a higher upper clip, every token alike, prompts that teach, and a soft limit on length."""
+"""DAPO: GRPO with a higher upper clip, a token-level mean, dynamic sampling and a soft punishment of overlong responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient, flat
+from posttrain.algorithms._policy_gradient import PolicyGradient, zero_variance
 from posttrain.algorithms.base import State
 from posttrain.ops.advantages import overlong_punishment
 from posttrain.ops.weights import sequence_lengths
@@ -22,10 +22,11 @@ class DAPO(PolicyGradient):
         A_i    = (R_i - mean(R)) / (std(R) + 1e-4),    R_i = r_i + R_length(y_i)
         R_length(y) = 0 up to l_max - l_cache tokens, then ((l_max - l_cache) - |y|) / l_cache, and -1 from l_max on
 
-    Clip-higher lets rare tokens grow; no KL. `dynamic` sampling trains only on prompts whose samples differ in score (0 < right < G in
-    the paper), judged before the length punishment, and asks for as many new prompts as were left out; the loop asks a bounded
-    number of times and then goes on with what it has. `l_max` and `l_cache` are in tokens of the response: set l_max to the limit on
-    new tokens (both 0: no punishment); the paper's are the defaults. `truncated = "mask"` is its overlong filtering.
+    Clip-higher lets rare tokens grow. There is no KL. `dynamic` sampling trains only on prompts whose samples differ in score
+    before the length punishment (0 < right < G in the paper), and asks for as many new prompts as it dropped; after a bounded
+    number of rounds the step trains on the groups that it has. `l_max` and `l_cache` count tokens of the response: set l_max to the
+    limit on new tokens (both 0: no punishment); the defaults are the paper's. `truncated = "mask"` is the paper's overlong
+    filtering.
     Use it for long reasoning with a verifier, where many prompts are solved always or never.
     """
 
@@ -50,7 +51,7 @@ class DAPO(PolicyGradient):
         return (f"no response of {limit} tokens or fewer is overlong: {begins}",)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        teaching = tuple(group for group in groups if not flat(group))
+        teaching = tuple(group for group in groups if not zero_variance(group))
         left_out = len(groups) - len(teaching)
         metrics = (Metric("groups/zero_variance", left_out, len(groups)),)
         if self.dynamic:

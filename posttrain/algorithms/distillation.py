@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and learns what a teacher would have said at every token of it."""
+"""On-policy distillation: the student samples, and learns the teacher's distribution at every token of its samples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Divergence = Literal["reverse", "forward", "jensen_shannon", "sampled"]
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(PolicyGradient):
-    """Sample from the student p, and bring p to the teacher's distribution q at every token of the samples:
+    """Sample from the student p, and move p towards the teacher's distribution q at every token of the samples:
 
         L = sum_i sum_t w_it [ D(p_it, q_it) + c_it l(rho_it, A_it) ],    y_i ~ p,    A_it = reward_weight A_i
 
-    with the divergence D over the whole vocabulary, and l, rho, c and w those of policy gradients; there is no gradient through the
-    sampling. The student makes its own mistakes, and the teacher says at each what comes next: SFT on the teacher's samples never
-    shows it those states.
+    with the divergence D over the whole vocabulary, and l, rho, c and w those of policy gradients. There is no gradient through the
+    sampling. The student visits the states of its own mistakes and learns the teacher's next token there; SFT on the teacher's samples
+    never shows it these states.
 
     divergence      reverse         KL(p || q): a student too small for all of q keeps to what q is sure of
                     forward         KL(q || p): it covers all of q
@@ -37,8 +37,8 @@ class Distillation(PolicyGradient):
     temperature     of both distributions in D; None: that of the sampling
     reward_weight   of the task's reward: A_i = r_i less the mean of the others of its group (rloo); 0: the teacher alone decides
 
-    The teacher has the student's tokenizer and any size. With `teacher_prompt` of the stage it reads the same responses after another
-    prompt, and may be the student itself as it began: context distillation. beta is of the KL to the reference, as in all policy
+    The teacher has the student's tokenizer and any size. With the stage's `teacher_prompt` it reads the same responses after another
+    prompt, and may be the student's own initial model: context distillation. beta is that of the KL to the reference, as in all policy
     gradients; the paper's beta is `jsd_beta`.
     Use it where a stronger model of the same family exists: every token is a lesson, where a reward says one number a response.
     """
@@ -108,10 +108,17 @@ class Distillation(PolicyGradient):
         if self.teacher_by_token:
             value = self.sampled_kl(batch, batch.mask_T)
         else:
-            own, teacher = outputs.predictions["policy"], outputs.predictions["teacher"]
-            both = (own.hidden_MH, own.head, teacher.hidden_MH, teacher.head)
-            how = (self.divergence, self.temperature or batch.temperature, self.jsd_beta)
-            value = vocabulary_divergence(*both, *how)
-            kept.append(Term("divergence", value, batch.weight_T[own.at_M]))
+            p, q = outputs.predictions["policy"], outputs.predictions["teacher"]
+            temperature = self.temperature or batch.temperature
+            value = vocabulary_divergence(
+                p.hidden_MH,
+                p.head,
+                q.hidden_MH,
+                q.head,
+                self.divergence,
+                temperature,
+                self.jsd_beta,
+            )
+            kept.append(Term("divergence", value, batch.weight_T[p.at_M]))
         measured = Metric("divergence", value.detach().sum(), batch.mask_T.sum())
         return Terms(tuple(kept), (*found.metrics, measured))

@@ -17,7 +17,7 @@ from posttrain.types import Batch, Outputs, Term, Terms
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(_pairs.PairAlgorithm):
-    """Prefer y_w to y_l by as much as a Bradley-Terry reward would, with the policy itself as the reward model:
+    """Fit a Bradley-Terry model of preferences whose reward is the log-ratio of the policy to the reference:
 
         r(y) = beta [ log pi(y | x) - log ref(y | x) ],    m = r(y_w) - r(y_l)
         L = sum_pairs w [ -(1 - e) log sigma(m) - e log sigma(-m) - alpha log pi(y_w | x) / |y_w| ],    w = 1 / P
@@ -28,12 +28,12 @@ class DPO(_pairs.PairAlgorithm):
     rewards of a pair as those of a Bradley-Terry model, e = sigma(r_l - r_w): for scores in the reward's own units, not for plain
     preferences, whose rewards are just 1 and 0.
 
-    `form` is what else a pair may cost, in place of the two terms with log sigma:
+    `form` selects another loss of a pair, in place of the two terms with log sigma:
 
         robust      [ -(1 - e) log sigma(m) + e log sigma(-m) ] / (1 - 2 e)    unbiased where a share e of the labels is exchanged
                     (Chowdhury et al. 2024, arXiv:2403.00409); conservative DPO instead learns that preferences are that weak
         hinge       max(0, 1 - m)    the calibration of SLiC-HF (Zhao et al. 2023, arXiv:2305.10425) on ratios to the reference, as in
-                    Liu et al. 2023, arXiv:2309.06657; `alpha` is its regularisation. Pairs with a margin of 1 teach nothing more
+                    Liu et al. 2023, arXiv:2309.06657; `alpha` is its regularisation. Pairs with a margin of 1 or more have no gradient
         apo_zero    1 - sigma(r(y_w)) + sigma(r(y_l))    anchored (D'Oosterlinck et al. 2024, arXiv:2408.06266): y_w becomes likelier
                     and y_l less likely than before, for preferred responses that are better than what the model writes
         apo_down    sigma(r(y_w)) + 1 - sigma(m)    both become less likely, y_l more so: for a model that writes better ones than y_w
@@ -82,7 +82,7 @@ class DPO(_pairs.PairAlgorithm):
         return Terms(tuple(terms), _pairs.pair_metrics(reward_N, outputs, batch))
 
     def pair_loss(self, better_P: Tensor, worse_P: Tensor, smoothing_P: Tensor) -> Tensor:
-        """What each pair costs, by the implicit rewards of its members."""
+        """The loss of each pair, from the implicit rewards of its members."""
         match self.form:
             case "sigmoid":
                 return preference.sigmoid_loss(better_P - worse_P, smoothing_P)

@@ -1,4 +1,4 @@
-"""DPPO: a trust region of probabilities, not of their ratio: what moves a rare token is not what moves the policy."""
+"""DPPO: a trust region in probabilities instead of their ratio, because a rare token can change its ratio but hardly the policy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from posttrain.ops.policy import token_form
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(PolicyGradient):
-    """A ratio of 2 is nothing for a token of probability 1e-4 and a great deal for one of 0.4. So a token's update is stopped not by
-    its ratio but by how far the distribution has moved, estimated from the sampled token against all others (equations 11 to 14):
+    """A ratio of 2 is a small change for a token of probability 1e-4 and a large one for a token of 0.4. So the update of a token is
+    stopped not by its ratio but by how far the distribution has moved, estimated from the sampled token against all others (equations
+    11 to 14):
 
         L      = -1 / T sum_i sum_t M_it min(rho_it, ratio_cap) A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
         M_it   = 0 where D_it > delta and rho_it has left 1 in the direction of A_i, else 1
         D_tv   = |mu - pi|,    D_kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
 
     with mu and pi the token's probabilities when sampled and now. The gradient is -M min(rho, ratio_cap) A grad log pi: beyond the cap
-    a token weighs as one at the cap and keeps its gradient, since without a clip nothing else bounds the ratio of a rare token (20
-    is the authors' value; 0 cuts nothing). `divergence` is tv or kl (take delta = 0.05 with it). The paper
-    measures from mu itself, never from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
+    a token has the weight of one at the cap and keeps its gradient. Without a clip, nothing else bounds the ratio of a rare token (20
+    is the authors' value; 0: no cap). `divergence` is tv or kl (take delta = 0.05 with it). The paper measures from mu itself, never
+    from recomputed log-probs, so no correction applies. Use it like DAPO, where rare tokens matter.
     """
 
     paper = "Rethinking the trust region in LLM reinforcement learning, 2026, arXiv:2602.04879"
@@ -61,8 +62,8 @@ class DPPO(PolicyGradient):
 
 
 def binary_divergence(kind: str, old_T: Tensor, logprob_T: Tensor) -> Tensor:
-    """How far the two-way distribution of the sampled token against all others has moved: total variation, or KL(mu || pi)."""
-    # probabilities stay this far from 0 and 1, where the KL is infinite
+    """The divergence of the two-way distribution (sampled token, all others) from mu to pi: total variation, or KL(mu || pi)."""
+    # keep probabilities this far from 0 and 1, where the KL is infinite
     tiny = torch.finfo(torch.float32).eps
     mu_T, pi_T = old_T.exp().clamp(tiny, 1 - tiny), logprob_T.exp().clamp(tiny, 1 - tiny)
     if kind == "tv":

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: the group is the baseline, no critic."""
+"""Group relative policy optimisation: the mean of a group of responses is the baseline, in place of a critic."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from posttrain.types import Batch, part_column
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
-    """Sample G responses a prompt, score them, and push up those above their group's mean:
+    """Sample G responses a prompt, score them, and make those above their group's mean likelier:
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)
         L   = sum_i sum_t w_it [ -min(rho_it A_i, clip(rho_it, 1 - clip_low, 1 + clip_high) A_i) + beta KL_it ]
         rho_it = pi(y_it | x, y_i<t) / mu(y_it | x, y_i<t),    w_it = 1 / (N |y_i|)
 
-    with mu the policy that sampled. `supervision = "process"` takes the rewards of steps instead (section 4.1.3): all step rewards
+    with mu the policy that sampled. `supervision = "process"` uses the rewards of steps instead (section 4.1.3): all step rewards
     of a group are normalised together, and a token's advantage is the sum over the steps that end at it or later. `kl` names the
     estimator (see ops/kl.py: the paper's k3 has the gradient of the forward KL; `corrected` has that of the reverse KL).
     `scale = "none"` and `reduction = "constant_mean"` remove the biases that Dr. GRPO points out; `reduction = "token_mean"` and a
-    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not say how std divides: `ddof = 1` is torch's.
-    `pass_k` > 1 has advantages of pass@k (ops/advantages.py), by which k answers are rewarded together where one of them is right
-    (a reward of at least `solved`), so that a prompt is explored further than its likeliest answer; k = 1 is the mean.
-    `parts` names parts of a composed reward, each of which is normalised within the group on its own and weighed by
-    `part_weights` (GDPO, ops/advantages.py); the sum that the reward itself makes of them is then not used.
-    A response cut off by the length limit stays in the loss and in its group's baseline, judged by its reward like any other.
+    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not give the divisor of std: `ddof = 1` is torch's.
+    `pass_k` > 1 uses the advantages of pass@k (ops/advantages.py): k answers are rewarded together if at least one of them is right
+    (its reward is at least `solved`), which favours exploration over the single likeliest answer; k = 1 is the mean.
+    `parts` names parts of a composed reward. Each is normalised within the group separately and weighted by `part_weights` (GDPO,
+    ops/advantages.py); the reward's own sum of its parts is then not used.
+    A response that the length limit cut off stays in the loss and in its group's baseline, with the reward that it got.
     Use it with verifiable rewards, where several samples of a prompt differ in score.
     """
 
@@ -43,11 +43,11 @@ class GRPO(PolicyGradient):
     scale: Literal["group", "batch", "none"] = "group"
     ddof: Literal[0, 1] = 1
     epsilon: NotNegative = 1e-4
-    pass_k: Several = 1  # answers that are rewarded together; 1: each by itself
-    solved: Annotated[float, Range()] = 1.0  # from this reward on, pass_k counts an answer as right
-    # of the reward, each normalised on its own; none: the reward as it is
+    pass_k: Several = 1  # how many answers are rewarded together; 1: each by itself
+    solved: Annotated[float, Range()] = 1.0  # the smallest reward that pass_k counts as right
+    # parts of the reward that are normalised separately; none: the reward as a whole
     parts: tuple[str, ...] = ()
-    part_weights: tuple[float, ...] = ()  # of `parts`, in their order; none: 1 each
+    part_weights: tuple[float, ...] = ()  # weights of `parts`, in their order; none: 1 each
     supervision: Supervision = "outcome"
     reduction: Reduction = "sequence_mean"
 

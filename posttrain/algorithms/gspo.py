@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation: ratio and clip of whole responses, as their reward is."""
+"""Group sequence policy optimisation: ratio and clip apply to whole responses, as the reward does."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from posttrain.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyGradient):
-    """GRPO with one ratio a response, the geometric mean of its tokens', so that the unit that is clipped is the unit that is rewarded:
+    """GRPO with one ratio for each response, the geometric mean of its tokens' ratios, so that the clipped unit is the rewarded unit:
 
         s_i = (pi(y_i | x) / pi_prox(y_i | x))^(1 / |y_i|) = exp( 1 / |y_i| sum_t log rho_it )
         L   = -1 / N sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
 
-    `form = "token"` is GSPO-token (equation 13): s_it = stop(s_i) pi_it / stop(pi_it), with value and gradient as above where all
-    tokens of a response share an advantage, and able to use those that do not (`supervision = "process"`, see grpo). The mean log-ratio
-    of a response is far smaller than a token's, hence the small clips, which are the paper's. They are also smaller than what the
-    rounding of a bfloat16 sampler makes of that mean, so pi_prox, the policy at the start of the step, is the trainer's own by default
-    (`correction = "proximal"`, see _corrections.py: with one update a rollout the clip has nothing to do); `correction = "none"` has
-    the ratio to the log-probs that were sampled with. With responses of one token it is GRPO.
+    `form = "token"` is GSPO-token (equation 13): s_it = stop(s_i) pi_it / stop(pi_it). Its value and gradient are those above if
+    all tokens of a response share an advantage, and it also works if they do not (`supervision = "process"`, see grpo). The mean
+    log-ratio of a response is far smaller than that of a token, hence the small clips, which are the paper's. The rounding of a
+    bfloat16 sampler changes that mean by more than the clip. So by default the ratio is to pi_prox, the policy at the start of the
+    step by the trainer's own log-probs (`correction = "proximal"`, see _corrections.py; with one update per rollout nothing is
+    clipped). `correction = "none"` takes the ratio to the sampler's log-probs. With responses of one token it is GRPO.
     Use it for mixture-of-experts models, whose token ratios are noisy, and for long responses.
     """
 
@@ -52,6 +52,6 @@ class GSPO(PolicyGradient):
         return self.group_relative(step, mask_T, self.supervision)
 
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
-        responses = (batch.mask_T, batch.sequence_T, batch.sequences)
-        ratio_T = sequence_ratio(logprob_T, old_T, *responses, mean=True)
+        mask_T, sequence_T, count = batch.mask_T, batch.sequence_T, batch.sequences
+        ratio_T = sequence_ratio(logprob_T, old_T, mask_T, sequence_T, count, mean=True)
         return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T

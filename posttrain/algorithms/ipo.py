@@ -1,4 +1,4 @@
-"""Identity preference optimisation: a target for the margin instead of a push without end."""
+"""Identity preference optimisation: regresses the margin to a target instead of increasing it without bound."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class IPO(PairAlgorithm):
         h = s(y_w) - s(y_l),    s(y) = [ log pi(y | x) - log ref(y | x) ] / |y|
         L = sum_pairs w (h - 1 / (2 tau))^2,    w = 1 / P
 
-    The paper writes s without |y|; its reported results divide by it, as its authors told TRL's, because a sum makes the same tau
-    mean another thing for every length. So `length = "mean"` is the default and `length = "sum"` the equation as printed, whose
-    optimum on an enumerable problem is known. Where all labels agree, DPO pushes margins to infinity and IPO stops at 1 / (2 tau).
+    The paper writes s without |y|, but its reported results divide by |y|, as its authors told the authors of TRL: with a sum, the
+    effect of tau depends on the length. So `length = "mean"` is the default. `length = "sum"` is the equation as printed, whose optimum
+    on an enumerable problem is known. If all labels agree, DPO drives margins to infinity, and IPO stops at 1 / (2 tau).
     Use it where preferences are nearly deterministic and DPO overfits.
     """
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: single responses that are good or bad, no pairs."""
+"""Kahneman-Tversky optimisation: learns from single responses labelled good or bad, without pairs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(Algorithm):
-    """Raise what is labelled good above a moving baseline, and press what is bad below it, each with diminishing returns:
+    """Move the log-ratio of good responses above a baseline z, and that of bad ones below it, each with diminishing returns:
 
         r = log pi(y | x) - log ref(y | x),    z = max(0, mean of r over mismatched examples)
         L = sum_i w_i lambda_i sigma(-beta s_i (r_i - z)),    s_i = 1 if good else -1,    w_i = 1 / N
 
-    z estimates KL(pi || ref), without gradient, on prompts with the responses of other prompts: the examples whose label is missing
-    (NaN). They are there for that alone and carry no loss. z is one number for the whole step, from the policy as the step begins;
+    z estimates KL(pi || ref), without gradient, on mismatched examples: prompts with the responses of other prompts. They have no
+    label (NaN), carry no loss and serve for z alone. z is one number for the whole step, from the policy at the start of the step;
     a step without mismatched examples has z = 0. `desirable` and `undesirable` are lambda of good and bad: the paper keeps
     desirable * (number good) / (undesirable * (number bad)) between 1 and 4/3.
     Use it where people press thumbs up or down, or where good and bad are far from balanced.
@@ -57,8 +57,8 @@ class KTO(Algorithm):
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
         ratio_N, counted_N = log_ratios(outputs, batch), batch.weight_N > 0
-        good_N, settings = batch.reward_N > 0.5, (self.beta, self.desirable, self.undesirable)
-        loss_N = kto_loss(ratio_N, good_N, batch.baseline_N, *settings)
+        good_N, base_N = batch.reward_N > 0.5, batch.baseline_N
+        loss_N = kto_loss(ratio_N, good_N, base_N, self.beta, self.desirable, self.undesirable)
         reward_N = self.beta * ratio_N.detach()
         above_N = (ratio_N.detach() > batch.baseline_N) == good_N
         metrics = [

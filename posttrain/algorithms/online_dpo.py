@@ -14,13 +14,13 @@ from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, T
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPO(Algorithm):
-    """Sample G responses a prompt, rank them by reward, and learn from the best and the worst as from a pair:
+    """Sample G responses a prompt, score them, and learn from the pair of the best and the worst:
 
         y_w = argmax_i r(y_i),    y_l = argmin_i r(y_i),    L = sum_pairs w l(y_w, y_l),    w = 1 / P
 
-    with l the pairwise loss of `loss`, a DPO unless another is named (ipo, simpo, orpo). Responses that could not be scored take no
-    part; a group whose rewards are all equal prefers nothing and is dropped and counted. With G = 2 this is the paper's method; a
-    larger group makes the pair differ more. With `loss.labels = "soft"` the optimum is ref exp(r / beta), that of RL with a KL penalty.
+    with l the pairwise loss of `loss`, a DPO unless another is named (ipo, simpo, orpo). Responses without a score are ignored; a group
+    whose rewards are all equal is dropped and counted. With G = 2 this is the paper's method; a larger group makes the pair differ
+    more. With `loss.labels = "soft"` the optimum is ref exp(r / beta), that of RL with a KL penalty.
     Use it where a reward can score samples, but PPO's critic is too much: pairs stay on-policy, which offline pairs do not.
     """
 
@@ -54,7 +54,7 @@ class OnlineDPO(Algorithm):
 
 
 def best_and_worst(group: Group) -> tuple[Rollout, Rollout] | None:
-    """The rollouts of the highest and the lowest reward, the first of equals; None where all are equal or fewer than two have one."""
+    """The rollouts with the highest and the lowest reward, the first of equals; None if all rewards are equal or fewer than two."""
     scored = [(r.score.value, r) for r in group.rollouts if r.score.value is not None]
     if not scored or max(v for v, _ in scored) == min(v for v, _ in scored):
         return None

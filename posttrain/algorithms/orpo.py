@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation: supervised fine-tuning that also prefers, without a reference."""
+"""Odds ratio preference optimisation: supervised fine-tuning plus a preference term, without a reference model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.types import Batch, Outputs, Term, Terms
 
 @dataclass(frozen=True, kw_only=True)
 class ORPO(PairAlgorithm):
-    """Learn the preferred response, and raise the odds of it over those of the other:
+    """Maximise the likelihood of the preferred response, and its odds relative to those of the rejected one:
 
         log p(y) = log pi(y | x) / |y|,    odds(y) = p(y) / (1 - p(y))
         L = sum_pairs w [ -log p(y_w) - lam log sigma( log odds(y_w) - log odds(y_l) ) ],    w = 1 / P

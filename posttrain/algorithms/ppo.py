@@ -24,13 +24,13 @@ from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_lengths, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
-STEP_LIMIT = 0.2  # the controller never acts on an error of KL beyond this share of its target
+STEP_LIMIT = 0.2  # the KL controller clips its relative error to this
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(ReusedSamples, Algorithm):
-    """Each token is an action. Its reward is the price of leaving the reference; the score s comes with the last token, and the values
-    v_j of steps, where they are asked for, with the token e_j that a step ends in:
+    """Each token is an action. Every token pays a KL penalty to the reference. The last token also receives the score s, and the token
+    e_j at the end of a step, if `supervision` asks for it, the value v_j of the step:
 
         r_t = -beta (log mu(y_t) - log ref(y_t)) + [t last] (s - missing_eos [cut off]) + sum_j [t = e_j] v_j
         A, R = GAE(r, V; gamma, lam)
@@ -38,32 +38,35 @@ class PPO(ReusedSamples, Algorithm):
                           + 1/2 max((V_t - R_t)^2, (clip(V_t, V_t^old - clip_value, V_t^old + clip_value) - R_t)^2) ]
               - ptx E_pretraining[log pi],    rho_t = pi(y_t) / mu(y_t),    c_t = 1,    w_t = 1 / T (token_mean)
 
-    `kl_in = "loss"` has beta KL_t in L, by the estimator `kl` (see ops/kl.py), in place of the price in r_t: the critic then learns the
-    task's return alone. `dual_clip` bounds the surrogate where A < 0 (see _policy_gradient.py). `lam_alpha` > 0 makes lambda depend on
-    the length l of a response, and leaves `lam` to the critic's R (VAPO, arXiv:2504.05118: alpha = 0.05 and lam = 1):
+    with mu the policy that sampled and V^old the critic before the step.
+
+    `kl_in = "loss"` adds beta KL_t to L, by the estimator `kl` (see ops/kl.py), and removes the penalty from r_t: the critic then
+    learns the task's return alone. `dual_clip` bounds the surrogate where A < 0 (see _policy_gradient.py). `lam_alpha` > 0 makes the
+    lambda of the advantages depend on the length l of a response; the critic's returns R keep `lam` (VAPO, arXiv:2504.05118:
+    alpha = 0.05 and lam = 1):
 
         lambda_i = max(0, 1 - 1 / (lam_alpha l_i)),    A from GAE(r, V; gamma, lambda_i),    R from GAE(r, V; gamma, lam)
 
-    with mu the policy that sampled and V^old the critic before the step. A rollout is used for `epochs` passes of `mini_batches`
-    optimizer steps, into which every pass deals the groups anew at random; the rest is left as soon as a step's KL from mu exceeds
-    `target_kl` (0: never). With `kl_target` > 0, beta follows the KL of whole responses, in nats:
-    beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after n responses (Ziegler et al. 2019). Advantages,
-    and rewards where asked (keeping their mean), are whitened over each optimizer step, which is a mini-batch, as in the code of
-    Ziegler et al. The critic is a model of its own with an optimizer of its own, so its loss has no coefficient: Adam undoes any. How
-    fast it learns is the stage's `critic_optimizer.lr`. For `critic_warmup` steps it alone learns. What could not be scored is out of
-    the loss and of every figure. A response that was cut off ends there: nothing is bootstrapped.
+    A batch of rollouts is used for `epochs` passes of `mini_batches` optimizer steps each; every pass shuffles the groups into new
+    mini-batches. The reuse ends as soon as the KL of an update from mu exceeds `target_kl` (0: never). With `kl_target` > 0, beta
+    follows the KL of whole responses, in nats:
+    beta <- beta (1 + clip(KL / kl_target - 1, -0.2, 0.2) min(1, n / kl_horizon)) after n responses (Ziegler et al. 2019). Advantages
+    are whitened over each mini-batch, and rewards as well (keeping their mean) with `whiten_rewards`, as in the code of Ziegler et al.
+    The critic is a separate model with its own optimizer, so its loss has no coefficient: Adam would undo it. Its learning rate is the
+    stage's `critic_optimizer.lr`. For the first `critic_warmup` steps only the critic is trained. Responses without a score are
+    excluded from the loss and from every metric. A response that was cut off ends there: nothing is bootstrapped.
 
-    Where a task pays by turn, p_k comes with the last token of turn k, and s is the rest. `credit = "turn"` makes a whole turn one
-    action: V is that of its first token, its tokens' rewards are summed, and all of them have its advantage. What a tool or an
-    environment says between two turns is no action.
+    If a task pays by turn, the last token of turn k receives its pay p_k, and s is the rest. `credit = "turn"` makes a whole turn one
+    action: its value is that of its first token, its reward the sum over its tokens, and all its tokens have the same advantage. The
+    output of a tool or an environment between two turns is not an action.
 
-    `supervision = "outcome"` leaves the v_j out. `"process"` has them in place of s, which a process reward model makes of the same
-    values: to add both would count them twice. `"both"` is for a reward whose score and steps are about different things.
+    `supervision = "outcome"` leaves the v_j out. `"process"` uses them in place of s, because a process reward model computes s from
+    the same values: adding both would count them twice. `"both"` is for a reward whose score and steps measure different things.
 
-    gamma = 1.0 is the default, for text; 0.99, the textbooks' value for control, is set by name. For samplers whose policy mu is not
-    the policy pi_prox at the start of the step, `correction` has rho = pi / pi_prox and c = pi_prox / mu, `decoupled` as it is, or cut
-    at `cap` by `token` or by `sequence`, or c = 1 (`proximal`, see _corrections.py); `drop` leaves out (c = 0, denominators stay, the
-    critic learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`, and `mask_low`, `mask_high` tokens whose
+    gamma = 1.0 is the default for text; control problems often use 0.99. If the sampler's policy mu is not the policy pi_prox at the
+    start of the step, `correction` sets rho = pi / pi_prox and c = pi_prox / mu: `decoupled` without a bound, or cut at `cap` by
+    `token` or by `sequence`, or c = 1 (`proximal`, see _corrections.py). `drop` leaves out (c = 0, denominators stay, the critic
+    learns) responses whose `mean` or `sequence` |log pi_prox / mu| exceeds `bound`, and `mask_low`, `mask_high` leave out tokens whose
     pi_prox / mu is not between them.
 
     Use it where a reward model scores whole answers, or where credit must be shared out within long ones; it needs the most memory.
@@ -73,13 +76,14 @@ class PPO(ReusedSamples, Algorithm):
 
     group: Several = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
-    clip_value: NotNegative = 0.2  # how far a value may move before its loss stops falling; 0: any
+    # how far a value may move in a step before its loss is clipped; 0: no clip
+    clip_value: NotNegative = 0.2
     lam: Share = 0.95
-    # by how much lambda grows with a response's length; 0: lam is that of all
+    # alpha of a lambda that grows with the length of a response; 0: lam for all
     lam_alpha: NotNegative = 0.0
     gamma: Annotated[float, Range(gt=0, le=1)] = 1.0
-    beta: NotNegative = 0.2  # coefficient of the KL; with kl_target, where it starts
-    kl_in: Literal["reward", "loss"] = "reward"  # where the KL to the reference is a price
+    beta: NotNegative = 0.2  # coefficient of the KL; its initial value with kl_target
+    kl_in: Literal["reward", "loss"] = "reward"  # where the KL to the reference is penalised
     kl: Literal["k2", "k3", "corrected"] = "k3"  # the estimator of kl_in=loss
     kl_target: NotNegative = 0.0  # nats a response; 0: beta is fixed
     kl_horizon: Count = 10_000  # responses
@@ -92,9 +96,9 @@ class PPO(ReusedSamples, Algorithm):
     critic_warmup: Whole = 0  # steps
     ptx: NotNegative = 0.0  # coefficient of the pretraining mix
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    # what the reward is made of
+    # whether the reward is the score, the values of steps, or both
     supervision: Literal["outcome", "process", "both"] = "outcome"
-    # what an action is where advantages are estimated: a token, or a whole turn of an episode
+    # the action for which advantages are estimated: a token, or a whole turn of an episode
     credit: Literal["token", "turn"] = "token"
 
     def mistakes(self) -> Iterator[str]:
@@ -142,10 +146,10 @@ class PPO(ReusedSamples, Algorithm):
         return self.reuse.once and not self.critic_warmup
 
     def early(self, step: Batch, state: State) -> Batch | None:
-        """With one update of a rollout the critic that learns is the one before the step: its returns are known sequence by
-        sequence, so that one pass gives its values and its gradient."""
+        """With one update per rollout, the critic's returns depend only on its own values before the update, sequence by sequence. One
+        pass then computes its values and its gradient."""
         warming_up = state.get("steps", 0) < self.critic_warmup
-        return self.priced(step, state) if self.reuse.once and not warming_up else None
+        return self.with_token_rewards(step, state) if self.reuse.once and not warming_up else None
 
     def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
         mask_T = scored_tokens(batch)
@@ -156,7 +160,7 @@ class PPO(ReusedSamples, Algorithm):
         return Terms(tuple(terms), tuple(metrics))
 
     def prepare(self, step: Batch, state: State) -> Batch:
-        step = self.priced(step, state).replace(mask_T=scored_tokens(step))
+        step = self.with_token_rewards(step, state).replace(mask_T=scored_tokens(step))
         mask_T = step.mask_T
         advantage_T, return_T = self.estimates(step, self.lam)
         if self.lam_alpha > 0:
@@ -166,30 +170,30 @@ class PPO(ReusedSamples, Algorithm):
             advantage_T = whiten(advantage_T, mask_T)
         warming_up = state.get("steps", 0) < self.critic_warmup
         return step.replace(
-            paid_by_token_T=None,
+            token_reward_T=None,
             return_T=return_T,
             advantage_T=None if warming_up else advantage_T,
             resting=frozenset({"policy"} if warming_up else ()),
         )
 
-    def priced(self, step: Batch, state: State) -> Batch:
-        """The step with the weight and the reward of every token, which need no values."""
+    def with_token_rewards(self, step: Batch, state: State) -> Batch:
+        """The step with the weight and the reward of every token. Neither needs the critic's values."""
         mask_T = scored_tokens(step)
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences)
         reward_T = self.rewards(step, mask_T, state.get("beta", self.beta))
         if self.whiten_rewards:
             reward_T = whiten(reward_T, mask_T, shift=False)
-        return step.replace(weight_T=weight_T, paid_by_token_T=reward_T)
+        return step.replace(weight_T=weight_T, token_reward_T=reward_T)
 
     def estimates(self, step: Batch, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of a priced step."""
-        over = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
-        given = (step.paid_by_token_T, step.value_T, step.mask_T, step.sequence_T, step.sequences)
-        return over(*given, self.gamma, lam)
+        """Advantages and returns by GAE, of a step with token rewards."""
+        gae = turn_generalised_advantages if self.credit == "turn" else generalised_advantages
+        reward_T, value_T, mask_T = step.token_reward_T, step.value_T, step.mask_T
+        return gae(reward_T, value_T, mask_T, step.sequence_T, step.sequences, self.gamma, lam)
 
     def rewards(self, step: Batch, mask_T: Tensor, beta: float) -> Tensor:
-        """The reward of every token: -beta k1 with the log-probs that were sampled with, a step's value where the step ends, and the
-        score at the last one, as `supervision` says."""
+        """The reward of every token: -beta k1 by the sampler's log-probs, the value of a step at its last token, and the score at the
+        last token of the response, according to `supervision`."""
         reward_T = torch.zeros_like(step.behaviour_T)
         if beta > 0 and self.kl_in == "reward":
             reward_T = -beta * step_kl(step, mask_T)
@@ -198,10 +202,10 @@ class PPO(ReusedSamples, Algorithm):
             reward_T = reward_T + step_T.where(mask_T, 0.0).to(reward_T.dtype)
         scored = self.supervision != "process"
         score_N = step.reward_N if scored else torch.zeros_like(step.reward_N)
-        if scored and "paid_T" in step.columns:  # turns have their part of the return already
+        if scored and "paid_T" in step.columns:  # the score includes what turns were paid
             paid_T = step.paid_T.where(mask_T, 0.0)
-            given = (paid_T.double(), mask_T, step.sequence_T, step.sequences)
-            score_N = score_N - sequence_sums(*given).to(score_N.dtype)
+            paid_N = sequence_sums(paid_T.double(), mask_T, step.sequence_T, step.sequences)
+            score_N = score_N - paid_N.to(score_N.dtype)
             reward_T = reward_T + paid_T
         score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
         where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
@@ -223,7 +227,7 @@ class PPO(ReusedSamples, Algorithm):
 
     def policy_terms(self, outputs: Outputs, batch: Batch) -> tuple[list[Term], list[Metric]]:
         mask_T, advantage_T = batch.mask_T, batch.advantage_T
-        # masked positions are filled before any arithmetic: what they hold (even NaN) must not reach a gradient
+        # fill masked positions before any arithmetic: their values (even NaN) must not reach a gradient
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         ratio_T = importance_ratio(logprob_T, self.old_logprobs(logprob_T, batch))
@@ -238,7 +242,7 @@ class PPO(ReusedSamples, Algorithm):
         if self.entropy > 0:
             entropy_T = outputs.entropy_T.where(mask_T, 0.0)
             terms.append(Term("entropy", -entropy_T, self.entropy * batch.weight_T))
-        # KL(mu || pi): the tokens are mu's
+        # an estimate of KL(mu || pi), because mu sampled the tokens
         moved_T = kl_estimate("k3", behaviour_T, logprob_T.detach())
         clipped = Metric("clip_fraction", clip_binds(*given).sum(), count)
         moved = Metric("kl/update", moved_T.sum(), count)
@@ -274,5 +278,5 @@ class PPO(ReusedSamples, Algorithm):
 
 
 def scored_tokens(step: Batch) -> Tensor:
-    """[T]: the loss tokens of the responses that could be scored."""
+    """[T]: the loss tokens of the responses that have a score."""
     return step.mask_T & step.valid_N[step.sequence_T]

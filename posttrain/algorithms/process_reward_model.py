@@ -1,4 +1,4 @@
-"""Process reward model: the chance that each step of a solution is right, learned from labels of its steps."""
+"""Process reward model: the probability that each step of a solution is right, learned from labels of steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ProcessRewardModel(Algorithm):
 
         L = - sum_t w_t [ y_t log sigmoid(s_t) + (1 - y_t) log(1 - sigmoid(s_t)) ],    w_t = 1 / (labelled steps of the step)
 
-    Labels are people's (0 or 1), or the share of Monte-Carlo completions from there that end solved (Wang et al. 2023,
-    arXiv:2312.08935). Steps without a label carry no loss. `reduction = "sequence_mean"`
-    weighs every solution the same instead of every step. Use it where the way matters, to rank solutions or reward each step.
+    A label comes from people (0 or 1), or is the share of Monte-Carlo completions from that step that solve the problem (Wang et al.
+    2023, arXiv:2312.08935). Steps without a label carry no loss. `reduction = "sequence_mean"` gives every solution the same weight
+    instead of every step. Use it where the way matters, to rank solutions or reward each step.
     """
 
     paper = "Lightman et al. 2023, arXiv:2305.20050"
@@ -41,7 +41,7 @@ class ProcessRewardModel(Algorithm):
         return step.replace(mask_T=labelled_T, weight_T=weight_T)
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        # filled before any arithmetic: labels are NaN where no step ends
+        # fill masked positions before any arithmetic: labels are NaN where no step ends
         mask_T = batch.mask_T
         score_T, label_T = outputs.score_T.where(mask_T, 0.0), batch.step_T.where(mask_T, 0.0)
         gain_T = label_T * logsigmoid(score_T) + (1 - label_T) * logsigmoid(-score_T)
@@ -50,8 +50,8 @@ class ProcessRewardModel(Algorithm):
 
 
 def figures(score_T: Tensor, label_T: Tensor, batch: Batch) -> tuple[Metric, ...]:
-    """Share of steps judged as labelled (right means above one half), and share of solutions whose first wrong step, or the lack
-    of one, is found."""
+    """The share of steps judged as labelled (right means above one half), and the share of solutions whose first wrong step (or that
+    there is none) is found."""
     said_T, true_T = batch.mask_T & (score_T <= 0), batch.mask_T & (label_T < 0.5)
     agree_T = batch.mask_T & (said_T == true_T)
     labelled_N = per_sequence(batch.mask_T, batch) < batch.tokens
@@ -65,7 +65,7 @@ def figures(score_T: Tensor, label_T: Tensor, batch: Batch) -> tuple[Metric, ...
 
 
 def per_sequence(flag_T: Tensor, batch: Batch) -> Tensor:
-    """Where the first flag of each sequence is; the number of tokens where there is none."""
+    """The position of the first flag of each sequence, or the number of tokens if it has none."""
     place_T = torch.arange(batch.tokens, device=flag_T.device).where(flag_T, batch.tokens)
     none_N = torch.full((batch.sequences,), batch.tokens, device=flag_T.device)
     return none_N.scatter_reduce(0, batch.sequence_T, place_T, "amin")

@@ -1,4 +1,4 @@
-"""Reward-ranked fine-tuning: rejection sampling, then maximum likelihood on what was accepted."""
+"""Reward-ranked fine-tuning: rejection sampling, then maximum likelihood on the accepted responses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RAFT(Imitation):
 
     w_t = 1 / T over all accepted tokens of the step (token_mean). `share = 1 / G` is the paper's best of G; `share = 1` with
     `threshold = 1` is rejection sampling on a verifier: every right answer is learned, as in expert iteration. Without a threshold
-    the best of a bad group is learned too. Equal scores rank in the order they were sampled. A step in which
-    nothing is accepted moves nothing. Simple and stable, and blind to why the rejected failed.
+    the best of a bad group is learned too. Equal scores rank in the order they were sampled. If a step accepts nothing, its update is
+    skipped. The method is simple and stable, but learns nothing from rejected responses.
     Use it as a first stage before RL, or instead of it where one model and few samples must do.
     """
 
@@ -38,7 +38,7 @@ class RAFT(Imitation):
             yield f"{kept}, nothing is rejected and nothing is learned; lower share, or set threshold"
 
     def accepted(self, group: Group) -> tuple[Rollout, ...]:
-        """The top share of a group's scored rollouts, as far as they reach the threshold; in the order they were sampled."""
+        """The top share of a group's scored rollouts, without those below the threshold, in the order they were sampled."""
         values = [rollout.score.value for rollout in group.rollouts]
         scored = [(value, n) for n, value in enumerate(values) if value is not None]
         top = sorted(scored, key=lambda pair: (-pair[0], pair[1]))[: ceil(self.share * len(scored))]

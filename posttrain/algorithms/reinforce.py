@@ -18,14 +18,14 @@ from posttrain.types import Batch, Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(PolicyGradient):
-    """Make what was rewarded above a baseline b likelier, and the rest less likely:
+    """Make responses with a reward above the baseline b likelier, and the others less likely:
 
         grad L = -1 / N sum_i sum_t rho_it A_it grad log pi(y_it | x, y_i<t),    A_it = r_i - b - beta sum_{s >= t} KL_is
 
-    with KL_is = log mu - log pi_ref, a reward of its own for every token, of which a token answers for its own and later ones.
-    rho = pi / mu is 1 on the policy that sampled, and not clipped unless `clip_low` and `clip_high` say so.
-    `baseline`: `none`, b = 0; `batch`, the mean reward of the step; `running`, a mean over the steps before, in the State:
-    b <- decay b + (1 - decay) mean(r), begun with the first step's. One sample a prompt is enough.
+    with KL_is = log mu - log pi_ref, a penalty of every token: a token is charged for its own KL and that of later tokens. rho = pi
+    / mu is 1 on-policy, and is not clipped unless `clip_low` and `clip_high` are set. `baseline`: `none`, b = 0; `batch`, the mean
+    reward of the step; `running`, an average over earlier steps, kept in the State: b <- decay b + (1 - decay) mean(r), starting
+    with the mean of the first step. One sample a prompt is enough.
     Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
     """
 
@@ -40,6 +40,7 @@ class Reinforce(PolicyGradient):
     clip_high: float = 0.0
     kl_in: KLIn = "reward"
     reduction: Reduction = "sequence_sum"
+    # none: 0; batch: the mean reward of the step; running: an average over earlier steps
     baseline: Literal["none", "batch", "running"] = "batch"
     decay: Annotated[float, Range(ge=0, lt=1)] = 0.9
 
@@ -57,10 +58,11 @@ class Reinforce(PolicyGradient):
             advantage_N = step.reward_N
         elif self.baseline == "running" and running is not None:
             advantage_N = step.reward_N - running
-        else:  # all of the step is one group
-            one_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
-            given = (step.reward_N, step.valid_N, one_N)
-            advantage_N = group_advantages(*given, scale="none", vote_N=vote_N)
+        else:  # treat the whole step as one group
+            group_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
+            advantage_N = group_advantages(
+                step.reward_N, step.valid_N, group_N, scale="none", vote_N=vote_N
+            )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
 

@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's tricks without its critic: KL per token in the reward, advantages whitened over the batch, the clip."""
+"""REINFORCE++: PPO without the critic: KL per token in the reward, advantages whitened over the batch, and the clip."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from posttrain.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(PolicyGradient):
-    """One sample a prompt, and the whole batch as the yardstick instead of a group:
+    """One sample a prompt. Advantages are normalised over the whole batch instead of within a group:
 
         A_it = r_i - beta sum_{s >= t} KL_is,    KL_is = log mu(y_is) - log pi_ref(y_is)
         A    = (A - mean(A)) / std(A) over all tokens of the step
         L    = -1 / T sum_i sum_t min(rho_it A_it, clip(rho_it, 1 - clip_low, 1 + clip_high) A_it)
 
-    `baseline = "group"` first takes the mean of the prompt's samples from r_i (the paper's variant for several samples a prompt, where
-    it is safer against prompts of unequal difficulty). std is the population's, over tokens. Use it where one sample a prompt is
-    all there is time for, or where groups often agree.
+    `baseline = "group"` first subtracts the mean reward of the prompt's samples from r_i (the paper's variant for several samples a
+    prompt, which is safer if prompts differ in difficulty). std is that of the population, over tokens. Use it where one sample a
+    prompt is all there is time for, or where groups often agree.
     """
 
     paper = "Hu et al. 2025, arXiv:2501.03262"
@@ -34,6 +34,7 @@ class ReinforcePlusPlus(PolicyGradient):
     group: Several = 1
     beta: NotNegative = 0.01
     kl_in: KLIn = "reward"
+    # group: first subtract the mean reward of the prompt's samples
     baseline: Literal["none", "group"] = "none"
 
     def mistakes(self) -> Iterator[str]:
@@ -44,7 +45,9 @@ class ReinforcePlusPlus(PolicyGradient):
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = step.reward_N
         if self.baseline == "group":
-            vote_N, given = step.columns.get("vote_N"), (reward_N, step.valid_N, step.group_N)
-            reward_N = group_advantages(*given, scale="none", vote_N=vote_N)
+            vote_N = step.columns.get("vote_N")
+            reward_N = group_advantages(
+                reward_N, step.valid_N, step.group_N, scale="none", vote_N=vote_N
+            )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return whiten(reward_N[step.sequence_T] - cost_T.to(reward_N.dtype), mask_T)

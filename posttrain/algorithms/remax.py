@@ -16,16 +16,16 @@ from posttrain.types import Batch, Group, Metric, Sampling, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class ReMax(PolicyGradient):
-    """One sample a prompt, and what the policy would say without chance as the baseline, which depends on the prompt and not on
-    the sample, so that the gradient is unbiased:
+    """One sample a prompt. The baseline is the reward of the policy's greedy answer. It depends on the prompt and not on the sample,
+    so the gradient is unbiased:
 
         grad L = -1 / N sum_i sum_t rho_it A_it grad log pi(y_it | x, y_i<t)
         A_it   = r(x, y_i) - r(x, g) - beta sum_{s >= t} KL_is,    g_t = argmax_v pi(v | x, g_<t)
 
-    with KL_is = log mu - log pi_ref, a price of every token, of which one answers for its own and later ones. The first of a group is
-    g, sampled at temperature 0: it is scored, is no part of the loss, and its reward is the metric `baseline`; where it cannot be
-    scored, the group is left out. rho = pi / mu is 1 on the policy that sampled, and not clipped unless `clip_low` and `clip_high`
-    say so. Use it in place of PPO where a critic is too much memory, and as rloo where two answers a prompt are all there is time for.
+    with KL_is = log mu - log pi_ref, a penalty of every token: a token is charged for its own KL and that of later tokens. The first
+    response of a group is g, sampled at temperature 0. It is scored but carries no loss; its reward is the metric `baseline`. A group
+    whose g has no score is left out. rho = pi / mu is 1 on-policy, and is not clipped unless `clip_low` and `clip_high` are set. Use it
+    in place of PPO where a critic is too much memory, and as rloo where two answers a prompt are all there is time for.
     """
 
     paper = "Li et al. 2023, arXiv:2310.10505"
@@ -57,13 +57,13 @@ class ReMax(PolicyGradient):
 
 
 def greedy_value(group: Group) -> float | None:
-    """The reward of the first answer, their mean where its episode has several sequences; None where it could not be scored."""
+    """The reward of the first answer (the mean, if its episode has several sequences), or None if it has no score."""
     values = [r.score.value for r in group.rollouts if r.sample == 0 and r.score.value is not None]
     return sum(values) / len(values) if values else None
 
 
 def relative(group: Group, baseline: float) -> Group:
-    """The other answers, scored by how much better they are."""
+    """The other answers, with the baseline subtracted from their scores."""
     others = [r for r in group.rollouts if r.sample > 0]
     values = [None if r.score.value is None else r.score.value - baseline for r in others]
     scores = [replace(r.score, value=v) for r, v in zip(others, values, strict=True)]

@@ -1,4 +1,4 @@
-"""Reward model: one number for a response, learned from which of several people preferred."""
+"""Reward model: a scalar score of a response, learned from preferences between responses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from posttrain.types import Batch, Metric, Outputs, Term, Terms
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Algorithm):
-    """Bradley-Terry: the chance that a is preferred to b is sigmoid(r_a - r_b), with r the score at a response's last token. For
-    a ranking u of K responses, pairs (a, b) are all those in which a was preferred to b:
+    """Bradley-Terry: the probability that a is preferred to b is sigmoid(r_a - r_b), with r the score at the last token of a response.
+    The pairs (a, b) of a ranking u of K responses are all those in which a was preferred to b:
 
         L = sum_u 1/U * 1/|pairs_u| * sum_(a,b) [ -log sigmoid(r_a - r_b - m_ab) + centring * (r_a + r_b)^2 ]
 
-    U counts the rankings of the step that have a pair, so every ranking weighs the same, and all K (K - 1) / 2 pairs of one are in
-    one step: taken apart, each response would be learned K - 1 times in an epoch, and overfitted (InstructGPT). A pair is a
-    ranking of two. Equally good responses make no pair; only differences of scores are learned, so that
-    `centring` (0.01, Eisenstein et al. 2023, arXiv:2312.09244) is what keeps their mean near 0. `margin` asks for a distance
-    m_ab = label_a - label_b between the labels (Llama 2, arXiv:2307.09288), which is 1 for plain pairs; without it m_ab = 0.
+    U counts the rankings of the step that have a pair, so every ranking has the same weight. All K (K - 1) / 2 pairs of a ranking are
+    in one step: in separate steps, each response would be learned K - 1 times in an epoch, and overfitted (InstructGPT). A pair is a
+    ranking of two. Equally good responses make no pair. Only differences of scores are learned; `centring` (0.01, Eisenstein et al.
+    2023, arXiv:2312.09244) keeps their mean near 0. `margin` asks for a distance m_ab = label_a - label_b between the scores (Llama 2,
+    arXiv:2307.09288), which is 1 for plain pairs; without it m_ab = 0.
     Use it where people or a judge compare responses, and fresh samples must be scored many times.
     """
 
@@ -42,7 +42,7 @@ class RewardModel(Algorithm):
         names_U, unit_N = torch.unique(unit_N, return_inverse=True)
         pairs_U = torch.bincount(unit_N[better_K], minlength=len(names_U)).double()
         units = (pairs_U > 0).sum().clamp(min=1)
-        # what each pair of the unit counts
+        # the weight of each pair of a ranking
         weight_U = torch.where(pairs_U > 0, 1 / (pairs_U.clamp(min=1) * units), 0.0)
         paired_N = torch.zeros(step.sequences, dtype=torch.bool, device=unit_N.device)
         paired_N[torch.cat([better_K, worse_K])] = True
@@ -63,7 +63,7 @@ class RewardModel(Algorithm):
 
 
 def preferences(batch: Batch) -> tuple[Tensor, Tensor]:
-    """All (better, worse) pairs of sequences within the units of a batch. Labels that are equal or missing (NaN) make none."""
+    """All (better, worse) pairs of sequences within the rankings of a batch. Labels that are equal or missing (NaN) make no pair."""
     unit_N, reward_N = torch.tensor(batch.unit_N, device=batch.reward_N.device), batch.reward_N
     above_NN = (unit_N[:, None] == unit_N[None, :]) & (reward_N[:, None] > reward_N[None, :])
     better_K, worse_K = above_NN.nonzero(as_tuple=True)
@@ -71,7 +71,7 @@ def preferences(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def figures(score_N: Tensor, better_K: Tensor, worse_K: Tensor) -> tuple[Metric, ...]:
-    """Share of pairs in the right order (an equal score is half right), how far apart, and where the scores lie."""
+    """The share of pairs in the right order (equal scores count one half), the mean margin, and the mean score."""
     difference_K = score_N[better_K] - score_N[worse_K]
     right_K = (difference_K > 0).double() + 0.5 * (difference_K == 0).double()
     paired = torch.unique(torch.cat([better_K, worse_K]))

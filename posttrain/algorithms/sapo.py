@@ -13,14 +13,15 @@ from posttrain.ops.policy import soft_gate
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyGradient):
-    """A clip stops a token's gradient at once; a gate lets it fade, the faster the larger tau is:
+    """A clip stops the gradient of a token abruptly. A gate reduces it smoothly, and faster for a larger tau:
 
         L    = -1 / N sum_i 1 / |y_i| sum_t f_it(rho_it) A_i,    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
         f(r) = 4 / tau sigmoid(tau (r - 1)),    tau = tau_positive where A_i > 0, else tau_negative
 
-    The gradient is -4 s (1 - s) rho A grad log pi with s = sigmoid(tau (rho - 1)): that of the policy at rho = 1, less on both sides.
-    What is pushed down spreads its mass over the whole vocabulary, so negative advantages fade sooner; the temperatures are the
-    paper's. `clip_fraction` counts tokens whose gradient the gate has more than halved. No KL by default.
+    The gradient is -4 s (1 - s) rho A grad log pi with s = sigmoid(tau (rho - 1)): the plain policy gradient at rho = 1, and less on
+    both sides. A token that becomes less likely spreads its probability over the whole vocabulary, so the gate closes sooner for
+    negative advantages; the temperatures are the paper's. `clip_fraction` counts tokens whose gradient the gate has more than halved.
+    No KL by default.
     Use it like GSPO, for mixture-of-experts models and reused rollouts, where a few tokens of a response have moved far.
     """
 

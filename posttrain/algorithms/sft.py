@@ -17,7 +17,7 @@ class SFT(Algorithm):
         L = - sum_t w_t log pi(y_t | x, y_<t),    w_t = 1 / T over all loss tokens of the step (token_mean)
 
     Use it to teach a format or a skill from worked examples, and before RL so that some samples already succeed.
-    `reduction = "sequence_mean"` weighs every example the same instead of every token.
+    `reduction = "sequence_mean"` gives every example the same weight instead of every token.
     """
 
     paper = "Ouyang et al. 2022, arXiv:2203.02155"

@@ -17,8 +17,8 @@ class SimPO(PairAlgorithm):
         r(y) = beta log pi(y | x) / |y|
         L = - sum_pairs w log sigma( r(y_w) - r(y_l) - gamma ),    w = 1 / P
 
-    What is trained is what decoding goes by, and length buys nothing. There is no anchor: a small learning rate is what keeps the
-    policy near where it began.
+    The reward is the length-normalised likelihood that also guides decoding, so longer responses gain nothing. Without a reference
+    model, only a small learning rate keeps the policy near its start.
     Use it on pairs sampled from the model itself and ranked by a reward model, where memory for a reference is short.
     """
 

@@ -1,4 +1,4 @@
-"""Rollouts as values that a notebook shows as HTML, and a terminal as text."""
+"""Rollouts that a notebook shows as HTML and a terminal as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.events import printable
 from posttrain.runs import html, read
 from posttrain.runs.tokens import rollout_tokens
 
-TEXT_ROWS, TEXT_WIDTH = 10, 60  # of the text that a terminal shows
+TEXT_ROWS, TEXT_WIDTH = 10, 60  # of the text in a terminal
 
 
 class Rollout(dict[str, Any]):
@@ -22,7 +22,7 @@ class Rollout(dict[str, Any]):
         self._tokens = tokens
 
     def tokens(self) -> dict[str, Any] | None:
-        """`text` and `figures` of each token; None where they were not kept: the last steps and every 50th have them."""
+        """`text` and `figures` of each token, or None if they were not kept: the last steps and every 50th have them."""
         return self._tokens()
 
     def _repr_html_(self) -> str:
@@ -30,7 +30,7 @@ class Rollout(dict[str, Any]):
 
 
 class Rollouts(list[dict[str, Any]]):
-    """Rollouts of a step: a list of dicts, with a table as its picture."""
+    """The rollouts of a step: a list of dicts, which a notebook shows as a table."""
 
     def __init__(self, rows: Iterable[dict[str, Any]], title: str) -> None:
         super().__init__(rows)
@@ -46,7 +46,7 @@ class Rollouts(list[dict[str, Any]]):
         return super().__getitem__(place)
 
     def __repr__(self) -> str:
-        """A line for each of the first ones."""
+        """One line for each of the first rollouts."""
         lines = [f"{len(self)} {self.title}"]
         for row in self[:TEXT_ROWS]:
             question, response, paid, advantage = html.cells_of(row)
@@ -60,7 +60,7 @@ class Rollouts(list[dict[str, Any]]):
 
 
 def rollouts(run: read.Run, stage: str, step: int) -> Rollouts:
-    """The rollouts of a step that was kept."""
+    """The rollouts of a step, if the run directory has them."""
     rows = run.rollouts(stage, step)
     tokens = partial(rollout_tokens, run, stage, step)
     kept = [partial(tokens, n, row.length, len(rows)) for n, row in enumerate(rows)]

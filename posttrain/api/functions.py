@@ -1,4 +1,4 @@
-"""The functions of the Python interface. Each builds one stage of the command line's, and a run of it."""
+"""The functions of the Python interface. Each builds a stage, the same as the command line, and a run of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.types import JSON, Problem, Sampling
 
-# of runs that may not have begun: their directories are taken
+# files of runs that may not have begun yet, so that no other run takes their directories
 _waiting: WeakSet[inputs.Files] = WeakSet()
 
 
@@ -57,15 +57,17 @@ def rl(
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Reinforcement learning on `prompts` (texts, rows, a file, a data set) or a `task`, begun by `.train()` or `.steps()`.
+    """Set up reinforcement learning on `prompts` (texts, rows, a file, a data set) or on a `task`. Training starts with `.train()` or
+    `.steps()` of the returned run.
 
-    `reward` is a function of (prompt, response, answer, columns ...), one that takes lists (prompts, completions, columns ...), the
-    name of a shipped reward, a reward model's run, a source such as JudgeReward(model=..., url=...), or several of these as a list or
-    a dict, which `weights` adds up. `reward_models` are runs or paths whose mean is taken, by `weights` where there is no `reward`.
-    Settings are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr, max_new_tokens, held_out, ...;
-    `batch` prompts a step), and of the run (seed, device, again, ...). KL is measured from `reference`, the model itself unless another
-    is named; PPO's critic begins as `critic`, a reward model, if given; distillation's `teacher` is a model. `tools` are functions with
-    type hints and a docstring, names of shipped tools or settings, which the policy may call before it answers.
+    `reward` is a function of (prompt, response, answer, columns ...), a function of lists (prompts, completions, columns ...), the name
+    of a shipped reward, the run of a reward model, a source such as JudgeReward(model=..., url=...), or a list or dict of these, whose
+    sum is weighted by `weights`. `reward_models` are runs or paths of reward models whose mean is the reward, weighted by `weights` if
+    there is no `reward`. `settings` are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr,
+    max_new_tokens, held_out, ...; `batch` is the number of prompts a step), and those of the run (seed, device, again, ...). The KL is
+    measured to `reference`, by default the initial model. `critic` is a reward model from which PPO's critic starts. `teacher` is the
+    model that distillation learns from. `tools` are functions with type hints and a docstring, names of shipped tools, or settings of
+    tools; the policy may call them before it answers.
     """
     require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
@@ -74,7 +76,7 @@ def rl(
     own = None if task is None else inputs.as_task(task)
     scored, source = inputs.as_rewards(reward, weights, reward_models, own, file)
     scored = inputs.with_tools(scored, tools, settings) if tools else scored
-    if "batch" in settings:  # `prompts` of the stage, a number
+    if "batch" in settings:  # the stage calls this number `prompts`
         settings["prompts"] = settings.pop("batch")
     others = [k for k in ("reference", "critic", "teacher") if settings.get(k)]
     settings |= {k: inputs.as_model(settings[k]) for k in others}
@@ -83,17 +85,17 @@ def rl(
 
 
 def grpo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
-    """Train with GRPO: `rl(...)`, to its end."""
+    """Train with GRPO to the end: `rl(..., algorithm="grpo").train()`."""
     return rl(model, prompts, reward, algorithm="grpo", **settings).train()
 
 
 def ppo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
-    """Train with PPO, a reference and a critic: `rl(...)`, to its end."""
+    """Train with PPO, with a reference and a critic, to the end: `rl(..., algorithm="ppo").train()`."""
     return rl(model, prompts, reward, algorithm="ppo", **settings).train()
 
 
 def _check_data(name: str, data: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse a call without data, in the words for one of TRL's names where that is why."""
+    """Raise an error for a call without data. If a setting has one of TRL's names, the error says what it is called here."""
     called = [text for key in settings if (text := called_here(key))]
     require(data is not None, f"{name}: {called[0] if called else 'give data: rows or a file'}")
 
@@ -127,7 +129,8 @@ def preference(
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Learn from pairs, rankings or labels without sampling: DPO, IPO, KTO, ORPO, SimPO. It begins with `.train()` or `.steps()`."""
+    """Set up learning from pairs, rankings or labels without sampling: DPO, IPO, KTO, ORPO, SimPO. Training starts with `.train()` or
+    `.steps()` of the returned run."""
     chosen = _algorithm(algorithm)
     _check_data(chosen.name, data, settings)
     files = _files(out, chosen.name)
@@ -143,7 +146,7 @@ def preference(
 
 
 def dpo(model: Any, data: Any = None, **settings: Any) -> Run:
-    """Train with DPO on pairs: `preference(...)`, to its end."""
+    """Train with DPO on pairs to the end: `preference(..., algorithm="dpo").train()`."""
     return preference(model, data, algorithm="dpo", **settings).train()
 
 
@@ -157,8 +160,8 @@ def reward_model(
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Train a reward model on pairs or rankings (or, with algorithm="process_reward_model", on labelled steps). The run is a reward:
-    `ppo(..., reward=run)`; `run.result` has its held-out accuracy."""
+    """Train a reward model on pairs or rankings or, with algorithm="process_reward_model", on labelled steps. The returned run can be
+    used as a reward: `ppo(..., reward=run)`. `run.result` has its held-out accuracy."""
     _check_data("reward_model", data, settings)
     files = _files(out, "reward_model")
     given = {"model": inputs.as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
@@ -177,10 +180,10 @@ def comparisons(
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Pairs of a model's own answers (rankings, with samples=3 or more) to `prompts`, or to training problems of a `task`. A `judge`
-    says which is better: a path, hub name or run of a model that is asked here, or settings such as {"model": ..., "url": ...};
-    without one, the task's own score does. The run is data: `dpo(..., data=run)`. `problems` of them are asked, all prompts by
-    default."""
+    """Sample pairs of a model's own answers (rankings, with samples=3 or more) to `prompts`, or to training problems of a `task`, and
+    compare them. A `judge` decides which is better: the path, hub name or run of a model that runs in this process, or settings such as
+    {"model": ..., "url": ...}. Without a judge, the task's own score decides. The returned run can be used as data:
+    `dpo(..., data=run)`. `problems` is the number of prompts, by default all."""
     require((prompts is None) != (task is None), "comparisons: give either prompts or a task")
     files = _files(out, "comparisons")
     given: dict[str, Any] = {"name": "comparisons", "model": inputs.as_model(model, tokenizer)}
@@ -191,7 +194,7 @@ def comparisons(
         given["prompts"] = len(files.lines.get(Path(file)) or asked.problems("train"))
     else:
         given["task"] = inputs.as_task(task)
-    if "problems" in settings:  # `prompts` of the stage, a number
+    if "problems" in settings:  # the stage calls this number `prompts`
         settings["prompts"] = settings.pop("problems")
     return _run(ComparisonsStage, given, settings, files, callback).train()
 
@@ -203,8 +206,8 @@ def run(
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Run a recipe by its name or file, with the settings of the command line: run("quickstart", seed=1, **{"rl.lr": 1e-4}); or stages
-    one after the other, of which those after the first may name the ones before."""
+    """Run a recipe by its name or file, with the settings of the command line: run("quickstart", seed=1, **{"rl.lr": 1e-4}). Or run a
+    list of stages in order; a stage may refer to earlier ones by name."""
     if not isinstance(recipe, str):
         made = recipe() if callable(recipe) else recipe
         return _begun(as_recipe(made, "run"), _files(out, "run"), callback, settings).train()
@@ -214,7 +217,7 @@ def run(
 
 
 def load(place: str | Path) -> Run | Model:
-    """A run by its directory, or a model by its path or hub name."""
+    """Open a run by its directory, or a model by its path or hub name."""
     found = Path(place).expanduser()
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
 
@@ -222,7 +225,8 @@ def load(place: str | Path) -> Run | Model:
 def sample(
     model: Any, prompt: Any, n: int = 1, *, seed: int = 0, tokenizer: Any = None, **sampling: Any
 ) -> Any:
-    """`n` answers to a prompt, as texts; a list of them for each prompt where `prompt` is a list of texts. A prompt may be messages."""
+    """Sample `n` answers to a prompt and return their texts. A prompt is a text or a list of messages. For a list of prompts, return a
+    list of texts for each."""
     from posttrain.collect import Prompt
     from posttrain.commands.inspect import answers, prompt_ids
 
@@ -252,9 +256,10 @@ def evaluate(
     tokenizer: Any = None,
     **settings: Any,
 ) -> dict[str, JSON]:
-    """The figures of a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward, pass@k, each
-    with its interval. Settings are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of the task. A
-    reward model is given pairs or rankings as `data`: the share that it orders as they are, and its calibration."""
+    """Evaluate a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward and pass@k, each
+    with its confidence interval. `settings` are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of
+    the task. For a reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its
+    calibration."""
     if data is not None:
         return _agreement(model, data, **settings)
     require((prompts is None) != (task is None), "evaluate: give either prompts or a task")
@@ -276,13 +281,13 @@ def evaluate(
             policy = _policy(model, tokenizer)
             none = partial(_policy, stage.reference)
             result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
-    # of a reward that does not say right or wrong, to reach 1 means nothing
+    # accuracy has no meaning for a reward that does not tell right from wrong
     left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
     return {name: value for name, value in result.items() if name not in left_out}
 
 
 def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]:
-    """What the reward models of a run, or one in a directory, say of pairs or rankings."""
+    """Evaluate the reward models of a run, or one in a directory, on pairs or rankings."""
     from posttrain.data.preferences import read_preferences
     from posttrain.models.scorer import load_scorer
     from posttrain.stages.reward_model import judge_pairs, report
@@ -302,14 +307,15 @@ def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]
 
 
 def reward(name: str, **options: Any) -> Reward:
-    """A shipped reward with its options, as a function: reward("math", phrase="final answer:")."""
+    """Return a shipped reward with its options as a function: reward("math", phrase="final answer:")."""
     check(name, options)
     return resolve(name, options)
 
 
 def probe(reward: Any = None, task: Any = None, *, prompts: Any = None, **settings: Any) -> Report:
-    """What a reward would pay, before any training, for the gold answers of a `task`, or of `prompts` with answers, and for wrong,
-    empty, padded and other ones. Printed, the report is a table. Settings: weights of several rewards; problems, split, examples."""
+    """Test a reward before any training: its scores for the gold answers of a `task`, or of `prompts` with answers, and for wrong,
+    empty, padded and other responses. The report prints as a table. Settings: weights of several rewards; problems, split,
+    examples."""
     require((prompts is None) != (task is None), "probe: give either prompts or a task")
     scored = inputs.as_probed(reward, settings.pop("weights", None))
     with tempfile.TemporaryDirectory() as folder:
@@ -321,9 +327,9 @@ def probe(reward: Any = None, task: Any = None, *, prompts: Any = None, **settin
 
 
 def arguments(**defaults: Any) -> dict[str, Any]:
-    """The settings of a script: `defaults`, and what its command line says as key=value, with the types of YAML. Where a default is a
-    dict, `key.inner=value` is one of its entries; a key without a default is passed on. `--help` prints the script's docstring with
-    the defaults."""
+    """The settings of a script: `defaults`, overridden by key=value arguments of its command line, which are read as YAML. If a default
+    is a dict, `key.inner=value` sets one of its entries. A key without a default is passed on. `--help` prints the script's docstring
+    and the defaults."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         text = (getattr(sys.modules["__main__"], "__doc__", "") or "").strip()
@@ -339,7 +345,7 @@ def arguments(**defaults: Any) -> dict[str, Any]:
 
 
 class _AllPrompts(Prompts):
-    """Prompts that are all evaluated: nothing is trained on."""
+    """Evaluates all prompts, because none are for training."""
 
     def problems(self, split: str, level: int | None = None) -> tuple[Problem, ...]:
         return self._read(self.parts()[0]).problems
@@ -369,7 +375,7 @@ def _algorithm(given: Algorithm | str) -> Algorithm:
 
 
 def _files(out: str | Path, name: str) -> inputs.Files:
-    """The directory of a run: `out`, or the first runs/NAME-N that is free."""
+    """The files of a run in the directory `out`, or in the first free runs/NAME-N."""
     if out:
         return inputs.Files(Path(out), name)
     taken = {files.place for files in _waiting}

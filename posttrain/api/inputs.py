@@ -1,4 +1,5 @@
-"""What a program hands over (rows, data sets, modules, functions, runs), as the names and files that stages are made of."""
+"""Converts the arguments of the Python interface (rows, data sets, modules, functions, runs) into the names and files that stages
+use."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Files:
-    """Files of a run that is about to begin: what was given in memory is written to `DIRECTORY/data/`, so that the run has it."""
+    """The data files of a run that is about to begin. Rows given in memory are written to `DIRECTORY/data/`, so that the run keeps
+    them."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory, self.name = directory, name
@@ -46,7 +48,7 @@ class Files:
         self.lines: dict[Path, list[str]] = {}
 
     def path(self, data: Any, what: str) -> str:
-        """The file that holds `data`: its own where it is a path or a run that wrote one, else one that will be written."""
+        """The file of `data`: an existing one if it is a path or a run that wrote data, else one that will be written."""
         if isinstance(data, Run):
             return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
@@ -82,12 +84,12 @@ class Files:
                 atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Take the files back where the run was refused, which has taken back all else."""
+        """Remove the files if the run was refused before it started."""
         if isinstance(error, UserError) and not (self.directory / CONFIG).exists():
             for path in self.lines:
                 path.unlink(missing_ok=True)
             for folder in (self.directory / "data", self.directory):
-                with suppress(OSError):  # not there, or it holds something
+                with suppress(OSError):  # it does not exist, or is not empty
                     folder.rmdir()
 
 
@@ -97,7 +99,7 @@ def _hub_name(data: str | Path) -> str:
 
 
 def _rows(data: Any, what: str) -> Iterable[Any]:
-    """Rows of a list, a data set of `datasets`, a table of pandas, or whatever yields them."""
+    """The rows of a list, a data set of `datasets`, a pandas table, or any iterable."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         return data.astype(object).where(data.notna(), None).to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
@@ -131,14 +133,14 @@ def _line(row: Any, number: int, what: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy as Python's own."""
+    """Convert NumPy numbers and arrays to plain Python."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError
 
 
 def as_model(model: Any, tokenizer: Any = None) -> str:
-    """A model as settings name it: a path, a hub name, a run's export, or a module of this process."""
+    """The name of a model for a stage's settings: a path, a hub name, a run's export, or a key for a module in this process."""
     if isinstance(model, tuple) and len(model) == 2:
         model, tokenizer = model
     if isinstance(model, Run):
@@ -154,7 +156,7 @@ def as_model(model: Any, tokenizer: Any = None) -> str:
 
 
 def as_task(task: Any) -> Task:
-    """A task by name (arithmetic, prompts:FILE), by settings, or as it is."""
+    """A task from its name (arithmetic, prompts:FILE), its settings, or a Task."""
     if isinstance(task, Task):
         return task
     fine = isinstance(task, str | Mapping)
@@ -165,7 +167,7 @@ def as_task(task: Any) -> Task:
 
 
 def with_tools(task: Task, tools: Any, settings: dict[str, Any]) -> Task:
-    """The task with tools that its policy may call; settings of the task itself are taken out of `settings`."""
+    """The task with tools that the policy may call. Settings of the task itself are removed from `settings`."""
     several = tools if isinstance(tools, list | tuple) else [tools]
     made = tuple(
         give_tool(one)
@@ -183,8 +185,8 @@ def with_tools(task: Task, tools: Any, settings: dict[str, Any]) -> Task:
 def as_rewards(
     reward: Any, weights: Any, models: Any, task: Task | None, file: str
 ) -> tuple[Task, RewardSource]:
-    """The task and the source of its reward. `task` None: the prompts in `file`, whose reward the functions are; of another task they
-    stand in place of its own score."""
+    """The task and its reward source. Without a `task`, the task is the prompts in `file`, with the given functions as its reward. With
+    a task, the functions replace the task's own score."""
     if isinstance(reward, RewardSource):
         return task or Prompts(file), reward
     several = isinstance(models, list | tuple)
@@ -216,7 +218,7 @@ def _source(reward: Run | RewardSource) -> RewardSource:
 
 
 def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
-    """Reward models whose mean is taken; the members of one run share its weight."""
+    """The weighted mean of reward models. The members of one run's ensemble share its weight."""
     places = [_scorers(model) for model in models]
     if not places:
         return None
@@ -228,7 +230,7 @@ def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
 
 
 def as_probed(reward: Any, weights: Any) -> str | None:
-    """A reward, or several, by the one name that a probe knows it by; a reward model's run by its directory."""
+    """The name under which a probe finds a reward, or a mix of several; for the run of a reward model, its directory."""
     if isinstance(reward, Run):
         return reward.scorers()[0]
     named = _named(reward, weights)
@@ -263,8 +265,8 @@ def _label(reward: Any) -> str:
 
 
 def _function(named: Mapping[str, tuple[Any, float]], always: bool = False) -> str:
-    """The name of one reward that the functions are together. A single one that has a name of its own keeps it, and with it the run can
-    be resumed from its directory."""
+    """The name of the reward that mixes the given functions. A single reward with a name of its own keeps it, so that the run can be
+    resumed from its directory."""
     for one, _ in named.values():
         if isinstance(one, str):
             check(one, {})
@@ -277,7 +279,7 @@ def _function(named: Mapping[str, tuple[Any, float]], always: bool = False) -> s
 
 
 def _scorers(*models: Any) -> tuple[str, ...]:
-    """Where reward models are: all members of a run's ensemble, or a path or hub name as it is."""
+    """The paths of reward models: all members of a run's ensemble, or a path or hub name as given."""
     found: list[str] = []
     for model in models:
         found += model.scorers() if isinstance(model, Run) else [as_model(model)]
@@ -285,7 +287,7 @@ def _scorers(*models: Any) -> tuple[str, ...]:
 
 
 def as_judge(judge: Any) -> JudgeSettings | None:
-    """A judge by its path, hub name or run, or by settings: {"model": ..., "url": ...}."""
+    """A judge from the path, hub name or run of a model, or from settings: {"model": ..., "url": ...}."""
     if judge is None or isinstance(judge, JudgeSettings):
         return judge
     given = dict(judge) if isinstance(judge, Mapping) else {"model": judge}
@@ -296,8 +298,8 @@ def as_judge(judge: Any) -> JudgeSettings | None:
 
 
 def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> Any:
-    """A dataclass of the `given` values and of settings. A key of these is one of its own fields, `group.key`, or the key of the one
-    group that has it: `lr` is optimizer.lr, as on the command line."""
+    """Build a dataclass from `given` values and `settings`. A key of the settings is one of its fields, `group.key`, or a key that only
+    one group has: `lr` is optimizer.lr, as on the command line."""
     hints, own = typing.get_type_hints(kind), [f for f in fields(kind) if f.init]
     made = {f.name: f.default_factory() for f in own if f.default_factory is not MISSING}
     values = {**made, **given}

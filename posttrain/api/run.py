@@ -1,4 +1,4 @@
-"""A run as a value: its figures, rollouts and model, and its training step by step."""
+"""A run as a Python object: its metrics, rollouts and model, and training step by step."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Figures = dict[str, Any]
 Callback = Callable[[Figures], "bool | None"]
 NOT_RESUMABLE = "not resumable from its directory, which does not hold {}; the same call with out= and again=True goes on"
 WAIT = 1.0  # seconds after which a waiting program looks for Ctrl-C
-END = 30.0  # seconds that a thread which has done its work has to end
+END = 30.0  # seconds to wait for the training thread to end
 
 
 class Run:
-    """A run directory, and the training that fills it. Functions with the name of an algorithm return it trained; `rl` and `preference`
-    return it before its first step: `train()` or `steps()` begins, and so does reading a result."""
+    """A run directory, and the training that fills it. Functions named after an algorithm return a trained run. `rl` and `preference`
+    return a run before its first step: `train()`, `steps()` or reading a result starts it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Run:
         return f"<Run {self.directory}: {state}>"
 
     def _repr_html_(self) -> str | None:
-        """Whether it learns, and its curves; None, so that the text is shown, before it has begun."""
+        """A verdict on whether it learns, and its curves. None before it has begun, so that the text is shown."""
         if self._settings is not None:
             return None
         index = Index(self._reader())
@@ -79,7 +79,7 @@ class Run:
     # training
 
     def train(self) -> Run:
-        """Go on to the end, from wherever it is; returns the run itself."""
+        """Train to the end from the current step, and return the run."""
         if self._stepper is not None:
             for _ in self.steps():
                 pass
@@ -88,7 +88,7 @@ class Run:
         return self
 
     def _work(self) -> Callable[[OnStep], None]:
-        """What remains to be done, which is done once; it holds no reference to the run."""
+        """The training as a function, handed out once. It holds no reference to the run."""
         settings, self._settings = self._settings, None
         assert settings is not None and self._files is not None
         return partial(_train, settings, self._files)
@@ -96,8 +96,8 @@ class Run:
     finish = train
 
     def steps(self) -> Iterator[Figures]:
-        """Train one optimizer step at a time and yield its figures. Between two steps nothing runs: leave the loop, look (`sample` and
-        `model` are the policy as it is), and go on with another `steps()` or with `train()`."""
+        """Train one step at a time and yield its metrics. Nothing runs between two steps: you may leave the loop, inspect the current
+        policy by `sample` and `model`, and continue with `steps()` or `train()`."""
         if self._stepper is None:
             others = "rl(algorithm=...) and preference(algorithm=...) return a run whose steps you can take"
             begun = f"{self.directory} is trained already; {others}"
@@ -117,14 +117,14 @@ class Run:
                 self._stepper = None
 
     def stop(self) -> Run:
-        """End the training after the step it is at: what was learned so far is the run's model."""
+        """End the training after the current step. The model so far becomes the run's model."""
         if self._stepper is not None:
             self._stepper.last = True
         return self.train()
 
     def extend(self, allow_code: bool = False, **settings: Any) -> Run:
-        """Train for longer, as if it had been so from the start: `extend(steps=200)`; of several stages `extend(**{"rl.steps": 200})`.
-        What is trained on the stage's model is done again."""
+        """Train for longer, as if it had been set so from the start: `extend(steps=200)` or, with several stages,
+        `extend(**{"rl.steps": 200})`. Later stages that use the extended stage's model run again."""
         stages = [str(stage["name"]) for stage in self._reader().config["stages"]]
         bare = [key for key in settings if "." not in key]
         which = f"extend: say of which stage {', '.join(bare)} is: {', '.join(stages)}"
@@ -147,11 +147,11 @@ class Run:
 
     @property
     def metrics(self) -> list[Figures]:
-        """One dict a step: stage, step and every figure."""
+        """One dict for each step: stage, step and every metric."""
         return [_figures(row) for row in self._reader().metrics()]
 
     def frame(self) -> Any:
-        """The metrics as a table of pandas."""
+        """The metrics as a pandas DataFrame."""
         try:
             import pandas  # type: ignore[import-untyped]
         except ImportError:
@@ -159,14 +159,14 @@ class Run:
         return pandas.DataFrame(self.metrics)
 
     def plot(self, path: Path | str = "") -> Path:
-        """Draw the curves to a PNG file, `DIRECTORY/plot.png` unless another is named; returns its path."""
+        """Draw the curves to a PNG file, by default `DIRECTORY/plot.png`, and return its path."""
         place = Path(path) if path else self.directory / "plot.png"
         draw(self._reader(), place)
         return place
 
     def rollouts(self, step: int | None = None, stage: str = "") -> Rollouts:
-        """Responses with their rewards, of a step that was kept; of the last one unless another is named. A list of dicts, which a
-        notebook shows as a table, and each of them as a map of its tokens."""
+        """Responses with their rewards of a step that was kept, by default the last. A list of dicts, which a notebook shows as a
+        table, and each dict as a map of its tokens."""
         reader = self._reader()
         stages = [name for name in reader.stages() if reader.rollout_steps(name)]
         require(bool(stages), f"{self.directory} holds no rollouts")
@@ -178,21 +178,21 @@ class Run:
         return rollouts(reader, stage, wanted)
 
     def compare(self, other: Run, picture: Path | str = "", stage: str = "") -> Comparison:
-        """This run and another, as `posttrain compare`; the curves are drawn to `picture`, compare-RUN-RUN.png unless it is named."""
+        """Compare this run with another, as `posttrain compare`. Draws the curves to `picture`, by default compare-RUN-RUN.png."""
         from posttrain.commands.compare import compare_runs
 
         first, second = self._reader().directory, other._reader().directory
         return compare_runs(first, second, Path(picture) if picture else None, stage)
 
     def replay(self, place: str, **asked: Any) -> Replay:
-        """A step (`"rl/12"`) computed again, with what moved the model in it: `posttrain replay`, with its options as keywords."""
+        """Compute a step (`"rl/12"`) again, with the parts of its gradient, as `posttrain replay` with its options as keywords."""
         from posttrain.commands.replay import replay
 
         return replay(self._reader().directory, place, **asked)
 
     @property
     def answers(self) -> list[dict[str, Any]]:
-        """What each trained stage answers to the same prompts, at the end of a run that trained several models: answers.jsonl."""
+        """The answers of each trained stage to the same prompts, from the end of a run that trained several models: answers.jsonl."""
         return [asdict(row) for row in self._reader().answers()]
 
     @property
@@ -204,13 +204,13 @@ class Run:
 
     @property
     def result(self) -> Mapping[str, JSON]:
-        """The figures that the last stage ended with."""
+        """The final figures of the last stage."""
         stages = dict(self.summary["stages"])
         return dict(list(stages.values())[-1])
 
     @property
     def export(self) -> Path:
-        """The trained model: a plain transformers checkpoint."""
+        """The directory of the trained model, a plain transformers checkpoint."""
         self._reader()
         place = self.directory / "export"
         require(place.is_dir(), f"{self.directory} has made no model yet")
@@ -218,14 +218,14 @@ class Run:
 
     @property
     def data(self) -> Path:
-        """The rows that the last stage has written, as `comparisons` does."""
+        """The file of rows that the last stage wrote, as `comparisons` does."""
         stages = self._reader().config["stages"]
         place = self.directory / "stages" / str(stages[-1]["name"]) / "data.jsonl"
         require(place.is_file(), f"{self.directory} has written no data")
         return place
 
     def scorers(self) -> list[str]:
-        """The reward models that the run has trained, all members of an ensemble."""
+        """The paths of the reward models that the run trained: all members of an ensemble."""
         config_of = self._reader().config
         stage = exported(self.directory, [str(one["name"]) for one in config_of["stages"]])
         require(stage is not None, f"{self.directory} has made no model yet")
@@ -236,7 +236,7 @@ class Run:
         return [str(place) for place in places]
 
     def policy(self) -> Policy:
-        """The model, ready to sample: while the run is at a step, the one that is being trained."""
+        """The policy, ready to sample. Between two steps, the one that is being trained."""
         if self._stepper is not None and self._stepper.loop is not None:
             found: Any = self._stepper.loop.trainer.policy
             return found  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ class Run:
         return loaded
 
     def scorer(self) -> Any:
-        """The reward model of the run, as `score` asks it."""
+        """The reward model of the run, which `score` uses."""
         if self._loaded is None:
             from posttrain.models.scorer import load_scorer
 
@@ -263,7 +263,7 @@ class Run:
 
     @property
     def model(self) -> Any:
-        """The trained module of transformers; while the run is at a step, the one that is being trained."""
+        """The trained transformers module. Between two steps, the one that is being trained."""
         return self._network().model
 
     @property
@@ -271,19 +271,19 @@ class Run:
         return self._network().tokenizer
 
     def sample(self, prompt: Any, n: int = 1, **settings: Any) -> Any:
-        """As `posttrain.sample` with this model."""
+        """`posttrain.sample` with this model."""
         from posttrain.api.functions import sample
 
         return sample(self, prompt, n, **settings)
 
     def evaluate(self, task: Any = None, **settings: Any) -> dict[str, JSON]:
-        """As `posttrain.evaluate` with this model."""
+        """`posttrain.evaluate` with this model."""
         from posttrain.api.functions import evaluate
 
         return evaluate(self, task, **settings)
 
     def score(self, prompt: Any, response: str) -> float:
-        """What a reward model gives a response."""
+        """The reward model's score of a response."""
         from posttrain.data.demonstrations import completion_example
         from posttrain.stages._material import until_end
         from posttrain.train.rating import last_scores
@@ -294,7 +294,7 @@ class Run:
 
 
 class Model:
-    """A model from elsewhere, with the methods of a run's model."""
+    """A model that no run of ours trained, with the methods of a run's model."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -317,11 +317,11 @@ class Model:
 
 
 class _Stepper:
-    """Runs the training in a thread that stands still between two steps: a stage is one call, which only a thread can leave in the
-    middle and come back to."""
+    """Runs the training in a thread that waits between two steps. A stage is one function call, and only a thread can pause in the
+    middle of it."""
 
     def __init__(self, work: Callable[[OnStep], None]) -> None:
-        self.last = False  # no step after this one
+        self.last = False  # the current step is the last
         self.loop: Loop | None = None
         self._rows: SimpleQueue[Row | BaseException | None] = SimpleQueue()
         self._go = threading.Semaphore(0)
@@ -329,7 +329,7 @@ class _Stepper:
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
 
     def next(self) -> Row | None:
-        """The figures of the next step, or None after the last."""
+        """The metrics of the next step, or None after the last."""
         if self._thread.ident is None:
             self._thread.start()
         elif self._waits:
@@ -339,14 +339,14 @@ class _Stepper:
         self._waits = isinstance(found, Row)
         self.over = not self._waits
         if self.over:
-            # one that is still ending when the interpreter does aborts the process
+            # a thread that is still ending when the interpreter exits would abort the process
             self._thread.join(END)
         if isinstance(found, BaseException):
             raise found
         return found
 
     def leave(self) -> None:
-        """End the thread, and with it the run's lock and workers, where nobody will ask for another step."""
+        """End the thread, and with it the run's lock and workers, when no further step is wanted."""
         self._left = True
         self._go.release()
 
@@ -376,7 +376,7 @@ class _Stepper:
 
 
 def _train(settings: config.Settings, files: Files, on_step: OnStep) -> None:
-    """Run the stages. That a run cannot go on without this process is said with its first step."""
+    """Run the stages. With the first step, report if the run cannot be resumed without this process."""
     unnamed = in_memory(settings.recipe.stages)
 
     def noted(loop: Loop, row: Row) -> bool | None:
@@ -394,7 +394,7 @@ def _figures(row: Row) -> Figures:
 
 
 def in_memory(stages: Sequence[Stage]) -> list[str]:
-    """The functions and modules of this process that stages name."""
+    """The functions and modules in this process that stages refer to."""
     named = [value for stage in stages for _, value in inside(stage) if isinstance(value, str)]
     return [name.removeprefix(PREFIX) for name in dict.fromkeys(named) if name.startswith(PREFIX)]
 

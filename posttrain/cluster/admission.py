@@ -1,4 +1,4 @@
-"""Which groups may be begun and which are trained on next, where generation goes on while the model learns.
+"""Decides which groups may be started and which are trained on next, when generation runs ahead of training.
 
 A step trains on `batch` groups. A group that was begun with the weights of version i is trained on at version i + max_staleness at the
 latest: every one of them, not most. Nothing is dropped for its age, so that long answers are trained on as often as they are begun.
@@ -23,7 +23,7 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(Checked):
-    """How many groups a step has, and how many versions may come between the beginning of a group and the step that trains on it."""
+    """The number of groups of a step, and how many versions a group may be older than the step that trains on it."""
 
     batch: Count
     max_staleness: Whole = 0
@@ -35,7 +35,7 @@ class Staleness(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A group that was begun: its number in the stream of problems, the version it began with, and how often it was begun."""
+    """A group that was started: its number in the stream of problems, the version it started with, and how often it was started."""
 
     number: int
     version: int
@@ -43,13 +43,13 @@ class Begun:
 
 
 class Admission:
-    """The state of all groups between the stream of problems and the trainer. `version` is the number of steps that were trained."""
+    """The state of all groups between the stream of problems and the trainer. `version` is the number of finished training steps."""
 
     def __init__(self, settings: Staleness):
         self.settings, self.version, self.drawn = settings, 0, 0
         self.running: dict[int, Begun] = {}  # by number
         self.finished: dict[int, Begun] = {}
-        # of a failed worker, or of an earlier attempt of the run: begun again before new ones
+        # groups of a failed worker, or of an earlier attempt of the run; started before new ones
         self.waiting: list[int] = []
         self.attempts = 0
         self.asked = 0  # groups that the step being put together wants beyond `batch`
@@ -71,26 +71,26 @@ class Admission:
         return made
 
     def finish(self, group: Begun) -> bool:
-        """A group is complete. False where it is not wanted any more: it was begun again meanwhile."""
+        """Mark a group as complete. False if it is not needed any more, because it was restarted meanwhile."""
         if self.running.get(group.number) != group:
             return False
         self.finished[group.number] = self.running.pop(group.number)
         return True
 
     def fail(self, group: Begun) -> None:
-        """The worker of a group is gone: it is begun again, with the weights of then."""
+        """Handle the loss of a group's worker: the group is restarted, with the weights of that time."""
         if self.running.get(group.number) == group:
             del self.running[group.number]
             self.waiting.append(group.number)
 
     def ask(self, count: int) -> None:
-        """The step being put together wants so many groups more: as many may be begun."""
+        """Allow `count` more groups, because the step being collected asks for more."""
         self.asked += count
 
     def next_step(
         self, count: int | None = None, taken: Sequence[Begun] = ()
     ) -> tuple[Begun, ...] | None:
-        """The groups of the next step, oldest first; None while they must be waited for. With `count` as many as were asked for
+        """The groups of the next step, oldest first; None while they are not finished. With `count`, as many as were asked for
         besides those it has `taken`."""
         batch, room = self.settings.batch, self.settings.max_staleness
         count = batch if count is None else count
@@ -109,19 +109,19 @@ class Admission:
         return tuple(chosen)
 
     def trained(self, groups: Sequence[Begun]) -> None:
-        """A step was made on these groups."""
+        """Called after a step was trained on these groups."""
         for group in groups:
             del self.finished[group.number]
         self.version, self.asked = self.version + 1, 0
 
     def state(self) -> JSON:
-        """For a checkpoint. What is running cannot be saved: it is begun again from its first turn."""
+        """The state for a checkpoint. Running groups cannot be saved; they restart from their first turn."""
         again = [*self.waiting, *sorted(self.running)]
         kept = [asdict(group) for group in self.finished.values()]
         return {"version": self.version, "drawn": self.drawn, "again": again, "finished": kept}
 
     def restore(self, state: JSON) -> None:
-        """Go on as a checkpoint says. What workers are still at is of another attempt, and is not taken."""
+        """Restore a checkpoint's state. Groups that workers still generate belong to another attempt and are ignored."""
         self.version, self.drawn = state["version"], state["drawn"]
         self.waiting = list(state["again"])
         self.finished = {row["number"]: Begun(**row) for row in state["finished"]}

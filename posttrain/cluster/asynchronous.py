@@ -1,4 +1,5 @@
-"""Rollouts that go on while the model learns: a step trains on groups that were begun up to `max_staleness` steps before it.
+"""Asynchronous rollouts: sampling continues while the model is trained. A step trains on groups that were started up to
+`max_staleness` steps before it.
 
 The trainer's thread decides everything: which problems are drawn, which groups are begun and which are trained on (`Admission`). A
 second thread, the producer, runs episodes and is the only one that uses the sampler; they exchange groups through a queue. The sampler
@@ -34,17 +35,18 @@ from posttrain.turns import Seconds
 from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
 
 SESSIONS = 1 << 24  # conversations that a group may have
-POLL_SECONDS = 0.005  # that a poll may wait for a completion: a publish waits for the poll
+POLL_SECONDS = 0.005  # how long a poll may wait for a completion: a publish waits for the poll
 CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
-SHARE_SECONDS = 0.02  # that a process waits for its own groups before it asks the others for theirs
+# how long a process waits for its own groups before it asks the others for theirs
+SHARE_SECONDS = 0.02
 InFlight = Literal["continue", "restart"]
 Together = tuple[Begun, ...]  # groups whose episodes run together
-Made = Sequence[Sequence[Group]]  # of each of them: one for each role
+Made = Sequence[Sequence[Group]]  # of each problem: one group for each role
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A problem that was drawn. Randomness belongs to (seed, step, attempt, place), as in a run that generates and trains in turn."""
+    """A problem that was drawn. Its randomness depends on (seed, step, attempt, place), as in a synchronous run."""
 
     problem: Problem
     level: int
@@ -58,13 +60,13 @@ class Drawn:
 
 
 class Producer:
-    """Runs episodes in a thread of its own, which alone uses the sampler."""
+    """Runs episodes in a thread of its own. Only this thread uses the sampler."""
 
     def __init__(self, sampler: Sampler, longest_wait: float = LONGEST_WAIT):
         self.sampler, self.longest_wait = sampler, longest_wait
         self.results: SimpleQueue[tuple[Together, Made | BaseException]] = SimpleQueue()
         self.numbers = count()
-        # by number: their sessions begin at that times SESSIONS
+        # by number; sessions of a unit begin at its number times SESSIONS
         self.units: dict[int, Episodes] = {}
         self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
@@ -79,7 +81,7 @@ class Producer:
     # --- called by the trainer's thread ---------------------------------------------------------------------------------
 
     def begin(self, groups: Together, make: Callable[[int], Episodes]) -> None:
-        """Run the episodes of some groups, which `make` makes, given the number of their first session."""
+        """Run the episodes of some groups. `make` creates them, given the number of their first session."""
         self.active = time.monotonic()
         self._soon(self._begin, groups, make)
 
@@ -87,7 +89,7 @@ class Producer:
         self._soon(self._cancel, groups)
 
     def next(self, seconds: float) -> tuple[Together, Made]:
-        """The next groups that are finished, none where nothing is within so many seconds; raises what went wrong with them."""
+        """The next finished groups, or none if there are none within `seconds`. Raises errors of their episodes."""
         try:
             groups, made = self.results.get(timeout=seconds)
         except Empty:
@@ -99,7 +101,7 @@ class Producer:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While this lasts, the caller alone uses the sampler: the thread stands still between two polls."""
+        """Give the caller exclusive use of the sampler: the thread pauses between two polls."""
         entered, left = threading.Event(), threading.Event()
 
         def stand_still() -> None:
@@ -117,18 +119,18 @@ class Producer:
             self.active = time.monotonic()
 
     def idle_seconds(self) -> float:
-        """How long nothing was asked of the sampler, since the last call."""
+        """How long the sampler was idle since the last call."""
         before, self.reported = self.reported, self.idle
         return self.reported - before
 
     def close(self) -> None:
-        """End the thread, and what it is at."""
+        """Stop the thread and its episodes."""
         if self.thread.is_alive():
             self._soon(self._end)
             self.thread.join(10)
 
     def _check(self) -> None:
-        """Raise where the producer will not give anything any more."""
+        """Raise an error if the producer will not return anything any more."""
         if self.error is not None:
             raise self.error
         if not self.thread.is_alive():
@@ -139,7 +141,7 @@ class Producer:
             raise GuardStop(f"{where}; resume the run, or allow more with POSTTRAIN_WAIT (seconds)")
 
     def _soon(self, what: Callable[..., None], *given: Any) -> None:
-        if not self.loop.is_closed():  # else `_check` says why
+        if not self.loop.is_closed():  # otherwise `_check` raises the error
             self.loop.call_soon_threadsafe(what, *given)
 
     # --- in the thread --------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class Producer:
             self.results.put(((), self.error))
 
     async def _pump(self) -> None:
-        """Poll the sampler for all episodes, as long as there are any that await a turn."""
+        """Poll the sampler for all episodes, while any of them awaits a turn."""
         try:
             while not self.ends:
                 await asyncio.sleep(0)  # coroutines go on as far as they can
@@ -172,7 +174,7 @@ class Producer:
         for request, completion in self.sampler.poll(POLL_SECONDS):
             self.active = time.monotonic()
             unit = self.units.get(request.session // SESSIONS)
-            if unit is not None:  # else it was cancelled
+            if unit is not None:  # it may have been cancelled
                 unit.turns.receive([(request, completion)])
                 unit.turns.changed.set()
 
@@ -199,8 +201,8 @@ class Producer:
 
 
 class Asynchronous(Rollouts):
-    """`Rollouts` that are sampled ahead. `steps` is the number of steps of the run, after which nothing is begun; `in_flight` says
-    whether groups that are being sampled go on with new weights or are begun again.
+    """`Rollouts` that are sampled ahead of the trainer. `steps` is the number of steps of the run, after which no group is started.
+    `in_flight` says whether groups in progress continue with new weights or are restarted.
 
     With `max_staleness` 0 the same requests are made in the same order as by `Rollouts`. Beyond it every problem that was drawn is
     trained on once, also in a run that was killed and resumed: the checkpoint holds the groups that are finished and the numbers of
@@ -218,19 +220,19 @@ class Asynchronous(Rollouts):
     ):
         super().__init__(*given, **more)
         self.admission, self.steps, self.in_flight = Admission(staleness), steps, in_flight
-        self.drawn: dict[int, Drawn] = {}  # by number: what is begun and not trained on
-        self.ready: dict[int, Sequence[Group]] = {}  # by number: what is finished
-        self.taken: tuple[Begun, ...] = ()  # by the step that is being made
+        self.drawn: dict[int, Drawn] = {}  # by number: started and not trained on yet
+        self.ready: dict[int, Sequence[Group]] = {}  # by number: finished groups
+        self.taken: tuple[Begun, ...] = ()  # groups of the current step
         self.planned = 0  # problems drawn, those that a step asked for besides apart
         self.samples: Sequence[Sampling] = ()
         self.waited, self.longest_wait = 0.0, longest_wait
         self.running: Producer | None = None
-        # of a sampler that reads the trainer's weights by itself, for a process that replaces a lost one: held while they change
+        # of a sampler that reads the trainer's weights itself, for a process that replaces a failed one: held while they change
         self.changing: threading.Lock | None = getattr(self.sampler, "changing", None)
 
     @property
     def producer(self) -> Producer:
-        """Started with the first step: before, there are no weights to sample with."""
+        """The producer, started with the first step: before that there are no weights to sample with."""
         if self.running is None:
             self.running = Producer(self.sampler, self.longest_wait)
         return self.running
@@ -259,10 +261,10 @@ class Asynchronous(Rollouts):
             self.changing.acquire(timeout=self.longest_wait)
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
-    def fresh(
+    def sample_groups(
         self, step: int, attempt: int, wanted: int, samples: Sequence[Sampling], seconds: Seconds
     ) -> Sequence[Group]:
-        """Take the oldest of the groups that are finished; wait until there are enough."""
+        """Wait until enough groups are finished, and take the oldest."""
         began, self.samples = time.perf_counter(), samples
         if attempt:
             self.admission.ask(wanted)
@@ -277,7 +279,7 @@ class Asynchronous(Rollouts):
         return [group for one in chosen for group in self.ready[one.number]]
 
     def begin_planned(self) -> None:
-        """Begin what there is room for, up to the end of the run."""
+        """Start as many groups as there is room for, up to the end of the run."""
         batch = self.admission.settings.batch
         end = self.steps * batch
         last = min(end, self.planned + self.admission.settings.room - self.admission.outstanding)
@@ -286,7 +288,7 @@ class Asynchronous(Rollouts):
         self.begin(drawn)
 
     def begin(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Begin what is to be begun again, and new groups with these steps, attempts and places."""
+        """Restart groups that must be restarted, and start new ones with these steps, attempts and places."""
         begun = []
         left = iter(places)
         for _ in range(len(self.admission.waiting) + len(places)):
@@ -303,7 +305,7 @@ class Asynchronous(Rollouts):
                 self.producer.begin(groups, self.episodes(groups))
 
     def episodes(self, groups: Together) -> Callable[[int], Episodes]:
-        """Makes the episodes of groups that are run together."""
+        """A function that creates the episodes of groups that run together."""
         drawn, samples = [self.drawn[group.number] for group in groups], self.samples
         seed = derive(self.seed, drawn[0].step, drawn[0].attempt)
 
@@ -319,18 +321,18 @@ class Asynchronous(Rollouts):
                 Seconds(),
                 self.ordered and not self.ahead,
                 drawn[0].place,
-                session,
-                self.producer.submitted,
+                session=session,
+                shared=self.producer.submitted,
             )
 
         return make
 
     def receive(self) -> None:
-        """Take note of groups that the producer has finished; of several processes, of what those of all have."""
+        """Record groups that the producer has finished; with several processes, those of all."""
         world = current()
         if world.size == 1:
             for group, found in zip(*self.producer.next(CHECK_SECONDS), strict=True):
-                if self.admission.finish(group):  # else it was begun again meanwhile
+                if self.admission.finish(group):  # it may have been restarted meanwhile
                     self.ready[group.number] = found
             return
         own = zip(*self.producer.next(SHARE_SECONDS), strict=True)
@@ -341,7 +343,7 @@ class Asynchronous(Rollouts):
                 self.ready[group.number] = self.groups_of(group.number, rows)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """A step was made and its weights are published: begin as many groups as it has taken."""
+        """After a step was made and its weights were published, start as many groups as it took."""
         super().observe(groups)
         self.admission.trained(self.taken)
         for one in self.taken:
@@ -354,10 +356,10 @@ class Asynchronous(Rollouts):
         self.begin_planned()
 
     def look_ahead(self) -> None:
-        """Its prompts are rendered while it trains anyway."""
+        """Nothing to do: prompts are rendered during training anyway."""
 
     def publish(self, version: int) -> None:
-        """Give the sampler the trainer's weights; what it is sampling goes on with them."""
+        """Send the trainer's weights to the sampler. Responses in progress continue with them."""
         with self.running.exclusive() if self.running is not None else nullcontext():
             if self.changing is not None and self.changing.locked():
                 self.changing.release()  # not before: a process replaced now would have these weights as the version before
@@ -366,8 +368,8 @@ class Asynchronous(Rollouts):
                 self.sampler.prove()  # while it samples, and before the weights change
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Wait until everything that was begun is finished: then others can use the sampler, the task and its workers."""
+    def drained(self) -> Iterator[None]:
+        """Wait until all started groups are finished, so that others may use the sampler, the task and its workers."""
         while self.admission.running:
             self.receive()
         yield
@@ -396,7 +398,7 @@ class Asynchronous(Rollouts):
         self.ready = {number: self.groups_of(number, rows) for number, rows in state["finished"]}
 
     def groups_of(self, number: int, rows: JSON) -> list[Group]:
-        """The groups that `rows_of` gave, of the problem with this number."""
+        """The groups of the problem with this number, from the result of `rows_of`."""
         return [group_of_rows(self.drawn[number].problem, *group) for group in rows]
 
 

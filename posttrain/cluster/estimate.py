@@ -19,13 +19,13 @@ from pathlib import Path
 
 from posttrain.errors import Checked, Count, UserError, Whole, require, unknown
 
-# of the peak FLOP/s in training: dense models, mixtures of experts
+# shares of the peak FLOP/s in training: dense models, mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
-READ = 0.6  # of the bandwidth while decoding
+READ = 0.6  # the share of the bandwidth while decoding
 OTHER = 1.2  # scoring, weight updates, waiting
 # seconds that a layer takes in decoding besides reading: alone, and where its weights are divided within and beyond a node
 LAYER, LAYER_DIVIDED, LAYER_APART = 30e-6, 80e-6, 250e-6
-ROOM = 0.9  # of a GPU's memory, the rest is for CUDA and fragments
+ROOM = 0.9  # the usable share of a GPU's memory; the rest is for CUDA and fragmentation
 RECOMPUTED = 8 / 6  # forward, backward, and forward again where activations are kept by layer
 EXCHANGED = 1.15  # times longer where GPUs exchange keys and values, or activations, in every layer
 GB = 1e9

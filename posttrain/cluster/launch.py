@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 POLL = 0.05  # seconds between two looks at the processes
 # seconds that the others have to end by themselves: after one was failed, and after one ended for a reason that all have
 GRACE, ENDING = 5.0, 120.0
-# where all processes are on this machine
+# if all processes are on this machine
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -44,7 +44,7 @@ SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has said why
 
 
 class Running(Protocol):
-    """What of a process its launcher uses: a process of this machine, or one on another node."""
+    """The interface of a process that its launcher uses: a process on this machine or on another node."""
 
     returncode: int | Any
     pid: int
@@ -58,7 +58,7 @@ class Running(Protocol):
 
 @dataclass(eq=False)
 class Started:
-    """One process of the run, and what it said on stderr; the first one says it to the terminal."""
+    """One process of the run and its stderr. The first process writes to the terminal."""
 
     rank: int
     process: Running
@@ -87,19 +87,19 @@ class Started:
         return False
 
     def end(self) -> None:
-        """End it, and what it has started."""
+        """End it and the processes that it started."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Places(Protocol):
-    """Where the processes of a run are started, if not all on this machine: the first one is."""
+    """The places where the processes of a run start, if not all on this machine. The first always does."""
 
-    address: str  # of this machine, by which the others reach it
+    address: str  # this machine's address, as the others reach it
 
     def variables(self) -> dict[str, str]:
-        """Of the first process, besides those of all."""
+        """Variables of the first process, besides those of all."""
 
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
 
@@ -115,9 +115,9 @@ def launch(
     places: Callable[[int], Places] | None = None,
     shrinks: bool = False,
 ) -> int:
-    """Run `posttrain WORDS` in `count` processes; the exit code of the run. Where one runs out of memory while the others wait for it,
-    all are started again, once, from the last checkpoint and with half the token budget. `places` are where they are started; where
-    some are lost with their nodes and the group `shrinks`, it goes on from the last checkpoint with the processes that are left."""
+    """Run `posttrain WORDS` in `count` processes, and return the exit code of the run. If one process runs out of memory while the
+    others wait for it, all restart once from the last checkpoint with half the token budget. `places` are where they start; if some
+    are lost with their nodes and the group `shrinks`, the run continues from the last checkpoint with the remaining processes."""
     more: dict[str, str] = {}
     while True:
         with places(count) if places else nullcontext() as found:
@@ -137,7 +137,7 @@ def launch(
 
 
 def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
-    """Whether one ran out of memory for the first time. Then `more` says to the next ones that the token budget is halved."""
+    """Whether a process ran out of memory for the first time. `more` then tells the next processes to halve the token budget."""
     found = [one.rank for one in started if one.process.poll() == OUT_OF_MEMORY]
     if not found or HALVED in more:
         return False
@@ -151,7 +151,7 @@ def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
 
 
 def resumed(words: Sequence[str], directory: Path, *more: str) -> list[str]:
-    """The command that goes on with what another one began."""
+    """The command that resumes what another one started."""
     if not (directory / CONFIG).is_file():
         return [*words, *more]
     return ["resume", str(directory), *(w for w in words if w == "--allow-code"), *more]
@@ -160,7 +160,7 @@ def resumed(words: Sequence[str], directory: Path, *more: str) -> list[str]:
 def run_group(
     words: Sequence[str], count: int, places: Places | None, shared: Mapping[str, str]
 ) -> tuple[list[Started], Started | None]:
-    """Run them to their end; the processes, and the one that failed first."""
+    """Run the processes to their end. Returns them, and the one that failed first."""
     started: list[Started] = []
     with server_socket(places.address if places else LOOPBACK) as server:
         try:
@@ -196,7 +196,7 @@ def server_socket(address: str) -> Iterator[socket.socket]:
 
 @contextmanager
 def forwarded(started: Sequence[Started]) -> Iterator[None]:
-    """While this lasts, Ctrl-C and SIGTERM are passed on to the processes: each decides when to stop."""
+    """Forward Ctrl-C and SIGTERM to the processes, each of which decides when to stop."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         for one in started:
@@ -213,7 +213,7 @@ def forwarded(started: Sequence[Started]) -> Iterator[None]:
 
 
 def variables(rank: int, count: int, server: socket.socket) -> dict[str, str]:
-    """What torchrun would put into the environment of a process."""
+    """The environment variables that torchrun would set for a process."""
     address, port = server.getsockname()[:2]
     return {
         "RANK": str(rank),
@@ -244,7 +244,7 @@ def _start(
 
 
 def _wait(started: Sequence[Started]) -> Started | None:
-    """The process that failed first, once all have ended or had the time to; None where none did."""
+    """Wait until all processes have ended or had time to. Returns the one that failed first, or None."""
     failed: Started | None = None
     deadline = float("inf")
     while time.monotonic() < deadline:
@@ -256,7 +256,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
-        # it has said why, and the others wait for it in vain
+        # it has reported why, and the others wait for it in vain
         if started[0].process.returncode == REFUSED:
             deadline = min(deadline, time.monotonic() + GRACE)
         if not alive:
@@ -278,7 +278,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
 
 
 def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
-    """Say why a run ended, in one line, unless its first process has."""
+    """Print in one line why a run ended, unless its first process has."""
     first = started[0].process.returncode
     if first in SAID:
         return first

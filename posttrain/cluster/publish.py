@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to the workers that sample, and the proof that they arrived.
+"""Sends weights from the trainer to sampling workers, and checks that they arrived.
 
 They go bucket by bucket through memory that both processes see: shared memory of one host, or memory of the GPU that both use. So what
 is sent needs twice the size of a bucket, whatever the size of the model. A worker answers each publish with a receipt: its version, and
@@ -39,8 +39,8 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Buckets:
-    """Two pieces of memory of this host that processes which are started inherit by their handles; or of a GPU, where it is the
-    `device` of both ends."""
+    """Two shared buffers in host memory, which child processes inherit by their handles, or in GPU memory if it is the `device` of
+    both ends."""
 
     def __init__(self, size: int = BUCKET, device: torch.device | None = None):
         self.size, self.handles = size, list[int]()
@@ -52,7 +52,7 @@ class Buckets:
         self.memory = [_mapped(handle, size) for handle in self.handles]
 
     def describe(self) -> JSON:
-        """What a process needs for `opened`. On a GPU, of one process alone: CUDA counts who has opened it."""
+        """A description for `opened`. On a GPU it is for one process only: CUDA counts the processes that open it."""
         if self.handles:
             return [self.size, self.handles]
         return [share_cuda(memory) for memory in self.memory]
@@ -65,7 +65,7 @@ class Buckets:
 
 
 def opened(description: JSON) -> list[Tensor]:
-    """The memory that `Buckets.describe` describes, in the process that it was sent to."""
+    """Open the memory that `Buckets.describe` describes, in the receiving process."""
     if isinstance(description[0], int):
         return [_mapped(handle, description[0]) for handle in description[1]]
     return [open_cuda(parts) for parts in description]
@@ -76,7 +76,7 @@ def _mapped(handle: int, size: int) -> Tensor:
 
 
 def _anonymous_file(size: int) -> int:
-    """A file in memory that has no name, and is gone with the last process that has it open."""
+    """An anonymous file in memory, which disappears with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("posttrain-weights")
     else:
@@ -87,14 +87,14 @@ def _anonymous_file(size: int) -> int:
 
 
 def share_cuda(memory: Tensor) -> JSON:
-    """What another process needs to open memory of a GPU."""
+    """A description with which another process can open GPU memory."""
     storage: Any = memory.untyped_storage()
     parts = storage._share_cuda_()
     return [["b", b64encode(p).decode()] if isinstance(p, bytes) else ["v", p] for p in parts]
 
 
 def open_cuda(parts: JSON) -> Tensor:
-    """The memory that `share_cuda` describes; it must be kept by the process that made it for as long as this one uses it."""
+    """Open memory that `share_cuda` describes. The process that allocated it must keep it as long as this one uses it."""
     storage: Any = torch.UntypedStorage
     given = [b64decode(value) if kind == "b" else value for kind, value in parts]
     opened = storage._new_shared_cuda(*given)
@@ -102,7 +102,7 @@ def open_cuda(parts: JSON) -> Tensor:
 
 
 def layout(weights: Mapping[str, Tensor]) -> JSON:
-    """Names, types and shapes in the order in which they are sent."""
+    """Names, dtypes and shapes in the order in which they are sent."""
     return [
         (name, str(weight.dtype).removeprefix("torch."), list(weight.shape))
         for name, weight in weights.items()
@@ -110,15 +110,15 @@ def layout(weights: Mapping[str, Tensor]) -> JSON:
 
 
 def fill(weights: Iterable[Tensor], memory: Sequence[Tensor]) -> Iterator[None]:
-    """Copy weights into the buckets in turn; yields whenever one is full, and after the last. The next one is filled when the caller
-    goes on: then it must have been read."""
+    """Copy weights into the buckets in turn, and yield whenever one is full, and after the last. When the caller continues, the
+    next bucket is filled, so it must have been read."""
     for _ in _fill(weights, memory, ALIGNED):
         _synchronize(memory[0])
         yield
 
 
 def _fill(weights: Iterable[Tensor], memory: Sequence[Tensor], aligned: int) -> Iterator[None]:
-    """Tensors that a bucket has room for are copied together: on a GPU, to begin a copy takes longer than the copy."""
+    """Copy tensors into a bucket together: on a GPU, launching a copy takes longer than the copy."""
     which = used = 0
     buckets = [{torch.uint8: one, torch.int64: one.view(torch.int64)} for one in memory]
     targets, sources = list[Tensor](), list[Tensor]()
@@ -143,7 +143,7 @@ def _fill(weights: Iterable[Tensor], memory: Sequence[Tensor], aligned: int) -> 
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Its bits in one dimension: as words, or as bytes where they are not whole words."""
+    """The bits of a tensor in one dimension: as words, or as bytes if they are not whole words."""
     flat = (tensor.detach() if tensor.requires_grad else tensor).contiguous().view(-1)
     odd = (flat.nbytes | int(flat.storage_offset()) * flat.itemsize) % WORD
     return flat.view(torch.uint8 if odd else torch.int64)
@@ -152,8 +152,8 @@ def _words(tensor: Tensor) -> Tensor:
 def unpack(
     plan: JSON, memory: Sequence[Tensor], wait: Callable[[], None], free: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `fill` sends, by name. `wait` until the next bucket is full, `free` it when it has been read. A tensor may lie in the
-    bucket: it is to be copied before the next one is asked for."""
+    """Yield what `fill` sends, by name. `wait` until the next bucket is full, `free` it when it has been read. A tensor may lie in
+    the bucket, so copy it before taking the next."""
     which, size = -1, len(memory[0])
     used = size
     for name, kind, shape in plan:
@@ -203,7 +203,7 @@ def hashes(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _one_by_one(weights: Iterable[Tensor], v_J: Tensor) -> Iterator[Tensor]:
-    """Sums of the rows of each tensor, as a CPU makes them fastest."""
+    """Sums of the rows of each tensor, in the fastest way on a CPU."""
     for weight in weights:
         words = _words(weight)
         if words.dtype is torch.uint8:
@@ -227,7 +227,7 @@ def _gathered(weights: Iterable[Tensor], v_J: Tensor) -> Iterator[Tensor]:
 def _multipliers(
     counts: tuple[int, ...], first: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Odd integers that look random, as many for each owner as it counts; and the number of the owner of each."""
+    """Pseudo-random odd integers, as many for each owner as it counts, and the index of the owner of each."""
     place = torch.cat([torch.arange(first + 1, first + 1 + count) for count in counts])
     mixed = place * (MULTIPLIER - (1 << 64))
     mixed = (mixed ^ (mixed >> 29)) * (MULTIPLIER - (1 << 64))
@@ -237,26 +237,26 @@ def _multipliers(
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a worker says of the weights that it samples with; None for a tensor that it has in another form."""
+    """A worker's checksums of the weights that it samples with; None for a tensor that it stores in another form."""
 
     version: int
     hashes: Mapping[str, int | None]
 
 
 def probe_prompts(vocabulary: int) -> list[tuple[int, ...]]:
-    """Each is the one before and a token: one forward pass of the last has the log-probs after all of them."""
+    """Prompts, each the one before plus a token: one forward pass over the last gives the log-probs after all of them."""
     tokens = tuple((7 * n + 3) % vocabulary for n in range(PROBES))
     return [tokens[: 1 + n] for n in range(PROBES)]
 
 
 def probe_requests(vocabulary: int) -> list[Request]:
-    """Requests of a worker to itself. Their sessions are negative: nobody else's are."""
+    """Requests that a worker makes to itself, with negative session numbers, which nobody else uses."""
     prompts = probe_prompts(vocabulary)
     return [Request(ids, n, PROBE, session=-1 - n) for n, ids in enumerate(prompts)]
 
 
 class Receipts:
-    """The trainer's side: what it published last, and the check of what workers say of it."""
+    """The trainer's side: what it published last, and the check of the workers' receipts."""
 
     def __init__(self) -> None:
         self.version, self.hashes = -1, dict[str, int]()
@@ -266,14 +266,14 @@ class Receipts:
         self.limit = FULL
 
     def expect(self, version: int, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Note what was published, and the narrowest type that the sampler computes in."""
+        """Record what was published, and the narrowest dtype in which the sampler computes."""
         self.logprobs_PV = {v: known for v, known in self.logprobs_PV.items() if v == self.version}
         self.version, self.hashes = version, hashes(weights)
         self.gaps = {key: gaps for key, gaps in self.gaps.items() if key[1] in self.logprobs_PV}
         self.limit = {1: FP8, 2: HALF}.get(dtype.itemsize, FULL)
 
     def check(self, receipt: Receipt, who: str) -> None:
-        """Stop the run where a worker has other weights than those published."""
+        """Stop the run if a worker has other weights than those published."""
         if receipt.version != self.version:
             text = f"{who} has the weights of version {receipt.version}, and version {self.version} was published"
             raise GuardStop(f"{text}; {AGAIN}")
@@ -286,7 +286,7 @@ class Receipts:
             raise GuardStop(f"{text}{more}; {AGAIN}")
 
     def probe(self, session: int, completion: Completion, who: str) -> None:
-        """Stop the run where a worker gives tokens other log-probs than the trainer, on average over the prompts."""
+        """Stop the run if a worker's log-probs differ from the trainer's, on average over the prompts."""
         version = int(completion.versions[0])
         if version not in self.logprobs_PV:
             return

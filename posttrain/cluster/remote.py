@@ -1,4 +1,4 @@
-"""A sampler whose work is done in other processes of this machine, each with a copy of the weights.
+"""A sampler in other processes of this machine, each with a copy of the weights.
 
 A session stays with one process, which has its cache. A process that dies or hangs is replaced: the new one gets the weights of the
 same version, and the requests of the old one with the same seeds, a later turn with all ids of its session. Processes end with this
@@ -46,12 +46,12 @@ CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
 RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
 VLLM_PYTHON = "POSTTRAIN_VLLM_PYTHON"  # the path of a Python that has vLLM
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
-# what the processes of a run are told of each other, and a sampler's are not
+# environment variables of the run's processes, which a sampler's processes must not have
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) -> WorkerSettings:
-    """What a worker needs to make the same model; `more` are other fields."""
+    """The settings with which a worker builds the same model; `more` are further fields."""
     found = {n: adapter_of(m) for n, m in policy.model.named_modules() if hasattr(m, "lora_A")}
     lora: dict[str, JSON] | None = None
     for name, adapter in found.items():
@@ -87,8 +87,8 @@ def remote_sampler(
     count: int,
     precision: Precision = AS_TRAINED,
 ) -> RemoteSampler:
-    """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind process),
-    or vLLM. `processes` is how many each may start on a CPU; 0: all cores."""
+    """A sampler of the policy in `count` processes, which decode up to `rows` responses together: our engine in each (kind
+    process), or vLLM. `processes` is how many processes each may start on a CPU; 0: all cores."""
     settings = worker_settings(policy, -(-rows // count), processes, **asdict(precision))
     if kind != "vllm":
         return RemoteSampler(policy, settings, count)
@@ -98,7 +98,7 @@ def remote_sampler(
 
 
 def vllm_python() -> str:
-    """The Python that has vLLM: the one that an environment variable names, or this one."""
+    """The Python interpreter that has vLLM: the one that an environment variable names, or this one."""
     named = os.environ.get(VLLM_PYTHON, "")
     if named:
         there = Path(named).is_file() and os.access(named, os.X_OK)
@@ -123,11 +123,11 @@ class WorkerProcess(wire.PipedProcess):
     number: int
     process: subprocess.Popen[bytes]
     said: IO[bytes]  # its stderr
-    # by session and turn, as they were sent to it; and in which message
+    # by (session, turn): the number of the message that sent it, and the request
     open: dict[tuple[int, int], tuple[int, Request]] = field(default_factory=dict)
     freed: int = 0  # buckets of this publish that it has read
     receipt: Receipt | None = None
-    complete: bool = False  # it has had all weights, frozen ones too
+    complete: bool = False  # whether it has received all weights, including frozen ones
     last_reply: float = field(default_factory=time.monotonic)  # when it last said something
 
     @property
@@ -135,18 +135,18 @@ class WorkerProcess(wire.PipedProcess):
         return f"the sampler's process {self.number} (pid {self.pid})"
 
     def exit_code(self) -> int | None:
-        """Of one that is gone; None where it hangs."""
+        """The exit code of a process that has ended; None if it hangs."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(ENDING)
         return None
 
     def reason(self) -> str:
-        """How it ended, in its own words where it left some."""
+        """How the process ended, in its own words if it left some."""
         self.said.seek(0)
         return how_it_ended(self.exit_code(), self.said.read().decode(errors="replace"))
 
     def end(self) -> None:
-        """End it and close its pipes; one that could not be replaced is ended twice."""
+        """End the process and close its pipes. A process that could not be replaced is ended twice."""
         self.close_pipes()
         if not self.gone:
             with suppress(subprocess.TimeoutExpired):  # it ends when its pipe is closed
@@ -160,13 +160,13 @@ class WorkerProcess(wire.PipedProcess):
         return min(self.idle(), self.quiet()) > wire.SILENCE or self.quiet() > HUNG
 
     def quiet(self) -> float:
-        """Seconds since it last said something."""
+        """Seconds since its last message."""
         return time.monotonic() - self.last_reply
 
 
 class RemoteSampler:
-    """A `Sampler` in `count` processes of `python`, or else of the Python of this one, that sample the policy. Requests leave with
-    the next `poll`: a burst of them is decoded together, as in this process."""
+    """A `Sampler` in `count` processes of the interpreter `python`, by default this one. Requests are sent with the next `poll`, so
+    that those submitted together are decoded together, as in this process."""
 
     def __init__(self, policy: Policy, settings: WorkerSettings, count: int = 1, python: str = ""):
         self.policy, self.settings, self.python = policy, settings, python or sys.executable
@@ -174,11 +174,12 @@ class RemoteSampler:
         self.capacity = settings.rows * count
         self.version: int | None = None  # None: nothing was published yet
         self.sessions: dict[int, Session] = {}
-        self.first_turns: dict[int, int] = {}  # of sessions that moved: where they began anew
+        # by session that moved: the turn at which it began again
+        self.first_turns: dict[int, int] = {}
         self.queued: list[Request] = []
         self.finished: wire.Finished = []
         self.probes: list[tuple[int, Completion, str]] = []  # not compared yet
-        self.past = Statistics()  # of processes that are gone
+        self.past = Statistics()  # statistics of ended processes
         self.deaths = 0
         one_gpu = policy.device.type == "cuda" and settings.device == str(policy.device)
         self.receipts, self.buckets = Receipts(), Buckets(device=policy.device if one_gpu else None)
@@ -264,7 +265,7 @@ class RemoteSampler:
             self.first_turns.pop(session, None)
 
     def _start(self, number: int) -> WorkerProcess:
-        """A new process, which is told its settings; it makes its sampler while this one goes on."""
+        """Start a process and send its settings. It builds its sampler while this process continues."""
         theirs, into = os.pipe()
         out, ours = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k not in RANKS}
@@ -301,7 +302,7 @@ class RemoteSampler:
         worker.write(message, lambda: self._take(worker))
 
     def _read(self, workers: Sequence[WorkerProcess], wait: float) -> None:
-        """Take what these processes wrote; notice those that died or hang."""
+        """Read what these processes wrote, and detect those that died or hang."""
         alive = [worker for worker in workers if not worker.gone]
         ready = select.select([worker.out for worker in alive], [], [], wait)[0] if alive else []
         for worker in alive:
@@ -344,7 +345,7 @@ class RemoteSampler:
     def _wait(
         self, workers: Sequence[WorkerProcess], done: Callable[[WorkerProcess], bool]
     ) -> None:
-        """Until it is so of all that live; `_read` gives up those that hang."""
+        """Wait until `done` holds for all live processes. `_read` removes those that hang."""
         while waiting := [w for w in workers if not w.gone and not done(w)]:
             self._read(waiting, wire.LOOK)
 
@@ -352,7 +353,7 @@ class RemoteSampler:
         self._wait(workers, lambda worker: worker.freed >= count)
 
     def _send_requests(self) -> None:
-        """Give what waits to the processes: a session to the one that has it, a group to the one with the least to do."""
+        """Send waiting requests to the processes: a session to the process that has it, a group to the one with the least work."""
         shares: dict[int, list[Request]] = {}
         chosen: dict[int, WorkerProcess] = {}  # by group
         load = {worker.number: len(worker.open) for worker in self.workers}
@@ -377,7 +378,7 @@ class RemoteSampler:
                 self._send(worker, "submit", wire.encode_requests(shares[worker.number]))
 
     def _send_weights(self, workers: Sequence[WorkerProcess]) -> None:
-        """Send the weights of the present version to these processes, and check their receipts."""
+        """Send the weights of the current version to these processes, and check their receipts."""
         every = not all(worker.complete for worker in workers)
         weights = published_weights(self.policy.model, every, self.merges)
         plan = layout(weights)
@@ -407,14 +408,14 @@ class RemoteSampler:
             self.receipts.probe(*self.probes.pop())
 
     def prove(self) -> None:
-        """Compute what the answers to the probe are compared with. The processes sample meanwhile; a caller that changes the weights
-        before the next `poll` or `release` calls it before that."""
+        """Compute the log-probs with which the probe's answers are compared, while the processes sample. Call it before changing
+        the weights, if that happens before the next `poll` or `release`."""
         version, known = self.version, self.receipts.logprobs_PV
         if version is not None and version not in known:
             known[version] = probe_logprobs(self.policy, self.settings.vocabulary)
 
     def _replace_gone(self) -> None:
-        """Start a new process for each that is gone, with the same weights and requests."""
+        """Start a new process for each that died, with the same weights and requests."""
         gone = any(worker.gone for worker in self.workers)
         if not gone or not self.changing.acquire(timeout=CHANGING):
             return
@@ -449,8 +450,9 @@ class RemoteSampler:
 
 
 def published_weights(model: Any, every: bool, merged: bool = False) -> dict[str, Tensor]:
-    """What a worker with the same modules needs: parameters that learn, or `every` one, and persistent buffers. Tied ones are sent
-    once. `merged`: for one that has no adapters, the weights of their layers with them, by the names that the model has without."""
+    """The weights that a worker with the same modules needs: trained parameters, or with `every` all, and persistent buffers. Tied
+    ones are sent once. `merged`: for a worker without adapters, layer weights with the adapters merged, under the model's plain
+    names."""
     found = {n: p.detach() for n, p in model.named_parameters() if every or p.requires_grad}
     kept = model.state_dict(keep_vars=True)
     found |= {n: b.detach() for n, b in model.named_buffers() if n in kept}
@@ -467,7 +469,7 @@ def published_weights(model: Any, every: bool, merged: bool = False) -> dict[str
 
 
 def probe_logprobs(policy: Policy, vocabulary: int) -> Tensor:
-    """What the trainer's own forward pass says of every token after each prompt of a probe, [P, V]."""
+    """[P, V]: the log-probs, by the trainer's own forward pass, of every token after each prompt of a probe."""
     ids_P, device = torch.tensor(probe_prompts(vocabulary)[-1]), policy.device
     position_P = torch.arange(len(ids_P), device=device)
     with torch.no_grad():

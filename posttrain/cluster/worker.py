@@ -1,4 +1,4 @@
-"""A sampler in a process of its own, whose program this module is.
+"""The program of a worker process that runs a sampler.
 
 It makes its sampler from settings that JSON can carry, without weights: those come by `publish`, so that it needs no files of the
 trainer. Where vLLM samples, this runs in the Python that has it, so nothing here imports more of posttrain than that has packages for.
@@ -31,9 +31,9 @@ HEARTBEAT = 1.0  # seconds between replies where nothing finishes
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker makes its sampler from."""
+    """The settings from which a worker builds its sampler."""
 
-    config: Mapping[str, JSON]  # of the model, as in config.json
+    config: Mapping[str, JSON]  # the model's config.json
     vocabulary: int
     stop_ids: tuple[int, ...]
     kind: str = "engine"  # or vllm
@@ -42,17 +42,17 @@ class WorkerSettings:
     rows: int = 256  # decoded at once
     processes: int = 0  # of the engine on a CPU
     threads: int = 1  # of torch
-    # of the policy's adapters, where it has some: rank, alpha, targets
+    # rank, alpha and targets of the policy's adapters, if it has some
     lora: Mapping[str, JSON] | None = None
     deterministic: bool = False
-    source: str = ""  # where the model came from, for messages
+    source: str = ""  # the model's origin, for messages
     # what the engine computes in fp8; see engine/fp8.py
     quantization: str = "none"
 
 
 class SamplerWorker:
-    """Holds a sampler, and has it answer the prompts of a probe: `poll` gives these completions back too, with negative sessions, for
-    `Receipts.probe`."""
+    """Holds a sampler, and also makes it answer the prompts of a probe: `poll` returns these completions, too, with negative
+    sessions, for `Receipts.probe`."""
 
     def __init__(self, settings: WorkerSettings):
         self.vocabulary = settings.vocabulary
@@ -67,7 +67,7 @@ class SamplerWorker:
 
     @property
     def statistics(self) -> Statistics:
-        """Of the sampler, without its probes."""
+        """The sampler's statistics without the probes."""
         found: Statistics = self.sampler.statistics
         own = self.probed
         prefilled, sampled = found.prefilled - own.prefilled, found.sampled - own.sampled
@@ -92,7 +92,7 @@ class SamplerWorker:
         self.found = [pair for pair in self.found if pair[0].session not in sessions]
 
     def load(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take new weights; the receipt is read off what the sampler then samples with."""
+        """Load new weights, and make a receipt from the weights that the sampler then uses."""
         from posttrain.cluster.publish import Receipt, hashes
 
         shapes: dict[str, Size] = {}
@@ -108,8 +108,8 @@ class SamplerWorker:
         return Receipt(self.sampler.version, {name: known.get(name) for name in own})
 
     def probe(self) -> None:
-        """Ask the sampler for the tokens of a probe. They are sampled before anything that is asked for later, so that nobody else's
-        are sampled in another company than without a probe; where others are being decoded, together with those."""
+        """Ask the sampler for the tokens of a probe. They are sampled before later requests, so that the probe changes nobody
+        else's batch; if others are being decoded, together with those."""
         from posttrain.cluster.publish import probe_requests
 
         probes = probe_requests(self.vocabulary)
@@ -122,7 +122,7 @@ class SamplerWorker:
 
 
 def make_sampler(settings: WorkerSettings) -> tuple[Any, ReadWeights]:
-    """A sampler whose weights are still random, with its `version`; and what reads its weights."""
+    """(a sampler whose weights are still random, its `version`, and a function that reads its weights)."""
     if settings.kind == "vllm":
         from posttrain.cluster.vllm import VLLMSampler
 
@@ -167,7 +167,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
 
 def serve(channel: Channel) -> None:
-    """A worker's life: messages in, completions and receipts out, until the other end is closed."""
+    """The main loop of a worker: messages in, completions and receipts out, until the other end is closed."""
     settings, description = channel.receive()
     worker = SamplerWorker(WorkerSettings(**settings))
     seen, sent = 0, 0.0

@@ -19,7 +19,7 @@ from posttrain.models.save import check_target, one_line_when_unwritable
 from posttrain.runs.read import Run
 from posttrain.system.files import atomic_folder, atomic_write, read_json
 
-# what a model consists of; whatever else lies in its folder stays here
+# files of a model; other files in its folder are not exported
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 CONVERTER, LLAMA_CPP = "convert_hf_to_gguf.py", "LLAMA_CPP"
 

@@ -246,7 +246,8 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self.before = float(torch.cuda.memory_allocated())
             return
-        with suppress(OSError):  # where it cannot be reset, the peak is that of the process's life
+        # if it cannot be reset, the peak is that of the process's whole life
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self.before = _status("VmRSS")
 

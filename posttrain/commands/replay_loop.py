@@ -16,7 +16,7 @@ import torch
 from posttrain.data.demonstrations import completion_example
 from posttrain.data.text import Decoder
 from posttrain.errors import require
-from posttrain.loop import Loop, uncollected
+from posttrain.loop import Loop, manual_garbage_collection
 from posttrain.monitor.rules import ALWAYS, RULES
 from posttrain.stages._material import until_end
 from posttrain.train.attribution import (
@@ -35,7 +35,7 @@ from posttrain.train.roles.base import Addition
 from posttrain.train.trainer import Update
 from posttrain.types import JSON, Batch, Group, Rollout
 
-# of the machine, not of the run
+# metrics of the machine, not of the run
 TIMES = ("seconds", "tokens_per_second", "memory", "failed_workers")
 EVERY = 1.0  # seconds between two lines of progress
 
@@ -201,7 +201,7 @@ class ReplayLoop(Loop):
         self.state = self.trainer.algorithm.start()
         self.resume()
         first = self.step
-        with self.stage_monitor.running() as monitor, uncollected():
+        with self.stage_monitor.running() as monitor, manual_garbage_collection():
             while self.step < asked.step:
                 began, self.updates = time.perf_counter(), 0
                 with monitor.step(self.step + 1):

@@ -1,4 +1,4 @@
-"""Conversations to token ids, through the tokenizer's own chat template, with loss on what the assistant wrote alone.
+"""Converts conversations to token ids with the tokenizer's own chat template, with loss on the assistant's text only.
 
 Which tokens are the assistant's is taken from the template's `{% generation %}` blocks where it has them. Elsewhere it is found
 by rendering: the conversation up to a turn, with the generation prompt, must begin the conversation with that turn; what was
@@ -29,13 +29,13 @@ Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 Rendering = Callable[[Sequence[Message]], object]
 
 
-# of a tool's answer, which call it belongs to: templates that write both in order need not show it
+# fields that link a tool's answer to its call; a template that writes both in order need not show them
 LINKS = ("tool_call_id", "name")
 REPLY = "reply0marker"  # stands for an assistant's turn where only what follows it is rendered
 
 
 def preceded(messages: Sequence[Message], text: str) -> list[Message]:
-    """A conversation with a system message before it: in front of its own, where it has one.
+    """The conversation with a system message before it; if it has a system message, the text goes in front of that.
 
     >>> preceded([Message("system", "Be brief."), Message("user", "2+2=")], "The answer is 4.")[0].content
     'The answer is 4.\\n\\nBe brief.'
@@ -48,7 +48,7 @@ def preceded(messages: Sequence[Message], text: str) -> list[Message]:
 def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a prompt", tools: Tools = None
 ) -> tuple[int, ...]:
-    """The ids a policy continues: the conversation and the generation prompt. The template alone decides on a BOS token.
+    """The ids that the policy continues: the conversation and the generation prompt. Only the template decides about a BOS token.
 
     Text in a message that spells a control token is refused: a reader must not be able to end a turn or to open another.
     """
@@ -58,7 +58,7 @@ def render_prompt(
 def render_prompts(
     tokenizer: Tokenizer, prompts: Iterable[tuple[str, Sequence[Message]]], tools: Tools = None
 ) -> list[tuple[int, ...]]:
-    """The same of many conversations, each with where it is from; tokenizers use all cores for many texts."""
+    """`render_prompt` for many conversations, each with its origin; tokenizers use all cores for many texts."""
     listed = list(prompts)
     for where, messages in listed:
         _Template(tokenizer, where, tools).check(messages)
@@ -71,8 +71,8 @@ def render_prompts(
 def render_turn(
     tokenizer: Tokenizer, given: Sequence[Message], stop: int | None, where: str = "a turn"
 ) -> tuple[int, ...]:
-    """The ids between a turn of the assistant and its next one, as the template continues a conversation: what closes the turn after
-    the control token `stop` that was sampled (None: it was cut off), the given messages, the generation prompt.
+    """The ids between a turn of the assistant and its next one, as the template continues a conversation: what closes the turn
+    after the sampled control token `stop` (None: the turn was cut off), the given messages, and the generation prompt.
 
     They are taken from a conversation that stands for the history, which is not rendered anew: what a template writes of earlier
     turns (without their thinking, say) never replaces the ids that were sampled, and a turn costs what it adds. Text in the given
@@ -94,8 +94,8 @@ def _turn(reply: str) -> list[Message]:
 
 
 def check_continues(tokenizer: Tokenizer, roles: Iterable[str]) -> None:
-    """Refuse a chat template that shows an earlier turn of the assistant otherwise than it was sampled once a message of these roles
-    follows: training goes on from the ids that were sampled, and a server that renders the conversation would show others."""
+    """Raise an error for a chat template that renders an earlier turn of the assistant differently once a message of these roles
+    follows: training continues from the sampled ids, and a server that renders the conversation would show others."""
     for role in roles:
         problem = _not_continued(tokenizer, len(tokenizer), str(tokenizer.chat_template), role)
         require(not problem, problem)
@@ -103,7 +103,7 @@ def check_continues(tokenizer: Tokenizer, roles: Iterable[str]) -> None:
 
 @lru_cache(maxsize=32)
 def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str:
-    """Why a conversation cannot go on with a message of `role`, and what to use instead; "" where it can."""
+    """Why a conversation cannot continue with a message of `role`, and what to use instead; "" if it can."""
     instead = 'give later turns as text or ids (generate("...")), or a copy of the model whose chat_template.jinja '
     template = _Template(tokenizer, f"a {role} message after a turn", None)
     try:
@@ -185,7 +185,7 @@ def render_example(
 
 
 def _turn_end(start: int, end: int, special: np.ndarray) -> int:
-    """Where the turn in tokens [start, end) ends: after its last control token, or after the one that follows at once.
+    """The end of the turn in tokens [start, end): after its last control token, or after the one that follows at once.
 
     What a template writes after that (a line break, say) is never sampled, because sampling stops at the control token.
     """
@@ -196,7 +196,7 @@ def _turn_end(start: int, end: int, special: np.ndarray) -> int:
 
 
 def _strings(value: JSON) -> Iterator[str]:
-    """Every text in a tree, names included."""
+    """Every text in a tree, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -208,7 +208,7 @@ def _strings(value: JSON) -> Iterator[str]:
 
 
 def _hidden(messages: Sequence[Message], places: Iterable[int], render: Rendering) -> str:
-    """The first field of these messages without which the same is rendered, in words; "" where every field is shown.
+    """The first field of these messages that does not change the rendering, in words; "" if every field is shown.
 
     To render once for each field takes seconds for a long conversation, so one rendering with a marker for every text of a field
     comes first: a field whose marker is there is shown.
@@ -235,7 +235,7 @@ def _hidden(messages: Sequence[Message], places: Iterable[int], render: Renderin
 
 
 def _changed(message: Message, name: str, text: str = "") -> Message:
-    """The message with `text` for every text of a field; without the field where there is none."""
+    """The message with `text` in place of every text of a field; without the field if `text` is empty."""
     if name == "content":
         return replace(message, content=text)
     more = {key: v for key, v in message.more.items() if text or key != name}
@@ -243,7 +243,7 @@ def _changed(message: Message, name: str, text: str = "") -> Message:
 
 
 def _filled(value: JSON, text: str) -> JSON:
-    """A tree with every text in it, names apart, replaced."""
+    """The tree with every text in it, except keys, replaced."""
     if isinstance(value, Mapping):
         return {key: _filled(item, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -252,19 +252,20 @@ def _filled(value: JSON, text: str) -> JSON:
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The texts that a tokenizer reads as control tokens. Added tokens that are ordinary text, as `<think>` may be, are not."""
+    """The texts that a tokenizer reads as control tokens. Added tokens that are ordinary text, as `<think>` may be, do not count."""
     return _special_texts(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=8)
 def _special_texts(tokenizer: Tokenizer, size: int) -> tuple[str, ...]:
-    """Cached, because some tokenizers hold thousands; `size` is there so that tokens added later are seen."""
+    """Cached, because some tokenizers have thousands; `size` makes the cache see tokens added later."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
 def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:
-    """A template is the model author's program, and may refuse a conversation: two user turns in a row, a system turn."""
+    """Turn a template's refusal of a conversation (two user turns in a row, a system turn) into an error: a template is the model
+    author's program."""
     if isinstance(found, TemplateError):
         raise UserError(f"{where}: the chat template refused the conversation: {found}")
     return found
@@ -272,7 +273,7 @@ def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """The chat template of a tokenizer, with the tools of a conversation, and where that is from for messages."""
+    """The chat template of a tokenizer, with the tools of a conversation and its origin, for messages."""
 
     tokenizer: Tokenizer
     where: str
@@ -299,7 +300,7 @@ class _Template:
         return self.render_all([(messages, generation_prompt)])[0]
 
     def render_all(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
-        """Several conversations at once, each with or without the generation prompt."""
+        """Render several conversations at once, each with or without the generation prompt."""
         rows = [([m.row() for m in messages], prompt) for messages, prompt in asked]
         found = render_template(self.tokenizer, rows, self.tools)
         return [_rendered(self.where, one)[0] for one in found]
@@ -319,7 +320,7 @@ class _Template:
         return _rendered(self.where, found[0])
 
     def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Rendered:
-        """The conversation and the character spans of the assistant's turns, found by rendering it up to and with each of them."""
+        """The conversation and the character spans of the assistant's turns, found by rendering it up to and including each of them."""
         first = "it begins with an assistant turn, which only a template with generation blocks can show"
         require(0 not in turns, f"{self.where}: {first}")
         asked = [(messages[:turn], True) for turn in turns]

@@ -1,4 +1,4 @@
-"""Which problems come next: levels that rise as the policy masters them, each a resumable stream of its own."""
+"""Chooses the next problems: levels that rise as the policy masters them, each with a resumable stream of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Curriculum(Checked):
-    """Problems come from the current level, and a share `review` of them from the ones below it. When the last `window` problems
-    of the current level were solved at least `threshold` of the time, the next level opens. `start = 0` begins at the lowest."""
+    """Problems come from the current level, and a share `review` of them from lower levels. When the mean solve rate of the last
+    `window` problems of the current level reaches `threshold`, the next level opens. `start = 0` begins at the lowest."""
 
     where: ClassVar[str] = "curriculum: "
 
@@ -25,7 +25,7 @@ class Curriculum(Checked):
 
 
 class CurriculumState:
-    """Where a curriculum is in the levels of a task. `sizes` has the number of problems of each level."""
+    """The position of a curriculum in the levels of a task. `sizes` are the numbers of problems of the levels."""
 
     def __init__(
         self, levels: Sequence[int], sizes: Sequence[int], settings: Curriculum, seed: int
@@ -54,7 +54,7 @@ class CurriculumState:
         return chosen
 
     def observe(self, level: int, solved: float) -> bool:
-        """Take note of a problem's share of solved samples; True when this opened the next level."""
+        """Record the share of solved samples of a problem. Returns True if this opened the next level."""
         if level != self.level:
             return False
         self.recent = [*self.recent, solved][-self.settings.window :]

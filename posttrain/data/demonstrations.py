@@ -1,4 +1,4 @@
-"""Examples to imitate, from a task's own demonstrations or from JSONL files, and a report of which were kept.
+"""Reads examples to imitate from a task's own demonstrations or from JSONL files, and reports which were kept.
 
 What a line of a file may hold is in formats.py. Columns that are not read are named in the report.
 """
@@ -19,14 +19,14 @@ from posttrain.data.stream import permutation, philox
 from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
-# of other conventions: the model would learn to answer without what they hold
+# columns of other formats: without them the model would learn to answer from less than it should see
 NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
-# who speaks in a ShareGPT conversation, by the role of ours
+# speakers in a ShareGPT conversation, and our roles
 SPEAKERS = {"system": "system", "human": "user", "user": "user"}
 SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant")
 SPEAKERS |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
-# what Stanford's Alpaca wrote around an instruction, for models without a chat template
+# the text that Stanford's Alpaca writes around an instruction, for models without a chat template
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
@@ -34,7 +34,7 @@ ALPACA = (
 
 
 class Teaching(Protocol):
-    """The part of a task that is needed here: this package does not import tasks."""
+    """The part of a task that is needed here; this package does not import tasks."""
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]: ...
     def prompt(self, problem: Problem) -> tuple[Message, ...]: ...
@@ -49,8 +49,8 @@ def from_task(
     seed: int = 0,
     split: str = "train",
 ) -> list[Example]:
-    """Demonstrations of `counts[level]` problems of each level, shuffled together, less those that have none. Problems have different
-    indices, though in a small level not always different texts."""
+    """The demonstrations of `counts[level]` problems of each level, shuffled together, without problems that have none. Problems
+    have different indices, though in a small level not always different texts."""
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = check_count(task, level, count, split)
@@ -65,7 +65,7 @@ def from_task(
 
 
 def check_count(task: Teaching, level: int, count: int, split: str = "train") -> Sequence[Problem]:
-    """The problems of a level, which must be as many as are asked for."""
+    """The problems of a level; an error if there are fewer than `count`."""
     problems = task.problems(split, level)
     fine = count <= len(problems)
     require(fine, f"level {level} has {len(problems)} {split} problems, not {count}")
@@ -73,7 +73,7 @@ def check_count(task: Teaching, level: int, count: int, split: str = "train") ->
 
 
 def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
-    """`count` different indices below `size`, in random order, without a permutation of all of them where few are asked for."""
+    """`count` different indices below `size`, in random order, without permuting all of them if few are asked for."""
     if 4 * count >= size:
         return [int(i) for i in permutation(size, "problems", seed, level)[:count]]
     chosen: dict[int, None] = {}
@@ -86,8 +86,8 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
 def from_file(
     path: str | Path, tokenizer: Tokenizer, unused: set[str] | None = None
 ) -> list[Example]:
-    """Every line of a JSONL file as an Example; the names of columns that are not read go into `unused`. An error names the file and
-    the line."""
+    """Every line of a JSONL file as an Example; the names of unread columns are added to `unused`. An error names the file and the
+    line."""
     examples = []
     for where, record in read_rows(path):
         kind = revealed(record, DEMONSTRATIONS.values())
@@ -102,7 +102,7 @@ def from_file(
 
 
 def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:
-    """The columns of a row that are not read. Those that the model would be shown elsewhere are refused."""
+    """The columns of a row that are not read. Columns that the model would see in another format are an error."""
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
         hint = "write it into the messages or remove it"
@@ -198,7 +198,7 @@ def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of examples and tokens, and of what was dropped for which reason."""
+    """Counts of examples and tokens, and of dropped examples by reason."""
 
     total: int
     kept: int
@@ -212,7 +212,7 @@ class DataReport:
     unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
 
     def lines(self) -> list[str]:
-        """Words for the console."""
+        """Lines for the console."""
         share = f"{100 * self.loss_tokens / self.tokens:.0f}%" if self.tokens else "none"
         half, ninety, ninety_nine, longest = self.percentiles
         said = [
@@ -231,7 +231,7 @@ class DataReport:
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:
-    """The examples that can be trained on, and what happened to the others. Examples are judged one by one, in order.
+    """The examples that can be trained on, and a report on the others. Examples are checked one by one, in order.
 
     Those longer than `max_length` are dropped: a cut demonstration teaches not to finish.
     """
@@ -258,7 +258,7 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
 
 
 def _fate(example: Example, max_length: int) -> str:
-    """Why an example is dropped; empty where it is kept."""
+    """Why an example is dropped; "" if it is kept."""
     if len(example.ids) < 2:
         return "empty"
     if len(example.ids) > max_length:

@@ -1,4 +1,4 @@
-"""Labels by people: which of the responses to a prompt is best. The terminal and the studio share what is here.
+"""Labels by people: which of the responses to a prompt is best. Shared by the terminal and the studio.
 
     labels = Labels.read("comparisons.jsonl")            # votes go to comparisons.labels.sqlite
     item = labels.next("ann")                            # in her own order, sides shuffled, no model named
@@ -62,7 +62,7 @@ class Item:
     disagreement: float = 0.0  # of reward models, where the file says it
 
     def order(self, annotator: str) -> list[int]:
-        """The responses as this annotator sees them: places in the file."""
+        """The responses in the order that this annotator sees, as positions in the file."""
         return [int(n) for n in permutation(len(self.responses), "label", annotator, self.id)]
 
     def lines(self, annotator: str) -> list[str]:
@@ -74,7 +74,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What an annotator said last of an item; `choice` names places in the file, not sides."""
+    """The last vote of an annotator on an item; `choice` names positions in the file, not sides of the screen."""
 
     item: str
     annotator: str
@@ -97,7 +97,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How far labelling is, and how far annotators agree."""
+    """The progress of labelling, and the agreement of annotators."""
 
     items: int
     labelled: int  # items on which somebody has voted
@@ -145,7 +145,7 @@ class Labels:
         return transaction(self._connection())
 
     def votes(self) -> list[Vote]:
-        """What counts, in the order in which it was said."""
+        """The valid votes, in order."""
         return [
             Vote(item, who, json.loads(choice), tuple(json.loads(shown)), *rest)
             for item, who, choice, shown, *rest in self._connection().execute(CURRENT)
@@ -158,7 +158,7 @@ class Labels:
         order: Order = "random",
         disagreement: Mapping[str, float] | None = None,
     ) -> Item | None:
-        """The next item that this annotator has not seen; None where there is none. `disagreement`, by item, replaces the file's."""
+        """The next item that this annotator has not seen, or None. `disagreement`, by item, replaces that of the file."""
         who = annotator_name(annotator)
         done = {vote.item for vote in self.votes() if vote.annotator == who}
         ids = [*self.items]
@@ -178,8 +178,8 @@ class Labels:
         seconds: float = 0.0,
         nonce: str = "",
     ) -> None:
-        """Record what an annotator says of an item: sides as they were shown, best first, or TIE, BAD or SKIP. A vote that is sent
-        twice with one `nonce` counts once; a second one on the same item is refused until the first is undone."""
+        """Record an annotator's vote on an item: sides as they were shown, best first, or TIE, BAD or SKIP. A vote sent twice with
+        one `nonce` counts once; a second vote on an item is refused until the first is undone."""
         found, who = self._item(item), annotator_name(annotator)
         shown = found.order(who)
         if isinstance(choice, str):
@@ -207,7 +207,7 @@ class Labels:
             connection.execute(f"INSERT INTO log({columns}) VALUES('vote', {marks})", values)
 
     def undo(self, annotator: str) -> Item | None:
-        """Take back this annotator's last vote, and return its item; None where there is none."""
+        """Undo this annotator's last vote, and return its item, or None."""
         who = annotator_name(annotator)
         with self._transaction() as connection:
             last = f"SELECT item FROM log WHERE {LAST} AND kind = 'vote' AND annotator = ? ORDER BY id DESC"
@@ -225,8 +225,8 @@ class Labels:
         return self.items[item]
 
     def rows(self) -> Iterator[dict[str, JSON]]:
-        """What the annotators prefer, as rows for training: pairs, or, where an item has more responses, scores. Items on which they do
-        not prefer one are left out."""
+        """The annotators' preferences as rows for training: pairs or, for items with more responses, scores. Items without a
+        preferred response are left out."""
         pairs = all(len(item.responses) == 2 for item in self.items.values())
         said: dict[str, list[Choice]] = {}
         for vote in self.votes():
@@ -244,7 +244,7 @@ class Labels:
                 yield {"prompt": item.prompt, "responses": list(item.responses), "scores": scores}
 
     def write(self) -> int:
-        """Write the rows for training, the whole file at once; how many."""
+        """Write the rows for training atomically, and return their number."""
         with self._transaction():  # who writes after another has their votes too
             lines = [json.dumps(row) + "\n" for row in self.rows()]
             atomic_write(self.out, "".join(lines))
@@ -297,7 +297,7 @@ def _digest(value: Any) -> bytes:
 
 
 def annotator_name(annotator: str) -> str:
-    """A name without what cannot be seen in it."""
+    """A name without invisible characters."""
     name = " ".join(annotator.split())
     fine = 0 < len(name) <= NAME and name.isprintable()
     require(fine, f"give a name of at most {NAME} characters")
@@ -309,7 +309,7 @@ def _category(choice: Choice) -> str:
 
 
 def _scores(choices: Sequence[Choice], count: int) -> list[float] | None:
-    """The mean score of each response over those who did not skip, from 0 for the worst to 1 for the best; None where all did."""
+    """The mean score of each response over annotators who did not skip, from 0 for the worst to 1 for the best; None if all skipped."""
     voted = [choice for choice in choices if choice != SKIP]
     if not voted:
         return None
@@ -346,7 +346,7 @@ def share(marks: Sequence[Sequence[bool]]) -> Interval:
 
 
 def cohen_kappa(first: Mapping[Any, str], second: Mapping[Any, str]) -> float | None:
-    """Agreement of two annotators beyond chance, (p - e) / (1 - e), on what both labelled; None where that says nothing.
+    """Agreement of two annotators beyond chance, (p - e) / (1 - e), on items that both labelled; None if it is undefined.
 
     >>> cohen_kappa({"a": "0", "b": "1", "c": "0", "d": "1"}, {"a": "0", "b": "1", "c": "1", "d": "1"})
     0.5
@@ -361,7 +361,7 @@ def cohen_kappa(first: Mapping[Any, str], second: Mapping[Any, str]) -> float | 
 
 
 def krippendorff_alpha(said: Sequence[Mapping[str, str]]) -> float | None:
-    """Agreement of any number of annotators, 1 - D_o / D_e for categories; items that one person alone labelled do not count.
+    """Agreement of any number of annotators, 1 - D_o / D_e for categories. Items with a single annotator do not count.
 
     >>> krippendorff_alpha([{"a": "0", "b": "1", "c": "0"}, {"a": "0", "b": "1", "c": "1"}])
     0.4444444444444444

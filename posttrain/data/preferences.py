@@ -1,5 +1,5 @@
-"""What people prefer, from JSONL files, in the conventions of TRL and of OpenAI as they are; formats.py has a row of each. The
-first row decides the format of a file.
+"""Reads preference data from JSONL files, in the formats of TRL and of OpenAI; formats.py has an example row of each. The first row
+decides the format of a file.
 
 A row becomes a unit: examples that begin with the same prompt tokens and whose `reward` says what was preferred. A pair has 1 and
 0, its margin and 0, or its two scores; a ranking its scores, or K - 1 for the best down to 0 for the last; an unpaired row 1 or
@@ -34,7 +34,7 @@ from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.errors import UserError, require
 from posttrain.types import Example
 
-Unit = tuple[Example, ...]  # what was said of one prompt
+Unit = tuple[Example, ...]  # the examples of one prompt
 JOINT = "\n"  # between the steps of a response
 LARGE = 1e30  # scores are kept in float32
 TRIES = 256  # other examples that are looked at for one of another prompt that fits
@@ -67,7 +67,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preferences:
-    """A file's units, ready for training: its kind, what was skipped and why."""
+    """The units of a file, ready for training: its kind, and the skipped rows with reasons."""
 
     path: str
     kind: str  # the name of its format
@@ -99,7 +99,7 @@ class Preferences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A row in any convention: one prompt, responses with what was said of them; the steps of the only response, where it has some."""
+    """A row in any format: one prompt, and responses with their labels; the steps of the only response, if it has some."""
 
     prompt: Any
     responses: list[Any]
@@ -112,11 +112,12 @@ class _Row:
 
 
 class _Skip(Exception):
-    """A row that is left out and counted, for the reason it carries."""
+    """A row that is skipped and counted, with the reason."""
 
 
 def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) -> Preferences:
-    """Every row of a JSONL file as a unit of examples, and what became of the others. See the module's words for the conventions."""
+    """Read every row of a JSONL file as a unit of examples, with a report on skipped rows. See the module's docstring for the
+    formats."""
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
     units: list[Unit] = []
@@ -148,8 +149,8 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
 
 
 def count_labels(path: str | Path) -> tuple[int, int]:
-    """(good, bad): how many responses of a file are called so; of a pair one is each. Rows that are wrong are left to
-    `read_preferences`, which names them."""
+    """(good, bad): the number of good and bad responses of a file; a pair has one of each. Invalid rows are left to
+    `read_preferences`, which reports them."""
     good, bad, kind = 0, 0, ""
     for where, record in read_rows(path):
         kind = kind or _detect(record, where)
@@ -161,8 +162,8 @@ def count_labels(path: str | Path) -> tuple[int, int]:
 
 
 def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
-    """(prompt, the preferred response, the other) of every pair of a file, as text, to be judged anew. Turns of a
-    conversation are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
+    """(prompt, preferred response, other response) of every pair of a file, as text, to be judged again. Turns of a conversation
+    are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
     found: list[tuple[str, str, str]] = []
     for where, record in read_rows(path):
         kind = _detect(record, where)
@@ -181,7 +182,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
 
 
 def spoken(said: Any) -> str:
-    """Text, or messages as text: a single one as it is, several with their roles."""
+    """Text, or messages as text: a single message alone, several with their roles."""
     if not isinstance(said, list):
         return str(said)
     turns = [(str(m.get("role", "")), _words(m)) for m in said if isinstance(m, dict)]
@@ -191,7 +192,7 @@ def spoken(said: Any) -> str:
 
 
 def _words(message: dict[str, Any]) -> str:
-    """What a message says, and what else it holds."""
+    """The text of a message and its further fields."""
     said, more = str(message.get("content") or ""), more_of(message)
     rest = json.dumps(more, ensure_ascii=False, sort_keys=True) if more else ""
     return "\n".join(filter(None, (said, rest)))
@@ -208,7 +209,7 @@ def _detect(record: dict[str, Any], where: str) -> str:
 
 
 def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
-    """Read a row of the file's format; a missing field is named, and so is a row of another format."""
+    """Read a row of the file's format. An error names a missing field, or the other format that the row has."""
     if missing := PREFERENCES[name].missing(record):
         like = revealed(record, (f for f in PREFERENCES.values() if f.name != name))
         hint = f"; it looks like a row of {like.title}, and a file holds one kind" if like else ""
@@ -260,7 +261,7 @@ def _step_labels(
     decoder: Decoder,
     where: str,
 ) -> np.ndarray:
-    """Each label at the token in which its step ends, NaN elsewhere."""
+    """Each label at the token where its step ends, NaN elsewhere."""
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
     begin = text.find(joint.join(steps))
@@ -291,7 +292,7 @@ def _read_pair(record: dict[str, Any]) -> _Row:
 
 
 def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The prompt and the two responses, wherever the row keeps the prompt: apart, inside both conversations, or both."""
+    """The prompt and the two responses, wherever the row stores the prompt: separately, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     same = type(chosen) is type(rejected)
     require(same, "chosen and rejected must both be text, or both be messages")
@@ -320,7 +321,7 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _dialogue(text: str) -> list[dict[str, str]]:
-    """Anthropic's way to write a conversation as one text."""
+    """Anthropic's format of a conversation as one text."""
     parts = DIALOGUE.split(text)
     turns = not parts[0].strip() and len(parts) > 3
     require(turns, "no prompt, and chosen or rejected is text without turns")
@@ -388,11 +389,11 @@ def _given_prompt(prompt: Any) -> Any:
 def _number(value: Any, what: str) -> float:
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGE
     require(numeric, f"{what} must be a finite number, not {repr(value)[:40]}")
-    return float(np.float32(value))  # as a batch holds it, so that what ties there ties here
+    return float(np.float32(value))  # rounded as in a batch, so that ties are the same
 
 
 def _text(response: Any) -> str:
-    """What a response says, to find empty and equal ones. The type is checked where it is rendered."""
+    """The text of a response, to find empty and equal ones. Its type is checked where it is rendered."""
     if isinstance(response, list):
         said = [(m.get("role"), _words(m)) if isinstance(m, dict) else m for m in response]
         turns = [m for m in response if isinstance(m, dict) and m.get("role") == "assistant"]
@@ -410,12 +411,12 @@ READERS: Mapping[str, Callable[[dict[str, Any]], _Row]] = {
 
 
 def as_pairs(units: Sequence[Unit]) -> list[Unit]:
-    """Pairs as they are; a ranking of K as all of its pairs in which one response is preferred, K (K - 1) / 2 without ties."""
+    """Pairs unchanged; a ranking of K as all of its pairs with a preference, K (K - 1) / 2 without ties."""
     return [(a, b) for unit in units for a in unit for b in unit if a.reward > b.reward]
 
 
 def as_singles(units: Sequence[Unit]) -> list[Unit]:
-    """Labelled examples as they are; the two of a pair apart, the preferred as good (1) and the other as bad (0)."""
+    """Labelled examples unchanged; the two of a pair separately, the preferred as good (1) and the other as bad (0)."""
     ranking = "a ranking says which response is better, not which are good; make pairs or labels"
     require(all(len(unit) < 3 for unit in units), ranking)
     singles: list[Unit] = []
@@ -429,7 +430,7 @@ def as_singles(units: Sequence[Unit]) -> list[Unit]:
 def with_mismatched(
     singles: Sequence[Unit], pool: Sequence[Unit], max_length: int, seed: int
 ) -> list[Unit]:
-    """Each example with a second one: its prompt and, out of `pool`, the response to another prompt; without a label (NaN).
+    """Pair each example with a second one: its prompt with a response to another prompt, out of `pool`, without a label (NaN).
 
     Which response is a matter of the seed and the example's place alone. One that no response of another prompt fits to stands alone.
     """
@@ -457,5 +458,5 @@ def with_mismatched(
 
 
 def prompt_length(example: Example) -> int:
-    """Tokens before the first that carries loss."""
+    """The number of tokens before the first loss token."""
     return int(example.mask.argmax())

@@ -1,5 +1,5 @@
-"""Records in files of others: JSON objects, one a line, or a list of them in a file called .json; rows of .csv, .tsv and .parquet. All
-but the last may be packed by gzip. Published data sets come from the hub through `datasets`, or from files in a folder."""
+"""Reads records from files: JSON objects, one per line, or a list of them in a .json file; rows of .csv, .tsv and .parquet. All but
+the last may be gzipped. Published data sets come from the hub through `datasets`, or from files in a folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from posttrain.errors import UserError, first_line, require
 from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
-Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON schemas
+Tools = list[dict[str, JSON]] | None  # tools that a conversation may call, as JSON schemas
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
-Row = tuple[str, dict[str, Any]]  # where it is from, for messages, and what it holds
+Row = tuple[str, dict[str, Any]]  # (origin, for messages; contents)
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
 UNPACK = "unpack it yourself if you trust it"
-TABLE_ROWS = 16  # of a packed table that are unpacked at a time
+TABLE_ROWS = 16  # rows of a compressed table that are read at a time
 
 
 def check_whole(text: str, where: str) -> None:
-    """Refuse text that cannot be written as UTF-8."""
+    """Raise an error for text that cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -38,7 +38,7 @@ def check_whole(text: str, where: str) -> None:
 
 def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     """Each object of a file with "FILE line N"; with `lists`, those of a .json file with "FILE entry N". Blank lines are skipped; a
-    file without an object is an error."""
+    file without objects is an error."""
     found, size, packed = False, 0, str(file).endswith((".gz", ".parquet"))
     for where, record in _records(Path(file).expanduser(), f"{file}", lists):
         found, kind = True, type(record).__name__
@@ -101,14 +101,14 @@ def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_rows(file: str | Path) -> Iterator[Row]:
-    """The same without the fields that are null: tables write what a row lacks so."""
+    """`read_jsonl` without null fields, because tables fill missing values with null."""
     for where, record in read_jsonl(file):
         yield where, {key: value for key, value in record.items() if value is not None}
 
 
 def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank (with `blank`, all), one at a time and within limits: a few packed bytes may stand for a thousand times
-    as many."""
+    """Lines that are not blank (with `blank`, all), one at a time and within limits, because a few compressed bytes may expand a
+    thousandfold."""
     number, size = 0, 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
@@ -155,7 +155,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """A conversation as a file writes it, checked. Everything that a message holds is kept but null and empty values."""
+    """Parse and check a conversation as files write it. All fields of a message are kept, except null and empty ones."""
     or_text = "" if where.endswith("messages") else ", or text"
     require(
         isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages{or_text}"
@@ -180,13 +180,13 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def more_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message holds besides its role and content, but for null and empty values."""
+    """The fields of a message besides role and content, without null and empty ones."""
     rest = {key: v for key, v in message.items() if key not in ("role", "content")}
     return {key: v for key, v in rest.items() if v not in (None, "", [], {})}
 
 
 def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
-    """Calls of tools, with arguments as an object: templates would write a text of JSON as JSON once more, between quotes."""
+    """Tool calls with their arguments as an object: templates would encode a JSON text a second time, in quotes."""
     calls = []
     for call in _objects(value, f"{where}: tool_calls"):
         inner = call.get("function", call)
@@ -202,7 +202,7 @@ def _parse_calls(value: Any, where: str) -> list[dict[str, JSON]]:
 
 
 def parse_tools(value: Any, where: str) -> Tools:
-    """The column `tools`: a list of schemas, or that as a text of JSON."""
+    """Parse the column `tools`: a list of schemas, or the same as JSON text."""
     return _objects(value, f"{where}: tools") if value not in (None, "", []) else None
 
 
@@ -216,8 +216,8 @@ def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
 def read_set(
     task: str, data: str, files: Sequence[str], dataset: str, config: str = "", split: str = "train"
 ) -> list[Row]:
-    """The rows of the file `data`, or of the one in the folder `data` that is called one of `files`; else those of a split of the hub's
-    `dataset`."""
+    """The rows of the file `data`, or of the file in the folder `data` with one of the names in `files`; else those of a split of
+    the hub's `dataset`."""
     if not data:
         rows = load_hub(dataset, config, split, "", task)
         return [(f"{dataset} {split} row {number}", row) for number, row in enumerate(rows)]
@@ -227,7 +227,7 @@ def read_set(
 
 
 def find_file(folder: str, stems: Sequence[str], task: str) -> str:
-    """The first file in `folder` that is called one of `stems`, with any of the known endings."""
+    """The first file in `folder` with one of the names `stems` and any known extension."""
     names = [f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
     for name in names:
         if Path(folder, name).expanduser().is_file():
@@ -241,7 +241,8 @@ def find_file(folder: str, stems: Sequence[str], task: str) -> str:
 def load_hub(
     dataset: str, config: str, split: str, revision: str, task: str
 ) -> tuple[dict[str, Any], ...]:
-    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote."""
+    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or a folder written by
+    `save_to_disk`."""
     try:
         import datasets
     except ImportError:

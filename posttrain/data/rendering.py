@@ -1,4 +1,4 @@
-"""What the policy reads in the episodes of a step, as segments of ids: prompts of problems and what comes between two turns."""
+"""Renders the inputs of the policy in the episodes of a step as segments of ids: prompts of problems, and messages between turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Renderer:
     prompt_of: Callable[[Problem], Sequence[Message]]
     # every episode asks for its problem's prompt: the first one has all of them rendered
     at_once: bool
-    prompts: dict[int, Segment] = field(default_factory=dict)  # by the problem's place
+    prompts: dict[int, Segment] = field(default_factory=dict)  # by the problem's index
     prompt_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     # other messages, by the place of the problem (-1: after a turn), the token that ended the turn, tools
     others: dict[tuple[int, int | None, tuple[Message, ...], str], Segment] = field(
@@ -33,7 +33,7 @@ class Renderer:
     )
 
     def prompt(self, draw: int) -> Segment:
-        """The task's prompt of the problem at this place."""
+        """The task's prompt of the problem at this index."""
         if draw not in self.prompts:
             draws = range(len(self.problems)) if self.at_once else (draw,)
             problems = [self.problems[n] for n in draws]
@@ -50,10 +50,10 @@ class Renderer:
         given: Sequence[Message] | str | Sequence[int],
         tools: Sequence[JSON] | None,
     ) -> Segment:
-        """Messages, text or ids that a task gives before a turn: the first one, or the one after `last`."""
+        """Render the messages, text or ids that a task gives before a turn: the first turn, or the one after `last`."""
         tokenizer, first = self.decoder.tokenizer, last is None
         items: tuple[Any, ...] = () if isinstance(given, str) else tuple(given)
-        # by kind: to ask each of many ids for its own takes as long as a turn's decoding to text
+        # check the set of types: checking each of many ids takes as long as decoding a turn
         if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
             return self.segment([*map(int, items)])
         messages = tuple(item for item in items if isinstance(item, Message))

@@ -1,4 +1,4 @@
-"""What comes from outside and would otherwise be read without limits: YAML, and chat templates, which are programs of a model's maker.
+"""Reads untrusted input within limits: YAML, and chat templates, which are programs written by a model's author.
 
 A template runs in Jinja's sandbox (`transformers` sees to that), which keeps it from everything but time and memory; those the system
 limits, in a process of its own. YAML is data (`SafeLoader`), but a few lines of it may name each other and stand for billions.
@@ -31,13 +31,13 @@ TEMPLATE_TEXT = 1 << 22  # characters that it may write
 # of wall time, for all of them: for a crowded machine, and where the system limits no processor time. A machine may be suspended, so a
 # conversation without an answer by then is asked once more
 BATCH_SECONDS = 120.0
-# what the process that renders has of the environment: for the date, and to find Python's libraries
+# environment variables of the rendering process: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 YAML_NODES = 200_000
 
 
 class TemplateError(Exception):
-    """A template refused a conversation, is none of Jinja, or (`limit`) took more time or memory than any conversation needs."""
+    """A template refused a conversation, is not valid Jinja, or (`limit`) exceeded the time or memory that any conversation needs."""
 
     def __init__(self, reason: str, limit: bool = False) -> None:
         super().__init__(reason)
@@ -52,7 +52,7 @@ Conversation = tuple[list[dict[str, Any]], bool]  # with whether the generation 
 def render_template(
     tokenizer: Any, conversations: Sequence[Conversation], tools: Any = None, marked: bool = False
 ) -> list[Rendered | TemplateError]:
-    """What the chat template of a tokenizer makes of each conversation; with `marked`, where its generation blocks are."""
+    """Render each conversation with the chat template of a tokenizer; with `marked`, also return where its generation blocks are."""
     global _renderer
     if os.getpid() != _renderer.owner:  # this process was forked: the pipes are its parent's
         _renderer = _Renderer()
@@ -68,8 +68,8 @@ def render_template(
 
 
 class _Renderer:
-    """A process that renders templates within the system's limits; see `template_process`. It is started for the first conversation,
-    and again after one that ended it. It is a new process and no fork, for there may be threads and a GPU here."""
+    """A process that renders templates within the system's limits; see `template_process`. It starts with the first conversation,
+    and again after one that ended it. It is a new process and not a fork, because this process may have threads and use a GPU."""
 
     def __init__(self) -> None:
         self.owner, self.lock = os.getpid(), threading.Lock()
@@ -91,7 +91,7 @@ class _Renderer:
         return subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, stderr=none)
 
     def stop(self) -> int:
-        """Wait for the end of the process; how it ended."""
+        """Wait until the process has ended, and return its exit status."""
         process, self.process = self.process, None
         if process is None or os.getpid() != self.owner:
             return 0
@@ -130,12 +130,12 @@ class _Renderer:
         request: dict[str, Any],
         conversations: Sequence[Conversation],
     ) -> list[Rendered | TemplateError]:
-        """Of the first conversations: all, or up to the one that ended the process."""
+        """The renderings of the first conversations: all, or up to the one that ended the process."""
         assert process.stdin is not None and process.stdout is not None
         found: list[Rendered | TemplateError] = []
         self._watch(process)
         try:
-            with suppress(BrokenPipeError):  # it has ended, and reading will show it
+            with suppress(BrokenPipeError):  # it has ended, which reading will show
                 line = json.dumps({**request, "conversations": conversations})
                 process.stdin.write(line.encode() + b"\n")
                 process.stdin.flush()
@@ -179,7 +179,7 @@ class _Renderer:
                 process.kill()
 
     def _ended(self, request: dict[str, Any], process: subprocess.Popen[bytes]) -> TemplateError:
-        """The limit that has ended the process."""
+        """The error for the limit that ended the process."""
         code = self.stop()
         if self.late is process:
             return LATE
@@ -210,7 +210,7 @@ _renderer = _Renderer()
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's words: true and false alone are truths, so that a directory may be called "no"; a date is text."""
+    """YAML 1.2's rules: only true and false are booleans, so that a directory may be called "no"; a date is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -222,8 +222,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _TRUTHS, list("tTfF"))
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """The plain data in a YAML text. Tags that make objects, keys that are given twice, and text that stands for more than it could
-    say itself are refused, each with a line.
+    """The plain data in a YAML text. Tags that create objects, duplicate keys, and references that expand to much more than the
+    text are refused, each with a line number.
 
     >>> read_yaml("a: [1, 2]", "x.yaml")
     {'a': [1, 2]}
@@ -236,7 +236,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def read_values(text: str, where: str) -> Any:
-    """The same, where the text may be none of YAML (yaml.YAMLError, ValueError)."""
+    """`read_yaml` for text that may not be YAML at all (raises yaml.YAMLError or ValueError)."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -253,7 +253,7 @@ def read_values(text: str, where: str) -> Any:
 
 
 def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: str) -> int:
-    """How many values a node stands for, those it refers to counted each time."""
+    """The number of values that a node expands to, counting references each time."""
     if id(node) in sizes:
         return sizes[id(node)]
     line = node.start_mark.line + 1

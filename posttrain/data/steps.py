@@ -1,4 +1,4 @@
-"""The steps of a response, and the tokens in which they end."""
+"""Splits a response into steps, and finds the tokens where they end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from posttrain.errors import UserError, require
 from posttrain.types import Rollout
 
 PATTERN = "pattern:"
-SECONDS = 1.0  # that a pattern may search in one turn
+SECONDS = 1.0  # how long a pattern may search in one turn
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a step ends: in the text the policy wrote, in the rollout's ids (the token that completes its text), and the last of the
-    ids that a completion of it goes on from."""
+    """The end of a step: in the text that the policy wrote, in the rollout's ids (the token that completes its text), and the last
+    id after which a completion continues."""
 
     position: int
     end: int
@@ -28,9 +28,9 @@ class Step:
 
 
 def steps_of(rollout: Rollout, separator: str = "\n") -> list[Step]:
-    """The steps of what the policy wrote, turn by turn. A step's label or reward stands at the token in which its own text ends, as in
-    a file of step labels; completions go on after the separator, so that the step is over. Of several steps that end in one token the
-    last counts, two separators in a row make no step, and the end of a turn ends a step.
+    """The steps of the policy's text, turn by turn. The label or reward of a step belongs to the token that completes its text, as
+    in a file of step labels. Completions continue after the separator. If several steps end in one token, the last counts; two
+    separators in a row make no step; the end of a turn ends a step.
 
     `pattern:REGEX` separates at every match of a regular expression. It is searched for `SECONDS` at most, as it may backtrack without
     end on what a policy writes; then TimeoutError says so."""
@@ -39,7 +39,7 @@ def steps_of(rollout: Rollout, separator: str = "\n") -> list[Step]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A turn that the policy wrote, with what of the rollout lies before it."""
+    """A turn that the policy wrote, and its position in the rollout."""
 
     ids: np.ndarray
     text: str
@@ -68,7 +68,7 @@ def turns_of(rollout: Rollout) -> list[Turn]:
 
 @lru_cache(maxsize=256)
 def compile_separator(separator: str) -> Any:
-    """The pattern of a separator: plain text, or what follows `pattern:`.
+    """The pattern of a separator: plain text, or the regular expression after `pattern:`.
 
     >>> compile_separator("pattern:\\n+").split("one\\n\\ntwo"), compile_separator("a+").split("aaa+b")
     (['one', 'two'], ['aa', 'b'])
@@ -87,7 +87,7 @@ def compile_separator(separator: str) -> Any:
 
 
 def separators_in(text: str, separator: str) -> Iterator[tuple[int, int]]:
-    """Where each separator begins and ends, and the end of the text as the last."""
+    """Start and end of each separator, with the end of the text as the last."""
     try:
         for match in compile_separator(separator).finditer(text, timeout=SECONDS):
             yield match.span()

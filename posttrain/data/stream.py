@@ -1,4 +1,4 @@
-"""Endless, shuffled, resumable streams of indices. Each epoch visits every index once, also when a run stops in its middle.
+"""Endless, shuffled, resumable streams of indices. Each epoch visits every index once, even if a run stops in the middle of it.
 
 Randomness is Philox, keyed by what is drawn and counted by how often, and read as raw words: those are the same in every
 version of NumPy, as its shuffles are not. No global generator is touched; `take(3)` then `take(4)` gives what `take(7)` does.
@@ -16,7 +16,7 @@ from posttrain.types import JSON
 
 
 def philox(*key: str | int, counter: int = 0) -> np.random.Philox:
-    """A generator whose stream depends on its key and starting counter alone.
+    """A generator whose stream depends only on its key and starting counter.
 
     >>> int(philox("epoch", 1).random_raw()) == int(philox("epoch", 1).random_raw()) != int(philox("epoch", 2).random_raw())
     True
@@ -26,7 +26,7 @@ def philox(*key: str | int, counter: int = 0) -> np.random.Philox:
 
 
 def permutation(count: int, *key: str | int) -> np.ndarray:
-    """A permutation of range(count) that depends on the key alone."""
+    """A permutation of range(count) that depends only on the key."""
     return np.argsort(philox(*key).random_raw(count), kind="stable")
 
 
@@ -45,7 +45,7 @@ class Stream:
         self._order = permutation(count, "stream", seed, 0)
 
     def take(self, number: int) -> list[int]:
-        """The next indices, running on into the next epochs where this one ends."""
+        """The next indices, continuing into the next epochs."""
         taken: list[int] = []
         while len(taken) < number:
             piece = self._order[self.position : self.position + number - len(taken)]
@@ -60,7 +60,7 @@ class Stream:
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, JSON]) -> None:
-        """Go to where `state` was taken. Refused where the data or the seed is another: the order would be a different one."""
+        """Continue from a saved `state`. An error if the data or the seed is another, because the order would differ."""
         for name, mine in (("count", self.count), ("seed", self.seed)):
             changed = f"its {name} was {state[name]} and is now {mine}"
             require(state[name] == mine, f"cannot resume the data stream: {changed}")
@@ -76,7 +76,7 @@ class Stream:
 
 
 class Mixture:
-    """Several streams read in proportion to weights: draw number n picks its source by a random number that only n decides."""
+    """Several streams mixed by weight: the source of draw number n depends only on n and the seed."""
 
     def __init__(self, weights: Sequence[float], streams: Sequence[Stream], seed: int = 0) -> None:
         paired = len(weights) == len(streams) > 0
@@ -111,7 +111,7 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, JSON]) -> None:
-        """Go to where `state` was taken. New weights are allowed and apply from there on; another number of sources is not."""
+        """Continue from a saved `state`. New weights apply from there on; another number of sources is an error."""
         changed = f"its seed was {state['seed']} and is now {self.seed}"
         require(state["seed"] == self.seed, f"cannot resume the mixture: {changed}")
         was, now = len(state["streams"]), len(self.streams)

@@ -1,4 +1,4 @@
-"""The program of the process in which chat templates are rendered, within limits that the kernel enforces; see `safe_readers`.
+"""The program of the process that renders chat templates, within limits that the kernel enforces; see `safe_readers`.
 
 It reads one request a line, as JSON: the template, what it is given, and some conversations, each with whether the generation prompt is
 wanted. For every conversation it writes one line: [text, spans of the generation blocks], {"refused": why} where the template refuses
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def renderer() -> Callable[..., Any]:
-    """The renderer of transformers, without the rest of that package: to import all of it takes a second more."""
+    """The renderer of transformers, without importing the whole package, which takes a second more."""
     found = importlib.util.find_spec("transformers")
     assert found is not None and found.submodule_search_locations is not None
     home = found.submodule_search_locations[0]
@@ -38,7 +38,7 @@ def renderer() -> Callable[..., Any]:
 
 
 def limit_memory(size: int) -> None:
-    """At most `size` bytes more than now, and no file written."""
+    """Limit memory to `size` bytes more than now, and forbid writing files."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -50,7 +50,7 @@ def limit_memory(size: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """The kernel ends this process after so much processor time; 0: no limit."""
+    """Make the kernel end this process after this much processor time; 0: no limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -89,7 +89,7 @@ def main(size: int) -> None:
             limit_time(0)
             out.write(text.encode() + b"\n")
             out.flush()
-            if found is memory:  # what is left of it is not worth to be kept
+            if found is memory:  # what is left of the memory is not worth keeping
                 return
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text, with the place in the text where each token's characters end."""
+"""Decodes token ids to text, with the position in the text where each token's characters end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AROUND = 12  # tokens before and after one that is shown
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way of writing bytes as printable characters, which byte-level vocabularies use: character to byte."""
+    """GPT-2's mapping of printable characters to bytes, which byte-level vocabularies use."""
     spans = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
     plain = [byte for first, last in spans for byte in range(ord(first), ord(last) + 1)]
     rest = [byte for byte in range(256) if byte not in plain]
@@ -28,14 +28,14 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 def _joins_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether a text is its tokens' bytes one after the other, by the tokenizer's construction: byte-level, and nothing cleaned up."""
+    """Whether a text is the concatenation of its tokens' bytes by construction: the tokenizer is byte-level and does no clean-up."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
     return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and not cleans
 
 
 def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
-    """A line on text that the vocabulary lacks; a token that also begins, ends or pads a text says nothing of that."""
+    """A line about text that the vocabulary lacks. A token that also begins, ends or pads a text is no evidence of that."""
     lost, others = tokenizer.unk_token_id, ("bos_token_id", "eos_token_id", "pad_token_id")
     if lost is None or lost in (getattr(tokenizer, name) for name in others):
         return []
@@ -52,8 +52,8 @@ def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndar
 
 
 class Decoder:
-    """Decodes with offsets. Each id's bytes are found once. A byte-level text is their sum; elsewhere the tokenizer is asked for the
-    text, and for the offsets too where the bytes do not add up to it."""
+    """Decodes with offsets. The bytes of each id are looked up once. A byte-level text is their concatenation; else the tokenizer
+    decodes the text, and the offsets, too, if the bytes do not add up to it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -67,7 +67,7 @@ class Decoder:
         self._anchor = self._find_anchor()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> tuple[str, np.ndarray]:
-        """The text without control tokens, and for each token how many of its characters are complete after it.
+        """The text without control tokens and, for each token, the number of characters that are complete after it.
 
         The last offset is always the length of the text, and offsets never fall. A token that ends inside a character (part of
         an emoji) completes none; the character counts at the token that finishes it.
@@ -98,7 +98,7 @@ class Decoder:
         return str(self.tokenizer.decode(np.array(ids, np.int64), skip_special_tokens=True))
 
     def _find_anchor(self) -> list[int]:
-        """A token with text of its own, to stand before another: many tokenizers drop the leading space of the first token."""
+        """A token with text of its own, to put before another: many tokenizers drop the leading space of the first token."""
         for i in range(min(len(self.tokenizer), 1000)):
             text = "" if i in self._special else self._text([i])
             if text.strip() and REPLACEMENT not in text:
@@ -106,8 +106,8 @@ class Decoder:
         return []
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """The characters that each token completes: those of its own where all tokens are whole characters, else by an incremental
-        UTF-8 decoder over the tokens' bytes."""
+        """The characters that each token completes: its own if all tokens are whole characters, else by an incremental UTF-8
+        decoder over the tokens' bytes."""
         with suppress(KeyError):  # of a token that is new, or a part of a character
             return list(map(self._complete.__getitem__, ids))
         stream = codecs.getincrementaldecoder("utf-8")("replace")
@@ -140,7 +140,7 @@ class Decoder:
         return piece.encode()
 
     def _slow_offsets(self, ids: list[int], text: str) -> np.ndarray:
-        """For any tokenizer: a token's end is as far as the text so far agrees with the whole. Quadratic in the length."""
+        """Offsets for any tokenizer: a token ends where the text decoded so far agrees with the whole. Quadratic in the length."""
         offsets = np.zeros(len(ids), dtype=np.int64)
         reached = 0
         for t in range(len(ids)):

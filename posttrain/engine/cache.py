@@ -1,4 +1,4 @@
-"""The key-value cache: rows of tensors that grow, and the layouts that read and write it."""
+"""The KV cache of the CPU backend: tensors of rows that grow, and the attention layouts that read and write them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Cache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens, keeping what is there."""
+        """Make room for rows of `length` tokens, keeping the contents."""
         if length > self.length:
             ahead = max(length, min(2 * self.length, length + 4 * GROWTH))
             self._grow(self.rows, -(-ahead // GROWTH) * GROWTH)
 
     def resize(self, rows: int) -> None:
-        """Have room for so many rows, keeping what is there."""
+        """Make room for `rows` rows, keeping the contents."""
         if rows > self.rows:
             self._grow(rows, self.length)
 
@@ -37,7 +37,7 @@ class Cache:
         self.rows, self.length = rows, length
 
     def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Tensors of one layer, made on first use with the layer's own heads and width (they may differ between layers)."""
+        """The tensors of one layer, created on first use with the layer's own heads and width (they may differ between layers)."""
         if layer not in self.layers:
             shape = (self.rows, like.shape[1], self.length, like.shape[3])
             empty = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -84,7 +84,7 @@ class Prefill:
 
 
 class Extend:
-    """Packed new tokens of rows that have a beginning in the cache: those of each row attend to it and to one another."""
+    """Packed new tokens of rows with a cached prefix. The tokens of a row attend to its prefix and to each other."""
 
     def __init__(self, cache: Cache, starts: tuple[int, ...], first: int, cached: list[int]):
         self.cache, self.first, self.rows = cache, first, len(cached)
@@ -130,7 +130,7 @@ class Decode:
         self.places: dict[int, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[N, 1, 1, L], true where a row must not look, or None where every row sees every position of the cut cache."""
+        """[N, 1, 1, L], true where a row must not attend, or None if every row sees every position."""
         if window is not None and window >= self.longest:
             window = None
         if window not in self.masks:
@@ -175,8 +175,8 @@ class Decode:
 def _by_products(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """[N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax: for a
-    query of one token torch's own attention takes twice as long on a CPU."""
+    """[N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax. For one-token
+    queries, torch's own attention takes twice as long on a CPU."""
     rows = query.shape[0]
     query = query.reshape(keys.shape[0], -1, keys.shape[2])
     score = torch.bmm(query, keys.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Computes by the policy's own module or, where it is a Llama on the CPU, by a faster decoder, with a cache of rows.
+"""The CPU backend: computes with the policy's own module or, for a Llama-like model, with a faster decoder, over a cache of rows.
 
 This is how a CPU generates; on other devices it serves models that the CUDA backend does not know.
 """
@@ -29,17 +29,18 @@ AHEAD = 256  # positions that the cache holds from the start, where responses ma
 DECODER_TOKENS = 512  # a call for fewer tokens is over before a `Decoder` has paid for itself
 PACKED_TOKENS = 2048  # and packing its weights, a few nanoseconds each, takes as many more
 UNIFORMS = 16  # made at once for a row: making them takes as many operators for one as for all
-KEPT_BYTES = 1 << 30  # of the caches of sessions between two turns, in each process
+KEPT_BYTES = 1 << 30  # limit of the kept caches of sessions, in each process
 
 
 @dataclass(slots=True, eq=False)
 class KeptRow:
-    """Keys and values of a session, by layer."""
+    """The keys and values of a session, by layer."""
 
     number: int
     length: int
     layers: dict[int, tuple[Tensor, Tensor]]
-    decoded: bool  # by a `Decoder`, whose keys have another order than the module's
+    # whether a `Decoder` computed them: its keys have another order than the module's
+    decoded: bool
 
     @property
     def bytes(self) -> int:
@@ -47,7 +48,7 @@ class KeptRow:
 
 
 class CPUBackend:
-    """A step is computed when it is launched. Live rows are the first of the cache; rows from the end fill holes."""
+    """Computes a step when it is launched. Live rows are the first rows of the cache; rows from the end fill gaps."""
 
     bursts = 16
 
@@ -74,7 +75,7 @@ class CPUBackend:
         self.cache.resize(rows)
 
     def make_decoder(self, tokens: int, lasting: bool = False) -> Decoder | None:
-        """A faster way through the policy's module with its present weights, where there is one and it pays."""
+        """A faster decoder with the policy's current weights, if there is one and it pays."""
         if (tokens < DECODER_TOKENS and not lasting) or self.precision.products:
             return None
         return cpu_decoder(self.policy, pack=tokens >= PACKED_TOKENS)
@@ -83,7 +84,7 @@ class CPUBackend:
         return self.kept_bytes <= KEPT_BYTES
 
     def enter(self, work: Work, first: int) -> None:
-        """A row of the cache is there already."""
+        """Nothing to allocate: the rows of the cache exist already."""
 
     def prefill(
         self, works: Sequence[Work], caches: Sequence[KeptRow | None], first: int
@@ -111,7 +112,7 @@ class CPUBackend:
         return self._draw(hidden_TH[last_N], first)
 
     def launch(self) -> None:
-        """One token for every live row."""
+        """Decode one token for every live row."""
         if not self.settled:
             self._settle()
         position = self.rows.live("prefix") + self.rows.live("count") - 1
@@ -163,7 +164,7 @@ class CPUBackend:
         self.idle()
 
     def _reserve(self, length: int, limit: int) -> None:
-        """Room for rows of `length` tokens and one more, and for those to come as far as `AHEAD`, if they may come."""
+        """Make room for rows of `length` tokens and one more, and for up to `AHEAD` further tokens if the rows may reach them."""
         self.cache.reserve(max(length + 1, min(limit, AHEAD)))
         if self.decoder is not None:
             self.decoder.ensure_rope_table(self.cache.length)
@@ -176,7 +177,7 @@ class CPUBackend:
             return self.policy.hidden(ids, position_ids, **{LAYOUT: layout})
 
     def _settle(self) -> None:
-        """What the device must know of the live rows, made again when they change."""
+        """Update the tensors that describe the live rows; called when these change."""
         rows, count = self.rows, self.rows.count
         temperature, top_p = rows.floats[:, :count]
         self.choices = Choices.of(temperature, rows.live("top_k"), top_p, self.device)

@@ -1,4 +1,4 @@
-"""Computes in pages of keys and values, with decode steps captured in CUDA graphs.
+"""The CUDA backend: a paged KV cache, with decode steps captured in CUDA graphs.
 
 One graph holds a whole step, from embedding to the sampled id, its log-prob, the length and the done flag; the host looks after a burst
 of steps. There is a graph for each bucket of rows and tiles, so that the long tail of a batch runs at its own size. Rows of one prompt
@@ -33,7 +33,7 @@ LOOK = 2  # steps of a burst that the device still has when the host looks which
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
-MARGIN = 0.08  # of the device's memory that the cache leaves to others
+MARGIN = 0.08  # the share of the device's memory that the cache leaves free
 
 
 def pages_of(tokens: int) -> int:
@@ -41,18 +41,18 @@ def pages_of(tokens: int) -> int:
 
 
 def max_pages(work: Work) -> int:
-    """Of a work at its longest."""
+    """The number of pages of a work at its full length."""
     return pages_of(len(work.ids)) + sum(map(pages_of, work.limits))
 
 
 def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
-    """Where in the pool the tokens of a sequence lie that begins with the first of these pages."""
+    """The slots in the pool of the tokens of a sequence that begins with the first of these pages."""
     at = np.arange(length)
     return pages[at // PAGE].astype(np.int64) * PAGE + at % PAGE
 
 
 def bucket(count: int, capacity: int) -> int:
-    """The size of the graph for `count` rows: eighths of the next power of two, and no more than there are.
+    """The size of the graph for `count` rows: a multiple of an eighth of the next power of two, at most `capacity`.
 
     >>> [bucket(n, 1000) for n in (1, 3, 17, 130, 700, 999)]
     [1, 4, 20, 160, 768, 1000]
@@ -63,7 +63,7 @@ def bucket(count: int, capacity: int) -> int:
 
 
 class Pages:
-    """Which pages of the pool are free. Page 0 is never given: rows that are done, or not there, write to it."""
+    """The free pages of the pool. Page 0 is never handed out: rows that are done or absent write to it."""
 
     def __init__(self, pages: int):
         self.pages = pages
@@ -90,12 +90,12 @@ class KeptPages:
     number: int
     length: int
     prompt: int
-    slots: np.ndarray  # where its tokens lie
+    slots: np.ndarray  # the slots of its tokens
     own: np.ndarray
 
 
 class CUDABackend:
-    """The pool, the rows and the graphs; they stay from burst to burst and from call to call."""
+    """The pool, the rows and the graphs, which persist from burst to burst and from call to call."""
 
     bursts = 1
 
@@ -111,7 +111,7 @@ class CUDABackend:
 
     def _clear(self) -> None:
         self.stores: list[tuple[Tensor, Tensor]] = []
-        self.choices: Tensor | None = None  # of routers, by slot, where they are recorded
+        self.choices: Tensor | None = None  # the routers' choices, by slot, if recorded
         self.pages = Pages(1)
         self.state: Rows | None = None
         self._forget_graphs()
@@ -122,13 +122,13 @@ class CUDABackend:
         self.promised = 0
         # the device does not know yet; rows and tiles it knew last, and where it has each live row
         self.changed, self.shape, self.order = True, (0, 0), np.arange(0)
-        self.drawn: list[Drawn] = []  # of the last burst, and of the one before it
-        # where the device had each row in the one before it, which was not collected yet
+        self.drawn: list[Drawn] = []  # the results of the last burst, and of the one before
+        # the device's row of each host row in an earlier burst that is not collected yet
         self.over: np.ndarray | None = None
 
     @property
     def prefill_tokens(self) -> int:
-        """As many as pass through the widest layer within the margin, which the cache leaves."""
+        """As many tokens as fit through the widest layer within the memory margin that the cache leaves free."""
         width = max(sum(product.projection.sizes) for product in self.decoder.products)
         if self.device.type != "cuda":
             return PREFILL_TOKENS
@@ -143,12 +143,12 @@ class CUDABackend:
         )
 
     def room(self) -> int:
-        """Pages that the memory at hand can hold, those of the pool included."""
+        """How many pages fit into the free memory, including those of the pool."""
         left = free_bytes(self.device) - MARGIN * device_bytes(self.device)
         return max(0, int(left)) // self.page_bytes + self.pages.pages
 
     def check_room(self, works: Sequence[Work]) -> None:
-        """Refuse a work that would not fit alone, at its longest; one page is reserved."""
+        """Raise an error for a work that would not fit alone at its full length; one page is reserved."""
         if not works:
             return
         need, room = [max_pages(work) for work in works], self.room()
@@ -163,7 +163,7 @@ class CUDABackend:
         )
 
     def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
-        """Take the present weights where `fresh`, and have room for the works' rows, pages and positions."""
+        """Read the current weights if `fresh`, and make room for the works' rows, pages and positions."""
         if fresh:
             self._refresh()
             self.room_pages, self.capacity = self.room(), 0
@@ -201,7 +201,7 @@ class CUDABackend:
         self._forget_graphs()
 
     def _allocate(self, pages: int, prompt_pages: int, pool: int, positions: int) -> None:
-        """Room for rows, pages a row and a prompt, pages in all. What is moved makes captured graphs worthless."""
+        """Make room for rows, pages of a row, pages of a prompt and pages of the pool. Moving a tensor invalidates captured graphs."""
         state = self.state
         old = (0, 0, 0) if state is None else (state.capacity, state.pages, state.prompt_pages)
         wanted = (self.capacity, pages, prompt_pages)
@@ -221,7 +221,7 @@ class CUDABackend:
             self.grow(pool)
 
     def grow(self, pool: int) -> None:
-        """A larger pool with the same contents, moved layer by layer."""
+        """Grow the pool and copy its contents, layer by layer."""
         kept = self.pages.pages * PAGE
         for layer, heads in enumerate(self.decoder.heads):
             shape = (pool * PAGE, heads.keys, heads.width)
@@ -245,7 +245,7 @@ class CUDABackend:
         self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        """What they read has moved."""
+        """Drop the graphs, because the memory that they read has moved."""
         self.graphs.clear()
         self.missed: tuple[int, int] | None = None  # the shape of one that was not there
         self.memory: Any = None  # the graphs' common pool: they never run at the same time
@@ -261,7 +261,8 @@ class CUDABackend:
         self.prompt_table[first : self.rows.count, : len(pages)] = pages
 
     def _take(self, number: int) -> np.ndarray:
-        """Pages of the pool, which grows where it must: by a quarter, and never past its room, in which `fits` keeps all."""
+        """Take pages from the pool. It grows if needed, by a quarter, and never beyond its room, within which `fits` keeps all
+        works."""
         pages = self.pages
         short = number - len(pages.free)
         if short > 0:
@@ -269,7 +270,7 @@ class CUDABackend:
         return pages.take(number)
 
     def _reserve(self, steps: int) -> None:
-        """Pages for the tokens of the next steps and for where the one after them will be stored."""
+        """Take pages for the tokens of the next steps, and for the slot of the token after them."""
         rows = self.rows
         need = -(-np.minimum(rows.live("count") + steps, rows.live("limit")) // PAGE)
         have = rows.live("pages")
@@ -315,8 +316,8 @@ class CUDABackend:
             self.choices[target_T] = self.choices[source_T]
 
     def _hidden(self, ids: list[np.ndarray], slots: list[np.ndarray], cached: list[int]) -> Tensor:
-        """Store the keys and values of whole sequences of which the first `cached` tokens are stored already; the last hidden
-        state of each, [P, H]."""
+        """Compute whole sequences whose first `cached` tokens are stored already, and store their keys and values. Returns the last
+        hidden state of each, [P, H]."""
         every = [len(i) for i in ids]
         new = [length - skip for length, skip in zip(every, cached, strict=True)]
         columns = (ids, [np.arange(length) for length in every], slots)
@@ -327,7 +328,7 @@ class CUDABackend:
         within = attend_packed(tuple(every), self.device, tuple(new) if any(cached) else None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-            """Keys come from the pool where a part of them was there before."""
+            """Attention in which keys that were stored before come from the pool."""
             if slot_L is not None:
                 key, value = (side[slot_L] for side in self.stores[layer])
             return within(layer, query, key, value, rule)
@@ -347,19 +348,19 @@ class CUDABackend:
             key = (*one, self.queries, self.truncated)
             if key not in self.graphs:
                 self.graphs[key] = self._capture(*one)
-                self.changed = True  # what the device knew was overwritten
+                self.changed = True  # the device's state was overwritten
         if self.changed or shape != self.shape:
             self._upload(*shape)
             self.shape = shape
         self._replay(steps)
 
     def _shape(self, which: np.ndarray, size: int) -> tuple[int, int]:
-        """Rows and tiles of the graph for these rows. Few sizes: later turns have prompts of their own among those that a group shares,
-        and a tile without rows costs nothing."""
+        """Rows and tiles of the graph for these rows. There are few sizes: later turns have prompts of their own among those that a
+        group shares, and a tile without rows costs nothing."""
         return size, min(power_of_two(self._tiles(which).shape[1]), size)
 
     def _burst(self, before: int) -> int:
-        """Steps of a burst that begins so many after those that the host has seen."""
+        """The number of steps of a burst that begins `before` steps after those that the host has seen."""
         rows = self.rows
         left = int((rows.live("limit") - rows.live("count")).max()) - before
         return min(BURST if self.endless else STOPPABLE, left)
@@ -376,8 +377,8 @@ class CUDABackend:
         self.drawn[0].take(steps)
 
     def ahead(self) -> bool:
-        """Rows that are done leave the device first, where the others have a smaller graph; those that end in the last steps, which
-        the device has while the host is here, a burst later."""
+        """Finished rows are removed from the device first, if the others fit a smaller graph. Rows that end in the last steps,
+        which the device computes meanwhile, are removed a burst later."""
         last = self.drawn[0]
         last.wait(last.looked)
         size, steps, before = self.shape[0], self._burst(last.steps), self.order
@@ -409,7 +410,7 @@ class CUDABackend:
         return True
 
     def _compact(self, stay: np.ndarray, size: int, tiles: int) -> None:
-        """Let the device's state of these rows, which is newer than ours, be that of its first ones."""
+        """Move the device's state of these rows, which is newer than the host's, to its first rows."""
         state, count = self.state, len(stay)
         assert state is not None
         at = self._sent(self.order[stay])
@@ -417,7 +418,7 @@ class CUDABackend:
             part[:, :count] = part[:, at]
         state["done"][count:size], state["slot"][count:size] = 1, 0
         self._place(stay, size, tiles)
-        self.order = np.full(len(self.order), -1)  # those that are done, until they are collected
+        self.order = np.full(len(self.order), -1)  # -1: finished rows, until they are collected
         self.order[stay] = np.arange(count)
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
@@ -425,7 +426,7 @@ class CUDABackend:
         return self.drawn[0].of(self.order) if before is None else self.drawn[1].of(before)
 
     def _tiles(self, which: np.ndarray) -> np.ndarray:
-        """[3, tiles]: runs of those rows that share a prompt, none longer than a tile."""
+        """[3, tiles]: runs of rows that share a prompt, none longer than a tile."""
         prompt = self.rows["prompt"][which]
         begin = np.flatnonzero(np.r_[True, prompt[1:] != prompt[:-1]])
         length = np.diff(np.r_[begin, len(which)])
@@ -437,7 +438,7 @@ class CUDABackend:
         return np.stack([first, rows, self.rows["prefix"][which[first]]])
 
     def _upload(self, size: int, tiles: int) -> None:
-        """Bring the state of the first `size` rows, those past the live ones marked done, and of `tiles` tiles to the device."""
+        """Copy the state of the first `size` rows and of `tiles` tiles to the device. Rows after the live ones are marked done."""
         state, rows, device = self.state, self.rows, self.device
         assert state is not None
         written = rows.live("count") - 1
@@ -454,7 +455,7 @@ class CUDABackend:
         self.changed, self.order = not tiles, np.arange(rows.count)
 
     def _place(self, which: np.ndarray, size: int, tiles: int) -> None:
-        """Tell the device where the tokens of these rows lie, and which of them share a prompt."""
+        """Copy to the device where the tokens of these rows are stored, and which rows share a prompt."""
         state = self.state
         assert state is not None
         table = np.zeros((size, state.pages), np.int32)
@@ -470,13 +471,13 @@ class CUDABackend:
             state.prompt_table[:tiles].copy_(self._sent(prompt))
 
     def _sent(self, array: np.ndarray) -> Tensor:
-        """On the device, in its turn: from pinned memory, so that the host does not wait for the steps ahead of it."""
+        """Copy an array to the device in stream order, from pinned memory, so that the host does not wait for the steps before it."""
         tensor = torch.from_numpy(array)
         on_cuda = self.device.type == "cuda"
         return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=True)
 
     def _step(self, size: int, tiles: int) -> None:
-        """One token for each of the first rows."""
+        """Decode one token for each of the first rows."""
         state = self.state
         assert state is not None
 
@@ -490,7 +491,7 @@ class CUDABackend:
         advance(*found, self.stop_V, state)
 
     def _capture(self, size: int, tiles: int) -> torch.cuda.CUDAGraph:
-        """The graph of one step. The step that warms it up finds every row done, and changes nothing."""
+        """Capture the graph of one step. The warm-up step finds every row done and changes nothing."""
         assert self.state is not None
         self.state["done"].fill_(1)
         for state in (self.state["slot"], self.state.tile, self.state.step):
@@ -518,8 +519,8 @@ class CUDABackend:
         return np.pad(found, ((0, count - stored), (0, 0)), constant_values=-1)
 
     def keep(self, row: int, number: int) -> KeptPages:
-        """The row's pages, without those that it did not come to, and a reference to its prompt. The slot of its last input is left
-        out: the rest of the burst in which the row ended has written to it."""
+        """Keep the row's pages, without unused ones, and a reference to its prompt. The slot of its last input is left out: the
+        rest of the burst in which the row ended has overwritten it."""
         rows, prompt = self.rows, int(self.rows["prompt"][row])
         stored, prefix = max(0, int(rows["count"][row]) - 2), int(rows["prefix"][row])
         own, used = self.table[row, : rows["pages"][row]].copy(), pages_of(stored)
@@ -537,7 +538,7 @@ class CUDABackend:
         self._dereference(kept.prompt, 1)
 
     def _dereference(self, prompt: int, number: int) -> None:
-        """A prompt keeps its pages until its last row, live or kept, is gone."""
+        """Remove a reference to a prompt, which keeps its pages until its last row, live or kept, is gone."""
         references, pages = self.prompts.pop(prompt)
         if references > number:
             self.prompts[prompt] = (references - number, pages)
@@ -546,7 +547,7 @@ class CUDABackend:
             self.pages.give(pages)
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """The rows that stay keep their order."""
+        """Remaining rows keep their order."""
         rows = self.rows
         taken = np.arange(self.table.shape[1]) < rows["pages"][gone][:, None]
         self.pages.give(self.table[gone][taken])
@@ -561,10 +562,10 @@ class CUDABackend:
         return stay
 
     def idle(self) -> None:
-        """The pool, the graphs and the copied weights stay for the next call."""
+        """Nothing to free: the pool, the graphs and the copied weights stay for the next call."""
 
     def release(self) -> None:
-        """Give the pool, the graphs and the copied weights back; the next call makes them anew."""
+        """Free the pool, the graphs and the copied weights; the next call allocates them again."""
         self._clear()
         self.decoder.release()
         torch.cuda.empty_cache()  # to the device: a private pool of graphs would not serve the trainer

@@ -1,4 +1,4 @@
-"""The CPU's forward pass of a described model (models/layers.py), in as few calls as possible, for generating.
+"""The CPU forward pass of a described model (models/layers.py) for generation, in as few calls as possible.
 
 There a small model's time goes to Python and to operators of a few microseconds: transformers makes some sixty calls a layer, this
 makes twenty. It has no parameters: it reads those of the policy's own module when it is made, which is at every call of `generate`.
@@ -22,7 +22,7 @@ SMALLEST = 1 << 15  # weights below this many elements are not worth oneDNN's sl
 
 
 def available() -> bool:
-    """Whether this build of torch and this processor have oneDNN's prepacked products."""
+    """Whether this build of torch and this processor support oneDNN's prepacked products."""
     there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # in torch
     return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -34,9 +34,9 @@ BINARY: Any = getattr(LINEAR, "binary", None)
 
 
 class PackedLinear:
-    """x W^T + b for two-dimensional float32 x on the CPU, with what follows it done in the same pass. `pack` keeps W in oneDNN's own
-    layout, where that pays: a product with few rows spends a quarter of its time rearranging the weight. The copy is a snapshot: its
-    owner makes it anew when the weights have changed."""
+    """x W^T + b for two-dimensional float32 x on the CPU, fused with the operation that follows. `pack` keeps W in oneDNN's own
+    layout where that pays: a product with few rows spends a quarter of its time rearranging the weight. The packed copy is a
+    snapshot; its owner makes a new one when the weights change."""
 
     __slots__ = ("bias", "packed", "weight")
 
@@ -60,8 +60,8 @@ class PackedLinear:
 
 
 def cpu_decoder(policy: Policy, pack: bool) -> Decoder | None:
-    """A decoder with the policy's present weights, where it computes what the module computes: a float32 model on the CPU without
-    adapters, with silu and the norms of a Llama. `pack` lays its weights out for the processor."""
+    """A decoder with the policy's current weights, if it computes the same as the module: a float32 model on the CPU without
+    adapters, with silu and RMS norms. `pack` lays out its weights for the processor."""
     if policy.device.type != "cpu" or policy.dtype != torch.float32:
         return None
     described = layers.describe(policy)
@@ -80,7 +80,7 @@ def cpu_decoder(policy: Policy, pack: bool) -> Decoder | None:
 
 
 class _Norm:
-    """Root-mean-square normalisation, x / sqrt(mean(x^2) + epsilon) * weight, in the fewest calls."""
+    """RMS norm, x / sqrt(mean(x^2) + epsilon) * weight, in the fewest calls."""
 
     __slots__ = ("epsilon", "share", "weight")
 
@@ -90,7 +90,7 @@ class _Norm:
         self.share = 1.0 / self.weight.shape[0]
 
     def without_weight(self, x: Tensor) -> Tensor:
-        """For a matrix into which the weight was multiplied."""
+        """The norm without its weight, which was multiplied into the next matrix."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.epsilon, norm, norm, value=self.share).rsqrt_()
 
@@ -124,8 +124,8 @@ class _Layer:
             self.down = _plain(layer.down, pack)
 
     def _paired(self, rows: Tensor) -> Tensor:
-        """Rows of heads with those that are rotated together next to each other (0, half, 1, ...). Products of query and key stay the
-        same."""
+        """Reorder the rows of heads so that those rotated together are neighbours (0, half, 1, ...). Products of queries and keys
+        stay the same."""
         halves = rows.view(-1, 2, self.width // 2, *rows.shape[1:])
         return halves.transpose(1, 2).reshape(rows.shape)
 
@@ -165,7 +165,7 @@ def _plain(projection: layers.Projection, pack: bool) -> PackedLinear:
 
 
 def _scaled(projection: layers.Projection, norm: _Norm) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of layers that share their input, with the weight of the norm before them multiplied in."""
+    """Weight and bias of layers that share their input, with the weight of the preceding norm multiplied in."""
     return projection.weight().detach().mul_(norm.weight), _detached(projection.bias())
 
 
@@ -174,7 +174,7 @@ def _detached(bias: Tensor | None) -> Tensor | None:
 
 
 class Decoder:
-    """Hidden states as `Policy.hidden` gives them, from the weights of the moment it was made."""
+    """The same hidden states as `Policy.hidden`, from the weights at the time it was made."""
 
     def __init__(self, described: layers.ModelDescription, pack: bool):
         self.rotary = described.body.rotary_emb
@@ -184,7 +184,7 @@ class Decoder:
         self.rope = torch.empty(0, 1, 0, dtype=torch.complex64)  # [positions, 1, half of a head]
 
     def ensure_rope_table(self, positions: int) -> None:
-        """Have angles for this many positions."""
+        """Compute rotary angles for this many positions, if they are missing."""
         if positions <= self.rope.shape[0]:
             return
         at = torch.arange(max(positions, 2 * self.rope.shape[0]))

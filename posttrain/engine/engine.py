@@ -1,6 +1,6 @@
-"""The sampler of this process: one scheduler, and on a CPU worker processes with one each.
+"""The in-process sampler: one scheduler and, on a CPU, worker processes with a scheduler each.
 
-It samples with the policy's own parameters, so there is nothing to copy: `publish` says that they have changed.
+It samples with the policy's own parameters, so no weights are copied: `publish` only tells it that they have changed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ PAGED_DEVICES = {"cuda"}
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What is known of a session between its first request and its end."""
+    """The state of a session between its first request and its end."""
 
-    ids: np.ndarray  # all of them, those of the last request included
+    ids: np.ndarray  # all ids so far, including those of the last request
     turn: int
-    waits: bool = True  # for a completion
-    worker: Any = None  # the process that has its cache
+    waits: bool = True  # whether its last request is unfinished
+    worker: Any = None  # the worker process that holds its cache
 
 
 def check_requests(
     requests: Sequence[Request], sessions: Mapping[int, Session], policy: Policy
 ) -> None:
-    """Refuse requests that do not follow from what is known of their sessions, or may come to more tokens than the model has
-    positions."""
+    """Raise an error for requests that do not continue their sessions, or that may need more tokens than the model has positions."""
     longest = 0
     for request in requests:
         require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
@@ -68,9 +67,9 @@ def check_requests(
 
 
 class Engine:
-    """A `Sampler` in this process. `processes` are the cores that it may use on a CPU, 0 for all; see engine/forked.py. `bursts` is how
-    often a poll decodes where nothing finishes: 1 where somebody reads along (`written`), 0 for what is fastest. `precision` is what
-    it computes in fp8."""
+    """A `Sampler` in this process. `processes` is the number of cores to use on a CPU, 0 for all; see engine/forked.py. `bursts` is the
+    number of bursts a poll decodes if nothing finishes: 1 to stream tokens by `written`, 0 for the fastest. `precision` selects what is
+    computed in fp8."""
 
     def __init__(
         self,
@@ -88,10 +87,10 @@ class Engine:
         self.scheduler: Scheduler | None = None
         self.pool = forked.EngineWorkers()
         weakref.finalize(self, self.pool.close)
-        self.memory: tuple[int, ...] = ()  # where the weights lie that the workers see
+        self.memory: tuple[int, ...] = ()  # addresses of the weights that the workers share
         self.sessions: dict[int, Session] = {}
         self.numbers = count()
-        self.took_over = False  # the scheduler has works of a failed worker
+        self.took_over = False  # whether the scheduler has works of a failed worker
 
     @property
     def statistics(self) -> Statistics:
@@ -133,7 +132,7 @@ class Engine:
             if failed := self.pool.failed_works():
                 self._take_over(failed)
         if scheduler.busy or scheduler.finished:
-            # sums come out as they would have in the worker
+            # with one thread, as in the worker, sums round the same
             with forked.one_thread() if self.took_over else nullcontext():
                 found += scheduler.poll()
             self.took_over &= scheduler.busy
@@ -154,12 +153,12 @@ class Engine:
             self.scheduler.cancel(known)
 
     def written(self, sessions: Collection[int]) -> dict[int, Completion]:
-        """What those of the sessions that are being decoded in this process have sampled so far; `finish` is empty."""
+        """The tokens so far of those sessions that this process is decoding; `finish` is empty."""
         return {} if self.scheduler is None else self.scheduler.written(sessions)
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         if self.scheduler is not None:
-            # it stops, and reads the weights at the next poll; what it has captured stays
+            # it suspends its rows, and reads the new weights at the next poll; captured graphs stay
             self.scheduler.publish(version)
         if weights is not None:
             self.pool.release()
@@ -170,13 +169,13 @@ class Engine:
                     require(name in own, f"the policy has no parameter {name!r}")
                     own[name].copy_(weight)
         self.version = version
-        if self.pool.workers and self.memory != self._memory():  # workers see the old place
+        if self.pool.workers and self.memory != self._memory():  # workers see the old memory
             self._take_over(self.pool.close())
         self.pool.publish(version)
 
     def release(self) -> None:
-        """Give the memory of caches, captured graphs and copied weights back; also stops what workers are decoding, which is computed
-        again at the next poll."""
+        """Free the memory of caches, captured graphs and copied weights. Workers stop decoding, too; their rows are recomputed at the
+        next poll."""
         self.pool.release()
         if self.scheduler is not None:
             self.scheduler.release()
@@ -187,7 +186,7 @@ class Engine:
         self.release()
 
     def _works(self, requests: Sequence[Request]) -> list[Work]:
-        """Neighbouring samples of a group as one work, everything else alone."""
+        """One work for neighbouring samples of a group, and one for each other request."""
         works: list[Work] = []
         for request in requests:
             last = works[-1].requests[0] if works else None
@@ -225,15 +224,15 @@ class Engine:
         return CPUBackend(self.policy, self.precision)
 
     def _forks(self, works: Sequence[Work]) -> bool:
-        """Whether works go to worker processes, which see this policy's weights: new ones where the weights have moved to other
-        memory, as with adapters."""
+        """Whether works go to worker processes, which share this policy's weights. If the weights have moved to other memory, as when
+        adapters are added, the workers are started anew."""
         backend = self._scheduler().backend
         able = self.policy.device.type == "cpu" and isinstance(backend, CPUBackend)
         if not able or not forked.worthwhile(works, self.policy.parameters, self.processes):
             return False
         if self.memory != self._memory():
             self._take_over(self.pool.close())
-            # what it proves of the model is then known to the workers too
+            # checks the model once, before the fork, so that the workers inherit the result
             cpu_decoder(self.policy, pack=False)
             for tensor in (*self.policy.model.parameters(), *self.policy.model.buffers()):
                 tensor.untyped_storage().share_memory_()
@@ -245,13 +244,13 @@ class Engine:
         return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
 
     def _worker_scheduler(self) -> Scheduler:
-        """In a worker: the scheduler that it runs."""
+        """Make the scheduler of a worker; runs in the worker."""
         scheduler = Scheduler(self.policy, CPUBackend(self.policy, self.precision), self.capacity)
         scheduler.version = self.version
         return scheduler
 
     def _take_over(self, works: Sequence[Work]) -> None:
-        """Compute here what workers that are gone have not finished; their sessions go on here."""
+        """Compute the unfinished works of failed or closed workers in this process. Their sessions continue here."""
         for session in self.sessions.values():
             if session.worker is not None and session.worker not in self.pool.workers:
                 session.worker = None

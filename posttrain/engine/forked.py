@@ -1,4 +1,4 @@
-"""Generation on several cores of a CPU: worker processes, forked once, one for each core, decode a share of the works each.
+"""Generation on several CPU cores: worker processes, forked once, one for each core, decode a share of the works each.
 
 A small model's decode step is a few hundred operators of microseconds each. Threads that split every one of them wait for each other
 more than they work; processes that split the rows do not meet before the end. The weights lie in memory that parent and workers share,
@@ -32,20 +32,21 @@ from posttrain.types import JSON, Request, Sampling, Statistics
 CORES = machine.requested_threads() or machine.cores()
 MAX_PARAMETERS = 8_000_000  # above, weights leave the shared cache and cores that read them twice are slower than threads
 MIN_TOKENS = 2048  # a call for fewer is over before the others are awake
-STACKS = "-stacks.txt"  # of the watchdog's file, into which a worker that is asked writes where it stands
+# the ending of the watchdog's file to which a worker writes its stacks on a signal
+STACKS = "-stacks.txt"
 REPLY_SECONDS = 0.02  # between replies of a worker: each wakes the parent, which may take its core
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's
 HEAP, LARGE_PAGE = 1 << 26, 1 << 21
 
 
 def worthwhile(works: Sequence[Work], parameters: int, count: int) -> bool:
-    """Whether a call is long enough, and the model small enough, for shares in processes of their own."""
+    """Whether a call is long enough, and the model small enough, to pay for worker processes."""
     able = sys.platform == "linux" and count > 1 and len(works) > 1 and parameters <= MAX_PARAMETERS
     return able and sum(r.sampling.max_new_tokens for w in works for r in w.requests) >= MIN_TOKENS
 
 
 def shares(works: Sequence[Work], count: int) -> list[Sequence[Work]]:
-    """Runs of neighbouring works with about equally many rows."""
+    """Cut the works into contiguous shares with about equal numbers of rows."""
     rows = np.cumsum([len(work.requests) for work in works])
     cuts = [int(np.searchsorted(rows, rows[-1] * n / count)) + 1 for n in range(1, count)]
     bounds = sorted({0, *cuts, len(works)})
@@ -67,7 +68,7 @@ class EngineWorkers:
 
     def __init__(self) -> None:
         self.workers: list[EngineWorker] = []
-        self.past = Statistics()  # of workers that are gone
+        self.past = Statistics()  # statistics of ended workers
         self.failed: list[Work] = []
         self.finished: wire.Finished = []
         self.paused = False
@@ -83,7 +84,7 @@ class EngineWorkers:
     def submit(
         self, works: Sequence[Work], count: int, make: Callable[[], Scheduler]
     ) -> list[tuple[EngineWorker, Sequence[Work]]]:
-        """Deal works to up to `count` workers, which run what `make` gives; which got which."""
+        """Distribute works to up to `count` workers, which run the scheduler that `make` returns. Returns the share of each worker."""
         parts = shares(works, count)
         with one_thread():
             while len(self.workers) < len(parts):
@@ -95,7 +96,7 @@ class EngineWorkers:
         return dealt
 
     def poll(self, timeout: float | None) -> wire.Finished:
-        """What workers have finished; waits for one of them up to `timeout` seconds, or until it is time for another look."""
+        """The completions of the workers. Waits for one of them up to `timeout` seconds, or until the next check for failed workers."""
         if self.paused:
             self._send("resume")
         wait = wire.LOOK if timeout is None else min(timeout, wire.LOOK)
@@ -105,7 +106,7 @@ class EngineWorkers:
         return found
 
     def failed_works(self) -> list[Work]:
-        """Works of workers that died or hung, once."""
+        """The works of workers that died or hung, returned once."""
         works, self.failed = self.failed, []
         return works
 
@@ -120,13 +121,13 @@ class EngineWorkers:
         self._send("publish", version)
 
     def release(self) -> None:
-        """Let workers stop, drop their caches, and wait until they have. They go on at the next poll."""
+        """Make the workers suspend, drop their caches, and wait until they have. They continue at the next poll."""
         self._send("release")
         while waiting := [w for w in self.workers if w.seen < w.sent]:
             self._read(waiting, wire.LOOK)
 
     def close(self) -> list[Work]:
-        """End all workers; the works that they have not finished."""
+        """End all workers, and return their unfinished works."""
         left = [work for worker in self.workers for work in worker.unfinished()]
         for worker in list(self.workers):
             self._end(worker)
@@ -138,7 +139,7 @@ class EngineWorkers:
         self.paused = what == "release"
 
     def _read(self, workers: Sequence[EngineWorker], wait: float) -> None:
-        """Take what these workers wrote; one that died, or has not used its core for long, is given up."""
+        """Read what these workers wrote. A worker that died, or has not used its core for long, is marked failed."""
         alive = [worker for worker in workers if not worker.gone]
         ready = select.select([worker.out for worker in alive], [], [], wait)[0] if alive else []
         for worker in alive:
@@ -161,15 +162,15 @@ class EngineWorkers:
 class EngineWorker(wire.PipedProcess):
     """A process that runs a scheduler until its pipe closes."""
 
-    finished: wire.Finished  # where completions are put
-    # by session and turn: in which message it was sent
+    finished: wire.Finished  # receives completions
+    # by (session, turn): the number of the message that sent it, and the work
     works: dict[tuple[int, int], tuple[int, Work]] = field(default_factory=dict)
 
     @classmethod
     def fork(cls, make: Callable[[], Scheduler], finished: wire.Finished) -> EngineWorker:
         def live(requests: int, replies: int) -> None:
             _close_all_but(requests, replies)
-            # it does not take this core from the parent, who has not asked the others yet
+            # batch scheduling, so that it does not take the core from the parent, which still sends to the others
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _keep_memory()
@@ -192,7 +193,7 @@ class EngineWorker(wire.PipedProcess):
         self.write(message, self.read)
 
     def read(self) -> None:
-        """Take what the worker wrote since. Completions of requests that were cancelled meanwhile are left out."""
+        """Read what the worker wrote since the last call, without completions of requests cancelled meanwhile."""
         piece = os.read(self.out, 1 << 20)
         self.gone = not piece
         for line in wire.whole_lines(self.received, piece):
@@ -207,7 +208,7 @@ class EngineWorker(wire.PipedProcess):
                 self.finished.append((request, completion))
 
     def unfinished(self) -> list[Work]:
-        """Works, without the requests that were finished. Their ids were computed before, there."""
+        """The unfinished works, without their finished requests. The worker has computed their ids once."""
         left = {work.number: work for _, work in self.works.values()}
         return [
             replace(
@@ -220,8 +221,8 @@ class EngineWorker(wire.PipedProcess):
 
 
 def _keep_memory() -> None:
-    """Let this worker's allocator keep what is freed, in large pages. Each call makes its cache and its packed weights anew: asking the
-    system for the same pages again took 6% of the time, and finding them among small ones as much."""
+    """Make this worker's allocator keep freed memory, in large pages. Each call allocates its cache and packed weights again:
+    asking the system for the same pages took 6% of the time, and finding them among small pages as much."""
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):  # not glibc
         for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
@@ -237,7 +238,7 @@ def _keep_memory() -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Files that the parent has open, its locks among them, are none of a worker's business."""
+    """Close the files that the parent has open, its locks among them."""
     for handle in (int(name) for name in os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if (
@@ -249,7 +250,7 @@ def _close_all_but(*kept: int) -> None:
 
 
 def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
-    """A worker's life: messages in, completions out. An error ends it, and the parent computes its share."""
+    """The main loop of a worker: messages in, completions out. An error ends it, and the parent computes its share."""
     channel, seen, paused = wire.Channel(requests, replies), 0, False
     finished, sent = wire.Finished(), 0.0  # not sent yet, and when it last sent
     while True:
@@ -282,8 +283,8 @@ def _reply(seen: int, statistics: Statistics, finished: wire.Finished) -> JSON:
 
 
 def _encode_works(works: Sequence[Work]) -> JSON:
-    """Settings that requests share are sent once. Rows that are computed again stay in the process that began them: `written` is never
-    sent."""
+    """Encode works, sending settings that requests share once. `written` is never sent: a suspended row stays in the process that
+    started it."""
     settings: dict[Sampling, int] = {}
     rows = []
     for work in works:

@@ -1,4 +1,4 @@
-"""State of the rows that are being decoded: the host's table of them, and the device's tensors, which a captured graph reads."""
+"""The state of the rows being decoded: a table on the host, and tensors on the device that a captured graph reads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 PAGE = 64  # tokens of a page of keys and values
 INTEGERS = ("last", "count", "position", "slot", "limit", "min", "seed", "done", "top_k")
-# what only the host must know: where the row's output is kept, the length of what was prefilled, which prompt it is, pages it has
+# fields that only the host needs: the output slot, the prefilled length, the prompt's number, the number of pages
 HOST = ("output", "prefix", "prompt", "pages")
 COLUMNS = {name: n for n, name in enumerate((*INTEGERS, *HOST))}
 
 
 class RowTable:
-    """The host's state of the rows: the first `count` are live. `count` tokens of a row are sampled, the last one is `last`; it
-    ends at `limit`, or at a stop id after `min` tokens; `done` is 1 (length), 2 (stop) or 3 (cancelled) where it has ended."""
+    """The host's state of the rows, of which the first `count` are live. For each row: `count` sampled tokens, of which the last is
+    `last`; it ends at `limit` tokens, or at a stop id after `min` tokens; `done` is 0 while it is live, else 1 (length), 2 (stop)
+    or 3 (cancelled)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,7 +37,7 @@ class RowTable:
         return self[name][first : self.count]
 
     def reserve(self, capacity: int) -> None:
-        """Have room for so many rows."""
+        """Make room for `capacity` rows."""
         if capacity <= self.capacity:
             return
         more = ((0, 0), (0, capacity - self.capacity))
@@ -44,7 +45,7 @@ class RowTable:
         self["done"][self.count :] = 1
 
     def take(self, order: np.ndarray) -> None:
-        """The given rows become the live ones, in that order; the places behind them look like rows that are done."""
+        """Make the given rows the live ones, in that order. Entries after them look like finished rows."""
         count, before = len(order), self.count
         for state in (self.integers, self.floats):
             state[:, :count], state[:, count:before] = state[:, order], 0
@@ -53,9 +54,9 @@ class RowTable:
 
 
 class Rows:
-    """The device's state of up to `capacity` rows. A row's next input is the token `last` at `position`; its key and value go to
-    `slot`; `count` tokens are written, the next one included. `pages` of a row are its own tokens', `prompt_pages` its prompt's;
-    `burst` steps are made between two looks of the host."""
+    """The device's state of up to `capacity` rows. The next input of a row is the token `last` at `position`; its key and value are
+    stored in `slot`; `count` tokens are written, including the next one. `pages` hold the row's own tokens, `prompt_pages` its
+    prompt. The host looks at the state every `burst` steps."""
 
     def __init__(
         self, capacity: int, pages: int, prompt_pages: int, burst: int, device: torch.device
@@ -66,12 +67,12 @@ class Rows:
         self.capacity, self.pages, self.prompt_pages = capacity, pages, prompt_pages
         self.integers = zeros(torch.int64, len(INTEGERS), capacity)
         self.floats = zeros(torch.float32, 2, capacity)  # temperature, top_p
-        self.table = zeros(torch.int32, capacity, pages)  # where a row's own tokens lie
-        # which neighbouring rows share a prompt: [first row, rows, length]; and where it lies
+        self.table = zeros(torch.int32, capacity, pages)  # pages of a row's own tokens
+        # neighbouring rows that share a prompt, [first row, rows, length], and the pages of the prompt
         self.tile = zeros(torch.int32, 3, capacity)
         self.prompt_table = zeros(torch.int32, capacity, prompt_pages)
         self.step = zeros(torch.int64, 1)
-        self.ids = zeros(torch.int64, burst, capacity)  # what was drawn since the host last looked
+        self.ids = zeros(torch.int64, burst, capacity)  # tokens since the host last looked
         self.logprobs = zeros(torch.float32, burst, capacity)
         self["done"].fill_(1)
 
@@ -87,7 +88,7 @@ class Rows:
         return self.floats[1]
 
     def after(self, first: int) -> Rows:
-        """The same state without its first rows: views."""
+        """The same state without its first rows, as views."""
         rest = copy(self)
         rest.integers, rest.floats = self.integers[:, first:], self.floats[:, first:]
         rest.ids, rest.logprobs = self.ids[:, first:], self.logprobs[:, first:]
@@ -96,8 +97,8 @@ class Rows:
 
 
 class Drawn:
-    """What a burst drew, and which rows were done at a `look` before its end, on the host. `take` asks for it, `wait` ends when it
-    is there."""
+    """The tokens of a burst and the rows that were done at a `look` before its end, copied to the host. `take` starts the copy,
+    `wait` waits for it."""
 
     def __init__(self, rows: Rows):
         self.source, self.steps = rows, 0

@@ -1,4 +1,4 @@
-"""From hidden states to sampled ids and their log-probs under exactly the distribution that was sampled from."""
+"""Samples ids from hidden states, with their log-probs under exactly the distribution that was sampled from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 256  # ids whose probabilities are summed together in a large vocabulary
 
 @dataclass(slots=True, eq=False)
 class Choices:
-    """Sampling settings of the live rows, as tensors; plain Python flags let the common cases skip work."""
+    """Sampling settings of the live rows, as tensors, with Python flags that let common cases skip work."""
 
     temperature_N: Tensor
     top_k_N: Tensor
@@ -33,7 +33,7 @@ class Choices:
         return cls(temperature_N, top_k_N, top_p_N, plain, cold=not temperature.any())
 
     def rest(self, first: int) -> Choices:
-        """Those of the rows from `first` on."""
+        """The settings of the rows from `first` on."""
         settings = (self.temperature_N, self.top_k_N, self.top_p_N)
         temperature_N, top_k_N, top_p_N = (column[first:] for column in settings)
         return Choices(temperature_N, top_k_N, top_p_N, self.plain, self.cold)
@@ -42,8 +42,8 @@ class Choices:
 def sample(
     hidden_NH: Tensor, head: Head, choices: Choices, uniform_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the CDF at the row's own uniform (engine/random.py). Temperature 0 is argmax with log-prob 0:
-    a certain choice."""
+    """Draw one token for each row by inverting the CDF at the row's own uniform number (engine/random.py). Temperature 0 is argmax
+    with log-prob 0."""
     logits_NV = head_logits(hidden_NH, head)
     if choices.cold:
         return logits_NV.argmax(-1), logits_NV.new_zeros(logits_NV.shape[0])
@@ -58,7 +58,7 @@ def sample(
 def draw(
     logits_NV: Tensor, choices: Choices, uniform_N: Tensor, truncated: bool
 ) -> tuple[Tensor, Tensor]:
-    """`sample` from logits, each row with its own settings; without `truncated` no row's support is cut. Nothing here waits for
+    """`sample` from logits, each row with its own settings. Without `truncated`, no row uses top-k or top-p. Nothing here waits for
     the device."""
     greedy_N = choices.temperature_N == 0
     scaled_NV = logits_NV / torch.where(greedy_N, 1.0, choices.temperature_N)[:, None]
@@ -70,8 +70,8 @@ def draw(
 
 
 def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds the uniform. Sums are float64, so that the tail is drawn as often as it
-    should; of a large vocabulary they are taken block by block, and only the block that is hit is looked at closely."""
+    """The first id whose cumulative probability exceeds the uniform number. Sums are float64, so that the tail has its exact
+    probability. A large vocabulary is summed by blocks, and only the block with the id is searched."""
     p_NV = logprob_NV.exp()
     size = p_NV.shape[-1]
     if size <= 4 * BLOCK:
@@ -93,14 +93,14 @@ def invert(logprob_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_NV: Tensor, level_N1: Tensor) -> Tensor:
-    """The first place where a cumulative sum exceeds the level. Rounding may bring the level up to the whole sum: it is kept
-    below, because past the last probability that is not 0 there is nothing to draw."""
+    """The first position where a cumulative sum exceeds the level. Rounding may raise the level to the whole sum, so it is kept
+    below: after the last nonzero probability there is nothing to draw."""
     below_N1 = torch.nextafter(cumulative_NV[:, -1:], torch.zeros_like(level_N1))
     return torch.searchsorted(cumulative_NV, torch.minimum(level_N1, below_N1), right=True)
 
 
 def truncate(logprob_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """Keep the top k, then the smallest set whose mass reaches p, and renormalise. Rows with k = 0 and p = 1 are untouched."""
+    """Keep the top k, then the smallest set whose mass reaches p, and renormalise. Rows with k = 0 and p = 1 are unchanged."""
     ordered_NV, index_NV = logprob_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logprob_NV.shape[-1], device=logprob_NV.device)
     keep_NV = (top_k_N[:, None] <= 0) | (rank_V[None, :] < top_k_N[:, None])

@@ -1,8 +1,8 @@
-"""Decides which requests are decoded when, the same way on every device; a `Backend` computes.
+"""Continuous batching: decides which requests are decoded when, the same way on every device. A `Backend` computes.
 
-Requests wait in the order in which they came. As soon as there are rows and memory for the next one it is prefilled, and its rows
-are decoded together with all others until each is done. What a row draws depends on its request alone, so neither the order nor the
-company changes what is sampled.
+Requests wait in order of arrival. As soon as there are rows and memory for the next one, it is prefilled, and its rows are decoded
+together with all others until each is done. The random draws of a row depend on its request alone, so neither the order nor the other
+rows of a batch change what is sampled.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from posttrain.engine.rows import RowTable
 from posttrain.models.policy import Policy
 from posttrain.types import Completion, Request, Statistics
 
-STOPPED, CANCELLED = 2, 3  # ends of a row; 1: its length limit
+STOPPED, CANCELLED = 2, 3  # values of a row's `done`; 0: live, 1: at its length limit
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Requests that are prefilled as one sequence: the samples of a group, a turn of a session, or a row that is computed again."""
+    """Requests that are prefilled as one sequence: the samples of a group, a turn of a session, or a suspended row."""
 
-    number: int  # in the order of arrival
+    number: int  # in order of arrival
     requests: tuple[Request, ...]
-    ids: np.ndarray  # int64: everything before the next token, the session's history included
-    computed: int = 0  # how many of the ids were prefilled before
-    written: Completion | None = None  # what the row had sampled before it was interrupted
+    ids: np.ndarray  # int64: all ids before the next token, including the session's history
+    computed: int = 0  # how many of the ids were computed before
+    written: Completion | None = None  # the tokens that a suspended row had sampled
 
     @property
     def session(self) -> int:
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def limits(self) -> list[int]:
-        """Tokens that each row may still sample."""
+        """How many tokens each row may still sample."""
         done = 0 if self.written is None else len(self.written.ids)
         return [r.sampling.max_new_tokens - done for r in self.requests]
 
@@ -47,78 +47,79 @@ class Work:
 class Kept(Protocol):
     """The cache of a session between two turns."""
 
-    number: int  # of the work that left it
-    length: int  # tokens
+    number: int  # the number of its last work
+    length: int  # in tokens
 
 
 class Backend(Protocol):
-    """Holds the caches and computes. It does not know requests: rows, works and kept caches are all that it is given."""
+    """Holds the caches and computes. It sees rows, works and kept caches, and makes no scheduling decisions."""
 
     rows: RowTable
-    bursts: int  # how often `launch` and `collect` are called in a poll in which nothing finishes
+    bursts: int  # the number of bursts in a poll in which nothing finishes
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens prefilled in one forward pass."""
+        """How many tokens are prefilled in one forward pass."""
 
     def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
-        """Get ready for works that arrived and `rows` rows at once; `fresh`: with the weights of this moment."""
+        """Prepare for newly arrived works and `rows` rows at once. `fresh` says to read the current weights."""
 
     def fits(self, work: Work | None) -> bool:
-        """Whether there is memory for one more work, at its longest; None: for what is held already."""
+        """Whether there is memory for one more work at its full length; None: for the works that are in already."""
 
     def enter(self, work: Work, first: int) -> None:
-        """Take what the work's rows, those from `first` on, need from the start."""
+        """Allocate what the rows of a work, which begin at `first`, need from the start."""
 
     def prefill(
         self, works: Sequence[Work], caches: Sequence[Any], first: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the works' ids, after the cached ones; ids and log-probs of the first tokens of the rows from `first` on, [1, N].
-        Either all of the works have a cache, or none."""
+        """Compute the ids of works, after their cached ones. Returns ids and log-probs of the first sampled tokens of the rows from
+        `first` on, [1, N]. Either all works have a cache, or none."""
 
     def launch(self) -> None:
-        """Start a burst of steps for the live rows."""
+        """Start a burst of decoding steps for the live rows."""
 
     def ahead(self) -> bool:
-        """Wait for the burst, and start another one of the rows that go on where that needs nothing of what was drawn; then the one
-        that is over is collected next."""
+        """Wait for the burst and, if the host need not see its tokens first, start the next one for the rows that go on. Returns
+        whether it did; `collect` then returns the burst that is over."""
 
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probs of the burst, [S, N]; what comes after a row's end has no meaning."""
+        """Ids and log-probs of the burst, [S, N]. Entries after the end of a row are undefined."""
 
     def routes(self, row: int) -> np.ndarray | None:
-        """The experts that the tokens of a row went to, [prompt and response, L K], -1 where that is not known."""
+        """The experts of the tokens of a row, [prompt and response, L K], -1 where unknown. None if not recorded."""
 
     def keep(self, row: int, number: int) -> Kept:
-        """Keep a finished row's cache. The row is removed next."""
+        """Keep the cache of a finished row, which is removed next."""
 
     def drop(self, kept: Any) -> None: ...
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Free what these rows hold; the rows that stay, in the order that they have from now on."""
+        """Free what these rows hold. Returns the remaining rows in their new order."""
 
     def idle(self) -> None:
-        """Nothing is left to do: what each new call makes anew can go."""
+        """Called when no work is left, to free temporary memory."""
 
     def release(self) -> None:
-        """Give all memory back. No row is live and nothing is kept."""
+        """Free all memory. No row is live and no cache is kept."""
 
 
 class Scheduler:
-    """Decodes works with one policy in one process. `waiting` works enter in order; completions leave as they are done."""
+    """Decodes works with one policy in one process. Works enter in order; completions are returned as they finish."""
 
     def __init__(self, policy: Policy, backend: Backend, max_rows: int):
         self.policy, self.max_rows = policy, max_rows
         self.backend, self.rows = backend, backend.rows
         self.version, self.limit = 0, max_rows
         self.waiting: deque[Work] = deque()
-        self.arrived: list[Work] = []  # those that the backend has not prepared for
-        self.fresh, self.launched = True, False
-        self.was_training = False  # the model, before it was set to evaluate
+        self.arrived: list[Work] = []  # works that the backend has not prepared for
+        self.fresh, self.launched = True, False  # read the weights; a burst is running
+        self.was_training = False  # whether the model was in training mode before
         self.finished: list[tuple[Request, Completion]] = []
         self.kept: dict[int, Kept] = {}  # by session
-        self.members: dict[int, tuple[Work, int]] = {}  # by output slot: whose sample it is
-        self.free: list[int] = []  # output slots
+        # by output slot: the work and the index of the request in it
+        self.members: dict[int, tuple[Work, int]] = {}
+        self.free: list[int] = []  # unused output slots
         self.ids, self.logprobs = np.zeros((0, 32), np.int64), np.zeros((0, 32), np.float32)
         self.stop_V = np.zeros(policy.head.weight_VH.shape[0], bool)
         self.stop_V[list(policy.stop_ids)] = True
@@ -139,9 +140,9 @@ class Scheduler:
 
     @torch.inference_mode()
     def poll(self) -> list[tuple[Request, Completion]]:
-        """Finish the burst that was launched, let waiting works in, launch the next; what is finished."""
+        """Collect the burst that was launched, admit waiting works, launch the next burst, and return the finished requests."""
         if self.busy:
-            if self.policy.model.training:  # until nothing is left: a switch walks all modules
+            if self.policy.model.training:  # restored when all is done: a switch walks all modules
                 self.policy.model.eval()
                 self.was_training = True
             try:
@@ -149,7 +150,7 @@ class Scheduler:
             except BaseException:
                 self._reset()
                 raise
-            self._rest()
+            self._finish_if_idle()
         found, self.finished = self.finished, []
         return found
 
@@ -167,10 +168,10 @@ class Scheduler:
         self._retire()
         for session in self.kept.keys() & set(sessions):
             self.backend.drop(self.kept.pop(session))
-        self._rest()
+        self._finish_if_idle()
 
     def written(self, sessions: Collection[int]) -> dict[int, Completion]:
-        """What the live rows of these sessions have sampled so far."""
+        """The tokens so far of the live rows of these sessions."""
         lengths, found = self.rows.live("count").tolist(), dict[int, Completion]()
         for slot, length in zip(self.rows.live("output").tolist(), lengths, strict=True):
             work, member = self.members[slot]
@@ -180,24 +181,25 @@ class Scheduler:
 
     @torch.inference_mode()
     def publish(self, version: int) -> None:
-        """Sample with the weights of this moment from now on. Every cache is of the old ones: rows go back to the queue."""
+        """Sample with the current weights from now on, as `version`. All caches are of the old weights, so live rows go back to the
+        queue."""
         self._suspend()
         self.version, self.fresh, self.arrived = version, True, list(self.waiting)
 
     @torch.inference_mode()
     def release(self) -> None:
-        """Give all memory back; rows that are being decoded are computed again."""
+        """Free all memory. Live rows go back to the queue and are recomputed."""
         self._suspend()
         self.fresh, self.arrived = True, list(self.waiting)
         self.backend.release()
 
     def _advance(self) -> None:
         if self.launched and not (self.waiting or self.fresh) and self.backend.ahead():
-            self._collect()  # while the device is at the next burst
-            # of rows that had all ended before it, without that the backend knew, there is nothing to collect
+            self._collect()  # while the device computes the next burst
+            # if all rows have ended by now, the next burst has nothing to collect
             self.launched = self.rows.count > 0
             return
-        self._collect()  # first: the backend may move what the burst was written to
+        self._collect()  # first: `prepare` may move the memory that the burst wrote to
         if self.arrived or self.fresh:
             largest = max((len(work.requests) for work in self.waiting), default=0)
             self.limit = max(self.max_rows if self.fresh else self.limit, largest)
@@ -223,8 +225,8 @@ class Scheduler:
             self._retire()
 
     def _fits(self) -> bool:
-        """Whether the next work can enter: a row for each sample, and memory for everyone to get to its limit. Kept caches make
-        room, the oldest first, its own excepted."""
+        """Whether the next work can enter: there is a row for each sample, and memory for all rows at full length. Drops kept caches of
+        other sessions to make room, the oldest first."""
         if not self.waiting or self.rows.count + len(self.waiting[0].requests) > self.limit:
             return False
         work = self.waiting[0]
@@ -243,7 +245,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        """Prefill the next works, in order, as many as fit, and draw the first token of every row that they make."""
+        """Prefill as many of the next works as fit, in order, and sample the first token of each of their rows."""
         first, works, caches, tokens = self.rows.count, list[Work](), list[Kept | None](), 0
         while self._fits():
             work = self.waiting[0]
@@ -267,7 +269,7 @@ class Scheduler:
         self._retire()
 
     def _enter(self, work: Work) -> None:
-        """Rows for a work's samples. One that was interrupted goes on in its stream of random numbers."""
+        """Fill the rows of a work's samples. A suspended row continues its stream of random numbers."""
         rows, first = self.rows, self.rows.count
         rows.count += len(work.requests)
         part, settings = slice(first, rows.count), [r.sampling for r in work.requests]
@@ -290,7 +292,7 @@ class Scheduler:
         self.backend.enter(work, first)
 
     def _record(self, first: int, ids_SN: np.ndarray, logprobs_SN: np.ndarray) -> None:
-        """Write down what the rows from `first` on drew, as far as each went, and which of them are done."""
+        """Store the tokens that the rows from `first` on sampled, up to the end of each, and mark finished rows."""
         rows, steps = self.rows, len(ids_SN)
         count, output = rows.live("count", first), rows.live("output", first)
         written_SN = count + 1 + np.arange(steps)[:, None]
@@ -306,7 +308,7 @@ class Scheduler:
             count += 1
         else:
             valid = np.where(over_SN.any(0), over_SN.argmax(0) + 1, steps)
-            # what comes after a row's end is written too, and never read
+            # entries after the end of a row are written, too, and never read
             place, last = (output, written_SN - 1), (valid - 1, np.arange(len(valid)))
             self.ids[place], self.logprobs[place] = ids_SN, logprobs_SN
             count += valid
@@ -314,7 +316,7 @@ class Scheduler:
         np.add(over_SN[last], stopped_SN[last], out=rows.live("done", first), dtype=np.int64)
 
     def _retire(self) -> None:
-        """Take finished rows out."""
+        """Remove finished rows, and queue their completions."""
         rows = self.rows
         gone = np.flatnonzero(rows.live("done"))
         if not len(gone):
@@ -339,7 +341,7 @@ class Scheduler:
     def _completion(
         self, work: Work, slot: int, length: int, finish: str = "", routes: np.ndarray | None = None
     ) -> Completion:
-        """What a row has sampled so far, before it was interrupted included."""
+        """The tokens of a row so far, including those before it was suspended."""
         parts: tuple[np.ndarray, ...] = (
             self.ids[slot, :length].copy(),
             self.logprobs[slot, :length].copy(),
@@ -351,7 +353,7 @@ class Scheduler:
         return Completion(parts[0], parts[1], parts[2], finish, routes=routes)
 
     def _suspend(self) -> None:
-        """Put the live rows back to the head of the queue, with what they have sampled, and drop every cache."""
+        """Move the live rows back to the head of the queue, with their tokens so far, and drop all caches."""
         self._collect()
         works, rows = list[Work](), self.rows
         for slot, length in zip(
@@ -369,7 +371,7 @@ class Scheduler:
         while self.kept:
             self.backend.drop(self.kept.popitem()[1])
 
-    def _rest(self) -> None:
+    def _finish_if_idle(self) -> None:
         if not self.busy:
             self.backend.idle()
             self._restore_mode()
@@ -380,7 +382,7 @@ class Scheduler:
             self.policy.model.train()
 
     def _reset(self) -> None:
-        """After an error: forget everything, so that the next call finds a scheduler that works."""
+        """Drop everything after an error, so that the scheduler can be used again."""
         self.waiting.clear()
         self.arrived, self.finished, self.launched, self.fresh = [], [], False, True
         self.members.clear()

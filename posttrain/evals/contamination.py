@@ -20,7 +20,7 @@ from posttrain.types import Problem
 
 N = 13  # words and signs in a row, as the GPT-3 paper (arXiv:2005.14165) compares
 NEAR = 0.5  # a share of n-grams from which on a question is called near
-# of problems that are made on demand, so many of each level are looked at: a hash of their content keeps splits apart
+# how many problems of each level are compared if problems are made on demand, where a hash of their content keeps splits apart
 LAZY = 500
 SCANNED = 100_000  # training questions whose n-grams are looked at; hashes are taken of all
 _WORD = re.compile(r"\w+|[^\w\s]")

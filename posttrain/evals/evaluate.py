@@ -1,4 +1,4 @@
-"""Held-out evaluation: answer problems the policy never trained on, and say how sure the figure is."""
+"""Held-out evaluation: scores of answers to problems that were not trained on, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from posttrain.evals.statistics import Comparison, Interval
 from posttrain.rewards.compose import JUDGED
 from posttrain.types import COUNTED, JSON, Group
 
-Row = Mapping[str, JSON]  # what is saved of one problem
+Row = Mapping[str, JSON]  # the saved result of one problem
 Pair = tuple[Row, Row]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Scores of a set of problems, several samples each. `finals` are the final answers of each problem's samples, where the task
-    finds them: what a majority is counted over."""
+    """The scores of a set of problems, several samples each. `finals` are the final answers of each problem's samples, for majority
+    votes, if the task can extract them."""
 
     groups: tuple[Group, ...]
     finals: tuple[tuple[str | None, ...], ...] = ()
@@ -30,11 +30,11 @@ class Evaluation:
 
     @property
     def accuracy(self) -> Interval:
-        """Share of samples that solve their problem, averaged over problems (avg@k); the interval is over prompts."""
+        """The share of samples that solve their problem, averaged over problems (avg@k). The interval is over prompts."""
         return self.passed(1)
 
     def passed(self, k: int) -> Interval:
-        """pass@k, unbiased, over the problems whose samples were all scored."""
+        """Unbiased pass@k over the problems whose samples were all scored."""
         kept = [g for g in self.groups if scored(g)]
         hint = "see the failures in problems.jsonl"
         require(bool(kept), f"every problem has a sample that could not be scored; {hint}")
@@ -47,8 +47,8 @@ class Evaluation:
         return any(final is not None for finals in self.finals for final in finals)
 
     def majority(self, k: int) -> Interval | None:
-        """majority@k: how often the most frequent final answer of k samples is right, m tied ones sharing 1/m each. A problem's n
-        samples are n // k votes, whose mean counts. None where the task finds no final answers, or nothing was scored."""
+        """majority@k: how often the most frequent final answer of k samples is right; m tied answers share 1/m each. A problem's n
+        samples make n // k votes, whose mean counts. None if the task finds no final answers, or nothing was scored."""
         if not self.has_finals:
             return None
         pairs = zip(self.groups, self.finals, strict=True)
@@ -61,32 +61,32 @@ class Evaluation:
         return _mean_interval(votes, asked, statistics.share_interval)
 
     def without(self, left_out: Sequence[bool]) -> Evaluation | None:
-        """The evaluation on the other problems, or None where none is left."""
+        """The evaluation on the other problems, or None if there are none."""
         kept = [n for n, out in enumerate(left_out) if not out]
         finals = tuple(self.finals[n] for n in kept) if self.finals else ()
         return Evaluation(tuple(self.groups[n] for n in kept), finals) if kept else None
 
     @property
     def roles(self) -> dict[str, Interval]:
-        """The accuracy of each role, where the episodes have several."""
+        """The accuracy of each role, if episodes have several."""
         names = sorted({group.role for group in self.groups if scored(group)})
         own = {name: self.without([group.role != name for group in self.groups]) for name in names}
         return {name: part.accuracy for name, part in own.items() if part and len(names) > 1}
 
     @property
     def reward(self) -> Interval | None:
-        """The mean score over problems; None where nothing was scored."""
+        """The mean score over problems; None if nothing was scored."""
         return self._averaged([g.rewards for g in self.groups])
 
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
-        """What a stage reports while it trains: the accuracy where scores say right or wrong, else the mean reward."""
+        """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, else the mean reward."""
         judged = any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
         found = {"accuracy": self.accuracy} if verifiable or judged else {}
         return found if verifiable or self.reward is None else {**found, "reward": self.reward}
 
     @property
     def failed(self) -> int:
-        """Samples without a score. They are in no average."""
+        """The number of samples without a score. They are in no average."""
         return sum(not r.score.valid for g in self.groups for r in g.rollouts)
 
     @property
@@ -95,8 +95,8 @@ class Evaluation:
         return sum(lengths) / max(1, len(lengths))
 
     def part(self, name: str) -> Interval | None:
-        """One named part of the score, such as format, averaged over problems or, where it is a share of several things of each
-        (IFEval's instructions), over these."""
+        """The mean of one named part of the score, such as format, over problems or, if it is a share of several items of each
+        problem (IFEval's instructions), over the items."""
         parts = [[r.score.parts for r in group.rollouts] for group in self.groups]
         values = [[own[name] for own in ps if name in own] for ps in parts]
         counts = [int(g.problem.facts.get(COUNTED, {}).get(name, 1)) for g in self.groups]
@@ -105,7 +105,7 @@ class Evaluation:
     def _averaged(
         self, values: Sequence[Sequence[float]], counts: Sequence[int] | None = None
     ) -> Interval | None:
-        """The mean over problems of the mean of each one's values, which counts once or `counts` times; None where none has any."""
+        """The mean over problems of each one's mean value, weighted by `counts` if given; None if there are no values."""
         keyed = zip(values, prompts(self.groups), counts or [1] * self.problems, strict=True)
         kept = [(own, key) for own, key, count in keyed if own for _ in range(count)]
         own_values, keys = [own for own, _ in kept], [key for _, key in kept]
@@ -117,20 +117,20 @@ class Evaluation:
         return tuple(sorted({name for own in parts for name in own}))
 
     def solved(self) -> list[float]:
-        """The share of solved samples of each problem, for a paired comparison; NaN where one could not be scored."""
+        """The share of solved samples of each problem, for a paired comparison; NaN if one has no score."""
         return [sum(solved(g)) / len(g.rollouts) if scored(g) else nan for g in self.groups]
 
 
 def _mean_interval(
     values: Sequence[Sequence[float]], keys: Sequence[str], interval: Callable[..., Interval]
 ) -> Interval | None:
-    """The interval of the means of each one's values; None where there are none."""
+    """The interval of the means of each problem's values; None if there are none."""
     means = [sum(own) / len(own) for own in values]
     return interval(means, keys, any(len(own) > 1 for own in values)) if means else None
 
 
 def prompts(groups: Sequence[Group]) -> list[str]:
-    """What each group answers, as one text for the same prompt: problems with the same prompt are one observation of it."""
+    """The prompt of each group as one text: problems with the same prompt count as one observation."""
     found = []
     for group in groups:
         given = [s.text for s in group.rollouts[0].segments[:1] if not s.sampled]
@@ -140,7 +140,7 @@ def prompts(groups: Sequence[Group]) -> list[str]:
 
 
 def solved(group: Group) -> Sequence[bool]:
-    """Which samples solve the problem."""
+    """Which samples solved the problem."""
     return [r.score.solved for r in group.rollouts]
 
 
@@ -150,7 +150,7 @@ def scored(group: Group) -> bool:
 
 
 def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Samples that say the same and were judged differently (a score may look at more than the answer) vote apart."""
+    """Samples with equal answers but different verdicts (a score may look at more than the answer) vote separately."""
     judged = list(zip(finals, right, strict=True))
     said = {final for final, _ in judged if final is not None}
     both = {final for final in said if {(final, True), (final, False)} <= {*judged}}
@@ -165,7 +165,7 @@ def solved_marks(row: Mapping[str, JSON]) -> list[bool]:
 
 
 def solved_share(row: Mapping[str, JSON]) -> float:
-    """The share of solved samples in a saved row of per-problem results; NaN where one could not be scored.
+    """The share of solved samples in a saved row of per-problem results; NaN if one has no score.
 
     >>> solved_share({"outcomes": ["correct", "wrong"]}), solved_share({"outcomes": ["", ""], "solved": [True, True]})
     (0.5, 1.0)
@@ -177,7 +177,7 @@ def solved_share(row: Mapping[str, JSON]) -> float:
 
 
 def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
-    """Saved rows of the problems that both have, by id, question and role, in the order of the first."""
+    """Saved rows of the problems that both have, matched by id, question and role, in the order of the first."""
     other = {_place(row): row for row in second}
     keys = [_place(row) for row in first]
     return [(row, other[key]) for row, key in zip(first, keys, strict=True) if key in other]
@@ -188,7 +188,7 @@ def _place(row: Row) -> tuple[JSON, ...]:
 
 
 def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
-    """The second of two models against the first, on saved rows of the same problems; None where none was scored on both sides."""
+    """Compare the second of two models with the first, on saved rows of the same problems; None if none was scored on both sides."""
     first, second = ([solved_share(pair[side]) for pair in pairs] for side in (0, 1))
     if all(isnan(a) or isnan(b) for a, b in zip(first, second, strict=True)):
         return None
@@ -196,7 +196,7 @@ def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
 
 
 def shares_interval(rows: Sequence[Row]) -> Interval:
-    """The accuracy of saved rows that were all scored."""
+    """The accuracy over saved rows that were all scored."""
     several = any(len(row["outcomes"]) > 1 for row in rows)
     shares, asked = [solved_share(row) for row in rows], [_asked(row) for row in rows]
     return statistics.share_interval(shares, asked, several)

@@ -1,4 +1,4 @@
-"""What a number of right answers says: intervals, pass@k, majority votes, and whether one model beats another."""
+"""Statistics of evaluations: confidence intervals, pass@k, majority votes, and paired comparisons of models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from posttrain.errors import require
 
 Values = Sequence[float]
 Clusters = Sequence[Hashable] | None  # keys: values with the same one are one observation
-LEVEL, Z = 0.95, 1.96  # of all intervals, and the normal quantile that goes with it
-# of what is added up: a sum below this share of it is 0, as thirds do not add up to 1
+LEVEL, Z = 0.95, 1.96  # the level of all intervals, and its normal quantile
+# a sum below this share of its terms counts as 0, because thirds do not add up to 1
 ROUNDING = 1e-9
 
 
@@ -29,11 +29,11 @@ class Interval:
     high: float
 
     def row(self) -> list[float]:
-        """As a stage's result keeps it."""
+        """The interval as a stage's result stores it."""
         return [self.value, self.low, self.high]
 
     def figures(self, name: str) -> dict[str, float]:
-        """As a row of metrics keeps it."""
+        """The interval as a row of metrics stores it."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
     def __str__(self) -> str:

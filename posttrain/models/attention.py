@@ -1,5 +1,5 @@
-"""Our one attention function, plugged into transformers modules, with three modes: plain, packed and cached; and the attention of
-packed sequences in passes that are not the module's own.
+"""The attention function that is plugged into transformers modules, with three modes (plain, packed and cached), and attention over
+packed sequences for our own forward passes.
 
 The mode is a `layout` object handed to the model's forward as a keyword; transformers passes it down to every attention layer.
 No layout: plain causal attention over a batch. `Packed`: sequences end to end in one row, each attending to itself alone.
@@ -48,7 +48,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a model asks of its attention."""
+    """What a model requires of its attention: scale, window, soft cap."""
 
     scaling: float
     sliding_window: int | None = None
@@ -67,7 +67,7 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls: [B, H, S, D] in, [B, S, H, D] out. Options we do not know are refused, not ignored."""
+    """The function that transformers calls: [B, H, S, D] in, [B, S, H, D] out. Unknown options are refused, not ignored."""
     given = {name for name, value in options.items() if value is not None and value is not False}
     if unknown := sorted(given - SUPPORTED - IGNORED):
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}"
@@ -84,7 +84,8 @@ def attention(
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Causal attention of equal-length rows, [B, H, S, D] -> [B, H, S, D]. Right padding needs no mask: nothing looks ahead."""
+    """Causal attention of equal-length rows, [B, H, S, D] -> [B, H, S, D]. Right padding needs no mask, because nothing attends to
+    later tokens."""
     length = query.shape[2]
     if rule.softcap is None and (rule.sliding_window or length) >= length:
         grouped = query.shape[1] != key.shape[1]
@@ -95,7 +96,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
 
 
 def seen(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
-    """[S, L], true where a key is at or before its query, and within the window; the last query stands at the last key."""
+    """[S, L], true where a key is at or before its query, and within the window. The last query is at the position of the last key."""
     at = torch.arange(keys, device=device)
     behind = at[keys - queries :, None] - at
     return (behind >= 0) & (behind < (rule.sliding_window or keys))
@@ -121,7 +122,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, ru
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Sequences end to end without padding. Similar lengths share one call, padded inside it and nowhere else.
+    """Sequences concatenated without padding. Sequences of similar length share one call, padded only within it.
 
     Where sequences begin alike, the beginning need be computed once: `kept` says which of the tokens are computed, `source` which
     of those stands for each token. Queries, keys and values are then those of the kept tokens, and so is the output.
@@ -185,7 +186,7 @@ def bucket(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def fits(dtype: torch.dtype, width: int, softcap: float | None) -> bool:
-    """Whether torch's flash kernel for packed sequences can do the attention of such heads."""
+    """Whether torch's flash kernel for packed sequences supports such heads."""
     return dtype in NARROW and width <= WIDEST and width % 8 == 0 and softcap is None
 
 
@@ -194,8 +195,8 @@ def available(tensor: Tensor, width: int, softcap: float | None) -> bool:
 
 
 def as_batch(lengths: Sequence[int], queries: Sequence[int]) -> bool:
-    """Whether sequences, of which the last `queries` tokens ask, are better a batch in which all tokens ask: of equal length, and with
-    few pairs of tokens in addition. A few are equal by chance, and cuDNN plans for each shape anew.
+    """Whether sequences, of which the last `queries` tokens are queries, are faster as a batch in which all tokens are: if they
+    have equal length, and that adds few pairs of tokens. A few sequences may be equal by chance, and cuDNN plans each new shape.
 
     >>> as_batch([768] * 16, [768] + [512] * 15), as_batch([768] * 15 + [767], [512] * 16), as_batch([768] * 16, [768] + [64] * 15)
     (True, False, False)
@@ -212,8 +213,8 @@ def attend_packed(
     queries: tuple[int, ...] | None = None,
     batched: bool = False,
 ) -> Attend:
-    """Causal attention within each of several sequences end to end: torch's flash kernel where it is available, else plain attention.
-    `batched` ones are of equal length, for which cuDNN has a faster one.
+    """Causal attention within each of several concatenated sequences: torch's flash kernel if available, else plain attention.
+    `batched` sequences have equal length, for which cuDNN has a faster kernel.
 
     Of each sequence only the last `queries` tokens ask. A rule's window counts the token itself, torch's counts those to its left.
     """
@@ -252,7 +253,7 @@ def attend_packed(
 
 
 def install(model: nn.Module) -> None:
-    """Make a transformers model use this attention. It has no mask function on purpose: layouts say who sees whom."""
+    """Make a transformers model use this attention. It has no mask function on purpose: layouts decide which tokens attend to which."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attention)

@@ -1,4 +1,4 @@
-"""One description of the decoder layers of a Llama-like model, read from the transformers module and checked against it on tokens.
+"""A description of the decoder layers of a Llama-like model, read from the transformers module and checked against it on tokens.
 
 Three forward passes are built from it: the decoder that generates on the CPU (engine/decoder.py), the one that generates on CUDA
 (engine/fused.py), and the training pass on CUDA (models/fused_body.py). They read the same fields and call different kernels: the
@@ -52,7 +52,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """x / sqrt(mean(x^2) + epsilon) * weight; `shifted`: * (1 + weight), before rounding, as Gemma has it."""
+    """x / sqrt(mean(x^2) + epsilon) * weight. `shifted` multiplies by (1 + weight) instead, before rounding, as in Gemma."""
 
     weight: Tensor
     epsilon: float
@@ -60,7 +60,8 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """Llama calls its epsilon variance_epsilon; Gemma and torch call it eps, of which only Gemma adds 1 to the weight."""
+        """Read a norm module. Llama calls epsilon variance_epsilon; Gemma and torch call it eps, and only Gemma adds 1 to the
+        weight."""
         llama = hasattr(module, "variance_epsilon")
         epsilon = module.variance_epsilon if llama else module.eps
         return cls(module.weight, epsilon, not llama and not isinstance(module, nn.RMSNorm))
@@ -87,12 +88,12 @@ class Projection:
 
     @property
     def narrow(self) -> list[Linear4bit]:
-        """The layers, where all of them are kept in 4 bits."""
+        """The layers, if all of them are stored in 4 bits."""
         found = [getattr(m, "base_layer", m) for m in self.modules]
         return found if all(isinstance(layer, Linear4bit) for layer in found) else []
 
     def weight(self) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself where there is one layer. Those in 4 bits are made anew."""
+        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call."""
         if narrow := self.narrow:
             out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
             for layer, part in zip(narrow, out.split_with_sizes(self.sizes), strict=True):
@@ -118,7 +119,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """A router, and the weights of all experts: several MLPs, of which each token has the `count` that the router chooses."""
+    """A router and the weights of all experts, several MLPs. The router chooses `count` experts for each token."""
 
     number: int  # of the layer
     router: Tensor  # [E, H]
@@ -184,7 +185,7 @@ class ModelDescription:
             yield from (layer.input_norm, layer.post_norm, *(layer.qk_norms or ()))
 
     def rope_table(self, positions: int) -> RopeTable:
-        """cos and sin of at least this many positions, in the dtype of the weights. It is kept as long as the module."""
+        """cos and sin of at least this many positions, in the dtype of the weights. Cached as long as the module lives."""
         rotary, weight = self.body.rotary_emb, self.body.embed_tokens.weight
         table = _TABLES.get(rotary)
         kind = (weight.device, weight.dtype)
@@ -206,7 +207,7 @@ _REPORTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def describe(network: Network) -> ModelDescription | str:
-    """The description of a policy's or a scorer's body, or in words why it has none.
+    """The description of the body of a policy or a scorer, or the reason why it has none.
 
     The modules are read at each call, because adapters and hooks may have come; what the layers ask of their attention is found by a
     run on tokens, once for each body.
@@ -265,7 +266,7 @@ def _tanh(activation: nn.Module) -> bool | None:
 
 
 def describe_layer(number: int, module: Any, rule: Rule) -> LayerDescription | str:
-    """The description of one layer, with its parameters as they are now."""
+    """The description of one layer, with its current parameters."""
     attention, mlp = module.self_attn, module.mlp
     experts = Experts.of(number, mlp) if _parts(mlp) == EXPERTS else None
     parts = ((), ()) if experts is not None else ((mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
@@ -297,7 +298,7 @@ def describe_layer(number: int, module: Any, rule: Rule) -> LayerDescription | s
 
 @dataclass(slots=True)
 class _Recorder:
-    """A layout that records what each layer asks of its attention."""
+    """A layout that records what each layer requires of its attention."""
 
     packed: Packed
     rules: dict[int, Rule]
@@ -309,7 +310,7 @@ class _Recorder:
 
 @torch.no_grad()
 def _rules(network: Network) -> tuple[Rule, ...] | str:
-    """What each layer asks of its attention."""
+    """What each layer requires of its attention."""
     body, (ids_T, position_T, starts) = network.body, probe_tokens(network.model)
     angles = body.rotary_emb(body.embed_tokens.weight[:1], position_T[None])[0]
     if angles.shape[-1] != body.layers[0].self_attn.head_dim:
@@ -330,7 +331,7 @@ class Pass(Protocol):
     def layer_alone(
         self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
-        """The residual stream after one layer; `packed` says which tokens are one sequence, `routes` which experts they go to."""
+        """The residual stream after one layer. `packed` says which tokens form a sequence, `routes` which experts they use."""
 
     def final_norm(self, x_TH: Tensor) -> Tensor: ...
 
@@ -342,7 +343,7 @@ def prove(
     build: Callable[[], Pass],
     tolerance: float = 0.0,
 ) -> str:
-    """Empty where each part of a pass gives what the module's gives on tokens, else the reason why it cannot be used.
+    """ "" if each part of a pass computes the same as the module on tokens, else the reason why the pass cannot be used.
 
     It is checked once for each body, name of a pass and device, and again when adapters came. They begin as 0, so that they are
     perturbed for it. `tolerance`: of a pass that rounds more than the model's own type does.
@@ -359,7 +360,7 @@ def prove(
 
 @torch.no_grad()
 def distance(network: Network, other: Pass) -> float:
-    """How far another pass is from the module: the largest difference of any layer's output, in parts of the largest output.
+    """The largest difference between another pass and the module in any layer's output, relative to the largest output.
 
     Each layer is given the module's own stream. From end to end, rounding adds up: two right passes through 28 layers in bf16 differ
     by 5%, as much as a wrong one may. It is also given the experts that the module chose: rounding decides between two that are
@@ -387,7 +388,7 @@ def distance(network: Network, other: Pass) -> float:
 
 
 def report_plain_path(network: Network, by: str, reason: str) -> None:
-    """Say once for each model and user that it goes through its own module, and what that costs."""
+    """Report once for each model and caller that it runs its own module, and what that costs."""
     cost = {
         "training": "takes the plain pass through its own module, about 1.5 times slower",
         "engine": "generates on the plain path, without CUDA graphs, several times slower",

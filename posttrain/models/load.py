@@ -1,4 +1,4 @@
-"""Loading a causal language model by name: a checkpoint directory in the hub's layout (config.json, safetensors weights, tokenizer),
+"""Loads a causal language model by name: a checkpoint directory in the hub's layout (config.json, safetensors weights, tokenizer),
 a GGUF file, or a model on the hub.
 
 Whatever the source, weights come as safetensors or GGUF, no code of the model's is run (directory.py refuses it), and bad input gives
@@ -42,7 +42,7 @@ UNPACKED = "a safetensors directory, not from GGUF"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A model with all that is needed to talk to it. `stop_ids` end a response."""
+    """A loaded model with its tokenizer. `stop_ids` end a response."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ class Loaded:
 def load(
     name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Loaded:
-    """The model called `name`: a directory, a .gguf file (or a directory with one), or `org/name[@revision]` on the hub.
+    """Load the model called `name`: a directory, a .gguf file (or a directory with one), or `org/name[@revision]` on the hub.
 
     `dtype` None keeps what the checkpoint states; a GGUF file is unpacked to float32. The model comes in evaluation mode.
     """
@@ -73,8 +73,8 @@ def load(
 
 
 def locate(name: str, weights: bool = True) -> Path:
-    """The directory or .gguf file that `name` stands for, fetched from the hub when it is `org/name` and nothing is here, without
-    its `weights` where those are not asked for."""
+    """The directory or .gguf file of `name`. `org/name` is fetched from the hub if there is no such directory; without `weights`,
+    only its small files are."""
     require(bool(name.strip()), f"the model name is empty; {directory.GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
@@ -106,7 +106,7 @@ def single_gguf(folder: Path) -> Path | None:
 
 
 def fetch(name: str, files: list[str] = HUB_FILES) -> Path:
-    """A local copy of a model on the hub: safetensors and JSON only. Taken from the cache where the hub cannot be reached."""
+    """Download a model from the hub: safetensors and JSON only. Uses the cache if the hub cannot be reached."""
     from huggingface_hub import errors, snapshot_download
 
     repository, _, revision = name.partition("@")
@@ -141,7 +141,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device(device: str | torch.device) -> None:
-    """Refuse a device that is not there before minutes are spent on reading weights."""
+    """Raise an error for a device that is not available, before minutes are spent on reading weights."""
     import torch
 
     try:
@@ -153,7 +153,7 @@ def check_device(device: str | torch.device) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and warnings of transformers: what they warn of is checked here and reported in one line."""
+    """Silence the progress bars and warnings of transformers. What they warn about is checked here and reported in one line."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -170,7 +170,8 @@ def quiet() -> Iterator[None]:
 def check_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str
 ) -> None:
-    """Refuse a tokenizer that can make an id without a row in the embedding: on a GPU that is an assertion far away."""
+    """Raise an error if the tokenizer can produce an id without a row in the embedding. On a GPU that would be a device-side
+    assertion."""
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
     require(largest >= 0, f"{source}: the tokenizer has no vocabulary; {directory.COPY_TOKENIZER}")
@@ -180,7 +181,7 @@ def check_vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How a model reads: what is asked of one that is not loaded. `tokenizer` None: it is not known before the weights are."""
+    """How a model that is not loaded reads text. `tokenizer` is None if it is not known before the weights are."""
 
     tokenizer: Any
     source: str
@@ -191,15 +192,15 @@ class Reader:
 
 
 def check_positions(source: str, limit: int | None, tokens: int, advice: str) -> None:
-    """Refuse sequences beyond the positions the model was made for: it would not fail, only write nonsense."""
+    """Raise an error for sequences longer than the model's positions: it would not fail but write nonsense."""
     has = f"{source or 'the model'} has {limit} positions"
     found = f"prompt and response may be {tokens} tokens long, but {has}"
     require(limit is None or tokens <= limit, f"{found}; {advice}")
 
 
 def outline(name: str, score: bool | None = False) -> Reader:
-    """What can be known of the model called `name` before its weights are read. `score`: it must be a reward model, or (None) may be
-    one. Of one on the hub only the small files are fetched."""
+    """What can be known of the model called `name` without its weights. With `score` it must be a reward model; None: it may be
+    one. Of a model on the hub only the small files are fetched."""
     path = locate(name, weights=False)
     if path.suffix.lower() == ".gguf":
         require(not score, f"{name}: a reward model is read from {UNPACKED}")
@@ -241,8 +242,8 @@ def unreadable(folder: Path, error: Exception) -> str:
 def same_vocabulary(
     where: str, own: Reader | Network, other: Reader | Network, advice: str = ONE_FAMILY
 ) -> None:
-    """Refuse a model that reads other text from the same ids: its log-probs, values and scores would be about something else. Where
-    one has no tokenizer, loaded models must have as many ids."""
+    """Raise an error if two models read different text from the same ids: log-probs, values and scores would be meaningless. If one
+    has no tokenizer, loaded models must have equal numbers of ids."""
     detail = ""
     if own.tokenizer is None or other.tokenizer is None:
         models = [network.model for network in (own, other) if not isinstance(network, Reader)]
@@ -290,7 +291,7 @@ def stop_ids(
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -> int | None:
-    """The special token that the chat template writes after an assistant's message; None where there is none.
+    """The special token that the chat template writes after an assistant's message; None if there is none.
 
     Found by rendering a message, so it is right for templates nobody has listed.
     """
@@ -307,7 +308,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerFast, source: str = "the model") -
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], source: str) -> str:
-    """The text of a conversation, or "" where the template refuses it. A template that does not come to an end is an error.
+    """The text of a conversation, or "" if the template refuses it. A template that does not end is an error.
 
     The template is the model maker's program. Jinja's sandbox keeps it from all but time and memory, which `safe_readers` limits.
     """
@@ -325,7 +326,8 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
 def read_directory(
     folder: Path, dtype: torch.dtype | None, score: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model and tokenizer of a checked directory; `dtype` None keeps the checkpoint's own. `score` asks for a reward model."""
+    """Read model and tokenizer of a checked directory. `dtype` None keeps the checkpoint's own. With `score` it must be a reward
+    model."""
     directory.check_directory(folder)
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -383,13 +385,13 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def attention_for(config: PretrainedConfig) -> str:
-    """The stock attention that computes this model as it was trained: `sdpa` leaves out the soft cap of Gemma 2's scores."""
+    """The stock attention that computes this model as it was trained: `sdpa` ignores the soft cap of Gemma 2's scores."""
     text = config.get_text_config()
     return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else "sdpa"
 
 
 def check_report(source: str, report: dict[str, Any]) -> None:
-    """Refuse a model that transformers filled up with random numbers, which it reports only in a warning."""
+    """Raise an error if transformers filled in missing weights with random numbers, which it only reports in a warning."""
     for kind, meaning in (
         ("missing_keys", "are not in the weight files"),
         ("mismatched_keys", "do not have the shape config.json says"),

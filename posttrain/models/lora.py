@@ -24,14 +24,14 @@ from posttrain.errors import Checked, Positive, Several, UserError, require
 from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy
 
-ADAPTER = "lora_"  # what the names of peft's matrices contain
+ADAPTER = "lora_"  # part of the names of peft's matrices
 NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Checked):
-    """Rank and scale of the adapters, and the layers they are added to: () means every linear layer of the decoder. `load_in_4bit`
-    keeps the frozen weights in 4 bits, on CUDA: QLoRA (models/nf4.py)."""
+    """Settings of LoRA adapters: rank, scale and the layers they are added to; () means every linear layer of the decoder.
+    `load_in_4bit` keeps the frozen weights in 4 bits, on CUDA: QLoRA (models/nf4.py)."""
 
     where: ClassVar[str] = "lora: "
     shorthand: ClassVar[str] = "rank"  # lora: 16 is lora: {rank: 16}
@@ -42,14 +42,14 @@ class Lora(Checked):
     load_in_4bit: bool = False
 
     def ready(self, device: str) -> None:
-        """Refuse a machine without peft, and 4 bits without CUDA."""
+        """Raise an error on a machine without peft, and for 4 bits without CUDA."""
         require(importlib.util.find_spec("peft") is not None, NO_PEFT)
         slow = f"lora: load_in_4bit saves the memory of a GPU, and the device is {device}"
         require(not self.load_in_4bit or device.startswith("cuda"), f"{slow}; leave it out")
 
     def weight_bytes(self, body: nn.Module, itemsize: int) -> float:
-        """What the weights of the adapters take, less what 4 bits save of those below: all but the largest two, gate and up, which one
-        product has in full."""
+        """Bytes of the adapters, minus what 4-bit storage saves on the frozen weights: all but the largest two, gate and up, which
+        one product dequantises."""
         added = float(itemsize * self.parameters(body))
         if not self.load_in_4bit:
             return added
@@ -58,13 +58,13 @@ class Lora(Checked):
         return added - sum(counts) * (itemsize - 0.5 - itemsize / nf4.BLOCK) + made
 
     def parameters(self, body: nn.Module) -> int:
-        """How many weights learn: rank * (inputs + outputs) for each layer."""
+        """The number of trained weights: rank * (inputs + outputs) for each layer."""
         layers = self.layers(body).values()
         return sum(self.rank * (layer.in_features + layer.out_features) for layer in layers)
 
     def layers(self, body: nn.Module) -> dict[str, nn.Linear]:
-        """The linear layers that get an adapter, by name. In a mixture of experts only those of the attention do: experts are no
-        linear layers, and peft takes the name of an MLP's layer for them."""
+        """The linear layers that get an adapter, by name. In a mixture of experts only those of the attention do: experts are not
+        linear layers, and peft would take the name of an MLP layer for them."""
         inner = has_experts(body)
         linear = {
             name: m
@@ -76,19 +76,19 @@ class Lora(Checked):
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a model is a mixture of experts, whose weights transformers keeps in one tensor for all."""
+    """Whether a model is a mixture of experts, whose weights transformers keeps in one tensor for all experts."""
     return any(".experts." in name for name, _ in module.named_parameters())
 
 
 def share_weights(policy: Policy) -> Policy:
-    """Another module over the same parameters: it stays as it is when adapters come to the first."""
+    """Another module over the same parameters, which stays without adapters when the first gets them."""
     kept = {id(p): p for p in policy.model.parameters()}
     return replace(policy, model=copy.deepcopy(policy.model, kept))
 
 
 def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()) -> None:
-    """Freeze the model and put adapters into its body, in place. Parameters whose names begin with one of `learning` go on learning:
-    a critic's head."""
+    """Freeze the model and add adapters to its body, in place. Parameters whose names begin with one of `learning` stay trainable,
+    such as a critic's head."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
@@ -108,7 +108,7 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
 
 
 def merge_adapters(model: Any) -> float:
-    """Merge the adapters into the weights of their layers and remove them, in place: a plain model again.
+    """Merge the adapters into the weights of their layers, in place, and remove them.
 
     A model in half precision becomes one in float32, on the CPU: what adapters learn is often less than the spacing of its weights
     (2^-8 of them in bfloat16), and W + s B A, rounded to W, would be the model before training. Returns the share of the changed
@@ -136,8 +136,8 @@ def merge_adapters(model: Any) -> float:
 
 
 def peft_files(network: Network, lora: Lora) -> Callable[[Path], None]:
-    """Writes the adapters of a policy or a scorer, as they are now, into a folder from which peft adds them to the base model; with
-    those of a scorer its head, which the base model does not have."""
+    """Write the adapters of a policy or a scorer to a folder from which peft can add them to the base model. A scorer's head is
+    written with them, because the base model has none."""
     from peft import LoraConfig
 
     layers = [name for name, module in network.model.named_modules() if hasattr(module, "lora_A")]
@@ -175,7 +175,7 @@ class Adapter:
 
 
 def adapter_of(module: Any) -> Adapter | None:
-    """The one plain adapter that a layer of peft applies now; None where there is none, or more to it than B (A x)."""
+    """The one plain adapter that a peft layer applies; None if there is none, or if it is more than B (A x)."""
     base = getattr(module, "base_layer", None)
     if type(base) not in (nn.Linear, nf4.Linear4bit) or not hasattr(module, "lora_A"):
         return None
@@ -194,8 +194,8 @@ def adapter_of(module: Any) -> Adapter | None:
 
 @contextmanager
 def perturbed_adapters(body: nn.Module) -> Iterator[None]:
-    """Within the block, adapters that do something: they begin as 0, and a comparison of two ways through the model would not see
-    them. Their bits are put back."""
+    """Make the adapters nonzero within the block, and restore their bits after it. They start at 0, so a comparison of two forward
+    passes would not see them."""
     adapters = map(adapter_of, body.modules())
     found = [adapter.b_OR for adapter in adapters if adapter is not None]
     kept = [b.detach().clone() for b in found]

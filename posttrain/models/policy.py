@@ -1,4 +1,4 @@
-"""The one model object that trainer and engine share: a transformers module, its head, its tokenizer."""
+"""The model object that trainer and engine share: a transformers module, its head, its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from posttrain.models.routing import ROUTES, use_routes
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
-SAME, MANY = 0.01, 16  # of the length of a row; rows
+# relative distance below which rows of the head are equal, and how many equal rows are suspicious
+SAME, MANY = 0.01, 16
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
 class Network:
-    """What a policy and a scorer have in common: a transformers module whose body gives hidden states."""
+    """The base class of policy and scorer: a transformers module whose body computes hidden states."""
 
     model: Any
     body: Any
     tokenizer: Any
     source: str
-    events = Events()  # for messages about the model: the run's, where a stage loaded it
+    events = Events()  # for messages about the model; a stage sets the run's
     sharded: Any = None  # train/sharding.py: where the weights are spread over processes
     router_replay = False  # train with the experts that the sampler chose; it is recorded by it
 
@@ -48,18 +49,18 @@ class Network:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token is multiplied with: of a mixture of experts, the share of the experts that it has."""
+        """The number of parameters that a token is multiplied with: for a mixture of experts, with its share of the experts."""
         return active_parameters(self.model)
 
     def within(self, function: Callable[..., Result], *given: Any) -> Result:
-        """What a function of the weights gives, with those of a sharded network gathered where it reads them."""
+        """Call a function that reads the weights. Weights of a sharded network are gathered while it reads them."""
         if self.sharded is None:
             return function(*given)
         return self.model.within(partial(function, *given))[1]  # type: ignore[no-any-return]
 
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
-        """Final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py. What routers of experts
-        do goes to the `ROUTES` beside it."""
+        """The final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py. Routers of
+        experts record their choices in `ROUTES`."""
         use_routes(self.body, layout.pop(ROUTES, None))
         outputs = self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout)
         return outputs.last_hidden_state  # type: ignore[no-any-return]
@@ -79,12 +80,12 @@ N = TypeVar("N", bound=Network)
 
 @dataclass(eq=False)
 class Policy(Network):
-    """A causal language model: ids in, hidden states out, and a head that makes logits of them."""
+    """A causal language model: ids in, hidden states out, and a head that turns them into logits."""
 
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
-    source: str = ""  # where it came from, for messages
+    source: str = ""  # its origin, for messages
     body: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Policy(Network):
 
     @property
     def head(self) -> Head:
-        """Read at each use: the parameter may be replaced, as when embeddings are tied or adapters come in."""
+        """The head, read at each use: the parameter may be replaced, as when embeddings are tied or adapters added."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
         divisor = getattr(config, "logits_scaling", None) or 1.0
         scale = getattr(config, "logit_scale", None) or 1.0 / divisor
@@ -101,7 +102,7 @@ class Policy(Network):
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model was made for; None where its configuration does not say."""
+        """The longest sequence that the model supports; None if its configuration does not say."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if limit is None else int(limit)
 
@@ -110,13 +111,13 @@ class Policy(Network):
 
 
 def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Ids, positions and starts of two short sequences, packed: tokens on which two forward passes are compared."""
+    """Ids, positions and starts of two short packed sequences, on which two forward passes are compared."""
     ids_T = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
     return ids_T, torch.cat([torch.arange(7), torch.arange(4)]).to(model.device), (0, 7, 11)
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0: of modules, and of attributes that are passed to the function (OPT)."""
+    """Set every dropout rate to 0: of modules, and of attributes that are passed to functions (OPT)."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -126,9 +127,9 @@ def silence_dropout(model: nn.Module) -> None:
 
 
 def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """How far outputs are from what they should be, and how far rounding can bring them. In float32: the largest difference, in parts
-    of the largest output. In half precision, where single outputs of deep models are off by as much as a wrong attention would bring
-    them: the largest distance of a row, in parts of the row's own spread."""
+    """(how far outputs differ, how far rounding may make them differ). In float32: the largest difference relative to the largest
+    output. In half precision, where single outputs of deep models differ as much as with a wrong attention: the largest distance of
+    a row relative to the row's own spread."""
     if dtype in (torch.float32, torch.float64):
         largest = expected_TV.abs().max().clamp(min=1.0)
         return float((found_TV - expected_TV).abs().max() / largest), 2e-4
@@ -153,8 +154,8 @@ def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: st
 def with_our_attention(
     network: N, own: Callable[[Tensor], Tensor], outputs: Callable[[N, Tensor], Tensor]
 ) -> N:
-    """Plug our attention into a transformers model and prove that it still computes the same: a model of an unknown kind is
-    refused here, not trained wrongly. Dropout is switched off: sampling and training must see one and the same distribution.
+    """Plug our attention into a transformers model, and check that it still computes the same: a model of an unsupported kind is
+    refused here and not trained wrongly. Dropout is switched off, because sampling and training must see the same distribution.
 
     `own` computes a sequence as the model does before, `outputs` the same of the hidden states of packed sequences.
     """
@@ -184,8 +185,9 @@ def with_our_attention(
 
 
 def untrained_tags(policy: Policy, tags: Sequence[str]) -> list[str]:
-    """A line for the tags that are single tokens whose rows of the head are those of many other tokens, to within `SAME` of their
-    length: such a model was never trained on them. Greedy it may write them; sampled, any of the others stands in their place."""
+    """A warning about tags that are single tokens whose rows in the head equal those of many other tokens, to within `SAME` of
+    their length: the model was never trained on them. It may write them greedily; when sampling, any of the others may come
+    instead."""
     vocabulary, weight_VH = policy.tokenizer.get_vocab(), policy.head.weight_VH.detach()
     found = list[str]()
     for tag in tags:

@@ -1,5 +1,5 @@
-"""A language model with a head of one number in place of the vocabulary's: a reward model, or PPO's critic; and models that are on
-the device only while they are asked: a reward model need not hold the GPU's memory between two calls.
+"""A language model with a scalar head (a reward model or PPO's critic), and models that are on the device only while they compute,
+so that a reward model does not hold GPU memory between calls.
 
 A scorer is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
 One with an `mlp` head has `score_head: mlp` in its config.json and is read here alone: transformers has no such head, and would start
@@ -31,7 +31,7 @@ HEAD = "score."  # names of its tensors begin so
 
 @dataclass(eq=False)
 class Scorer(Network):
-    """Ids in, one number for each token out: what the model thinks of everything up to it."""
+    """Ids in, one score for each token out: the score of the sequence up to it."""
 
     model: Any  # transformers ...ForSequenceClassification with one label
     tokenizer: Any
@@ -42,7 +42,7 @@ class Scorer(Network):
         self.body = self.model.base_model
 
     def score(self, hidden_KH: Tensor) -> Tensor:
-        """[K, H] -> [K], in float32 or wider: differences of scores are small against the scores."""
+        """[K, H] -> [K], in float32 or wider, because differences of scores are small compared with the scores."""
         # in bf16 the product itself would be rounded, by 0.03 at a score of 5
         head = self.model.score
         wide = torch.promote_types(next(head.parameters()).dtype, torch.float32)
@@ -54,7 +54,8 @@ class Scorer(Network):
 def from_policy(
     policy: Policy, head: str = "linear", zero: bool = True, seed: int = 0, share: bool = False
 ) -> Scorer:
-    """A scorer on a copy of the policy's body. `zero` starts its head at 0, as a critic's; else at random, as a reward model's.
+    """A scorer on a copy of the policy's body. With `zero` its head starts at 0, as for a critic; else at random, as for a reward
+    model.
 
     `share` makes the body another module over the policy's own parameters, for who freezes them (see models/lora.py).
     """
@@ -87,7 +88,7 @@ def from_policy(
 def make_head(
     kind: str, width: int, zero: bool, seed: int, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """`linear`: one row of weights, as transformers has it. `mlp`: a hidden layer of the same width before it."""
+    """A scalar head. `linear`: one row of weights, as in transformers. `mlp`: with a hidden layer of the same width before it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         last = nn.Linear(width, 1, bias=kind == "mlp")
@@ -113,7 +114,7 @@ def wrap_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
 def load_scorer(
     name: str, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Scorer:
-    """A reward model saved by `posttrain` or by transformers: a directory or a hub name."""
+    """Load a reward model saved by `posttrain` or by transformers, from a directory or a hub name."""
     from posttrain.models import load
 
     load.check_device(device)
@@ -129,7 +130,7 @@ def load_scorer(
 
 
 def read_head(model: Any, folder: Path) -> None:
-    """Give a model that transformers read the head with a hidden layer that its files have."""
+    """Replace the head that transformers read by the head with a hidden layer in the model's files."""
     width = model.config.get_text_config().hidden_size
     model.score = make_head("mlp", width, True, 0, model.dtype, model.device)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,5 @@
-"""Coefficients that do nothing: a setting of an algorithm that was given a value, and no value of which changes anything.
+"""Detects coefficients without effect: a setting of the algorithm that was changed from its default, but whose value makes no
+difference.
 
 A term can vanish without an error: a KL with a coefficient but no gradient, a bonus whose weight was multiplied away. So the first
 batch of a stage is prepared once more with each number changed, and what the algorithm makes of it is compared.
@@ -30,8 +31,8 @@ def dead_coefficients(
     groups: Sequence[Group] = (),
     metrics: Sequence[Metric] = (),
 ) -> list[str] | None:
-    """Names of the float settings, not 0, of which no other value changes what the algorithm does with this step: the gradient with
-    respect to what the model said, which groups it selects, how its state goes on. None where the policy has no gradient.
+    """The names of nonzero float settings that have no effect on this step: other values change neither the gradient with respect
+    to the model's outputs, nor the selected groups, nor the state. None if the policy has no gradient.
 
     The gradient with respect to log-probs, entropies, values, scores and hidden states (of which a divergence over the vocabulary is
     made) stands for that of the weights, which is linear in it.
@@ -45,7 +46,7 @@ def dead_coefficients(
     before = decisions(algorithm, state, groups, metrics)
 
     def acts(other: Algorithm) -> bool:
-        # what it decides comes first: the batch need not be prepared again
+        # decisions first: they need no prepared batch
         decided = decisions(other, state, groups, metrics)
         return decided != before or differs(usual, gradient(other, batch, perturbed, state))
 
@@ -54,7 +55,7 @@ def dead_coefficients(
 
 
 def coefficients(algorithm: Algorithm) -> list[str]:
-    """The float settings that someone chose: not 0 and, for a shipped algorithm, not the default, which tests look after."""
+    """The float settings that the user chose: not 0 and, for a shipped algorithm, not the default, which tests cover."""
     shipped = type(algorithm).__module__.startswith("posttrain.")
     values = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm) if f.init}
     usual = {f.name: f.default for f in dataclasses.fields(algorithm)} if shipped else {}
@@ -70,7 +71,8 @@ def changed(algorithm: Algorithm, name: str) -> Iterator[Algorithm]:
 
 
 def perturb(outputs: Outputs, batch: Batch) -> Outputs:
-    """Outputs of a policy and a critic that have moved since the batch was sampled: up and down by turns, little and much."""
+    """Outputs of a policy and a critic that have moved since the batch was sampled: alternately up and down, by small and large
+    amounts."""
     at_T = torch.arange(batch.tokens, device=batch.ids_T.device)
     by_token, by_sequence = (at_T % 7).double() - 3.0, (batch.sequence_T % 5).double() - 2.0
     shift_T = MOVED * (by_token / 3.0 + by_sequence / 4.0)
@@ -88,7 +90,7 @@ def perturb(outputs: Outputs, batch: Batch) -> Outputs:
 
 
 def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State) -> Tensor | None:
-    """The gradient of the loss of the step with respect to the outputs, as one vector; None where the step has no loss."""
+    """The gradient of the loss of the step with respect to the outputs, as one vector; None if the step has no loss."""
     prepared = algorithm.prepare(batch, state)
     if not bool(prepared.mask_T.any()):
         return None
@@ -110,7 +112,7 @@ def differs(one: Tensor, other: Tensor | None) -> bool:
 def decisions(
     algorithm: Algorithm, state: State, groups: Sequence[Group], metrics: Sequence[Metric]
 ) -> list[object]:
-    """What an algorithm decides besides the gradient."""
+    """The decisions of an algorithm besides the gradient: selected groups and next state."""
     reuse = algorithm.reuse
     found: list[object] = [algorithm.start(), algorithm.additions, algorithm.group_size]
     found += [reuse.epochs, reuse.mini_batches]

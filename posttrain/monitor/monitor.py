@@ -1,4 +1,4 @@
-"""The monitors of one training stage: probes measure each step, the rules read their series, and alarms are emitted or end the run."""
+"""The monitors of one training stage: probes measure each step, rules read the series, and alarms are emitted or end the run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ MIN_SECONDS = 10.0  # a step shorter than this is never called slow
 
 
 class Monitor:
-    """Probes, series and rules of one stage as functions of figures and rollouts. Their state is part of every checkpoint, but for the
-    durations of recent steps: another attempt may run on another machine."""
+    """Probes, series and rules of one stage, as functions of metrics and rollouts. Every checkpoint saves their state, except the
+    durations of recent steps, because another attempt may run on another machine."""
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         self.settings, self.history = settings or MonitorSettings(), History()
         self.keywords, self.traits = Keywords(), TraitSums()
-        self.streak: dict[str, int] = {}  # of a rule's limit or trend: steps in a row
-        self.last: dict[str, int] = {}  # of a rule: the step of its last alarm
+        # by rule: steps in a row above its limit or along its trend
+        self.streak: dict[str, int] = {}
+        self.last: dict[str, int] = {}  # by rule: the step of its last alarm
         self.skipped = 0  # steps in a row that were left out
         self.coefficients_checked = False
         self.frozen: int | None = None  # checksum of the weights that must not move
@@ -59,15 +60,16 @@ class Monitor:
             setattr(self, name, state[name])
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Figures of a step's rollouts, with those that need earlier steps: `keyword`, the share of responses with the most widespread
-        word that was rare at first, and `agreement` of reward and gold over the last steps, where both are known."""
+        """Metrics of a step's rollouts, including two that need earlier steps: `keyword`, the share of responses with the most
+        widespread word that was rare at first, and `agreement`, the correlation of reward and gold over the last steps, if both are
+        known."""
         figures: dict[str, float] = {}
         for part in self.measuring(groups):
             figures |= part
         return figures
 
     def measuring(self, groups: Sequence[Group]) -> Iterator[dict[str, float]]:
-        """`measure` in pieces, for those who have something else to do in between."""
+        """`measure` in pieces, so that the caller can interleave other work."""
         yield rollout_figures(groups)
         rollouts = [r for g in groups for r in g.rollouts]
         if not rollouts:
@@ -79,8 +81,8 @@ class Monitor:
         yield {} if agreement is None else {"agreement": agreement}
 
     def observe(self, step: int, figures: Mapping[str, float]) -> list[Alarm]:
-        """Add the figures of a step to the series, and apply the rules to them. Only what was sampled has limits and trends: in
-        supervised training entropy falls to nothing."""
+        """Add the metrics of a step to the series, and apply the rules. Limits and trends apply to sampling stages only: in
+        supervised training, entropy falls to almost 0."""
         if all(math.isfinite(figures.get(name, math.nan)) for name in ("loss", "grad_norm")):
             self.skipped = 0  # an update was made
         if "reward" not in figures:
@@ -109,7 +111,7 @@ class Monitor:
         return alarms
 
     def alarm(self, step: int, name: str, seen: str, stops: bool | None = None) -> list[Alarm]:
-        """One alarm, or none where the rule is off, or has warned a few steps ago. It `stops` the run by default as the rule does."""
+        """The alarm of a rule, or none if the rule is off or warned a few steps ago. `stops` overrides whether it stops the run."""
         settings = self.settings
         stops = RULES[name].action == "stop" if stops is None else stops
         stop = name in settings.stop or (stops and name not in settings.warn)
@@ -121,7 +123,7 @@ class Monitor:
         return [Alarm(name, "; ".join(filter(None, (f"step {step}: {seen}", ADVICE[name]))), stop)]
 
     def check_rollouts(self, step: int, groups: Sequence[Group]) -> list[Alarm]:
-        """Look at what was sampled and scored, before it is trained on."""
+        """Check the sampled and scored rollouts before they are trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         failed = [r for r in rollouts if not r.score.valid]
         alarms: list[Alarm] = []
@@ -139,7 +141,7 @@ class Monitor:
         return alarms
 
     def skip(self, step: int, text: str) -> Alarm:
-        """A step that must not be trained on: the run stops, or leaves it out where the setting `skip` still allows that."""
+        """Handle a step that must not be trained on: the run stops, or skips the step if the setting `skip` still allows it."""
         self.skipped += 1
         stop = self.skipped > self.settings.skip
         counted = f"the step is left out ({self.skipped} of at most {self.settings.skip} in a row)"
@@ -147,7 +149,7 @@ class Monitor:
         return Alarm("nonfinite", f"step {step}: {text}; nothing was updated; {after}", stop)
 
     def slow_after(self) -> float | None:
-        """Seconds after which a step is slow; None while too few are known."""
+        """The number of seconds after which a step is slow; None while too few steps are known."""
         if len(self.seconds) < START or "slow" in self.settings.off:
             return None
         return max(MIN_SECONDS, self.settings.slow * statistics.median(self.seconds))
@@ -162,7 +164,7 @@ class Monitor:
         return self.alarm(step, "slow", text)
 
     def check_coefficients(self, step: int, dead: Sequence[str] | None) -> list[Alarm]:
-        """What the check at the start found; None: the batch had no gradient to compare, so that the next one is taken."""
+        """Report the result of the coefficient check. None: the batch had no gradient to compare, so the next one is checked."""
         self.coefficients_checked = dead is not None
         text = "of the algorithm changes no gradient of the first batch"
         return self.alarm(step, "coefficient", f"{', '.join(dead)} {text}") if dead else []
@@ -170,8 +172,8 @@ class Monitor:
 
 @dataclass(eq=False)
 class StageMonitor:
-    """Runs the monitor of a stage on its trainer and run: before a step is trained on, after its figures are written, before anything
-    is saved."""
+    """Runs the monitor of a stage on its trainer and run: before a step is trained on, after its metrics are written, and before
+    anything is saved."""
 
     stage: str
     trainer: Trainer
@@ -203,7 +205,7 @@ class StageMonitor:
 
     @contextmanager
     def running(self) -> Iterator[StageMonitor]:
-        """For as long as the stage trains."""
+        """Active while the stage trains."""
         with closing(Watchdog(self.writer.directory / self.stacks)) as watchdog:
             self.watchdog = watchdog
             try:
@@ -213,8 +215,8 @@ class StageMonitor:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one step: if it takes many times the median, the stacks of all threads and workers are written, also if it never
-        ends; if the device has no memory for it, the run stops with advice."""
+        """Wraps one step. If it takes many times the median, the stacks of all threads and workers are written, even if it never
+        ends. If the device runs out of memory, the run stops with advice."""
         assert self.watchdog is not None
         try:
             with self.watchdog.step(self.monitor.slow_after()):
@@ -227,7 +229,7 @@ class StageMonitor:
             raise
 
     def before(self, step: int, collected: Collected) -> bool:
-        """Look at the rollouts before they are trained on. False: the step is left out."""
+        """Check the rollouts before they are trained on. False: skip the step."""
         alarms = self.monitor.check_rollouts(step, collected.groups)
         self.pending = [alarm for alarm in alarms if alarm.rule == "nonfinite" and not alarm.stop]
         if any(alarm.rule == "nonfinite" for alarm in alarms):
@@ -235,13 +237,15 @@ class StageMonitor:
         self.emit(step, [alarm for alarm in alarms if alarm not in self.pending])
         return not self.pending
 
-    def broken(self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]) -> None:
-        """An update that was not made: its loss or gradient is not finite."""
+    def report_non_finite(
+        self, step: int, error: NonFinite, batch: Batch, groups: Sequence[Group]
+    ) -> None:
+        """Report an update that was not made because its loss or gradient is not finite."""
         text = f"{error.what}{self.keep(step, batch, groups)}"
         self.pending.append(self.monitor.skip(step, text))
 
     def after(self, step: int, figures: Mapping[str, float]) -> None:
-        """Once the figures of a step are written: emit what was found in it, and what they show."""
+        """After the metrics of a step are written, emit the alarms of the step and those that the metrics show."""
         alarms = [*self.pending, *self.monitor.observe(step, figures)]
         self.pending = []
         seconds = self.monitor.check_seconds(step, figures["seconds/total"], self.stacks)
@@ -255,7 +259,7 @@ class StageMonitor:
         groups: Sequence[Group],
         metrics: Sequence[Metric],
     ) -> None:
-        """Once a stage: whether every coefficient that was set does something."""
+        """Check once a stage whether every coefficient that was set has an effect."""
         if self.monitor.coefficients_checked or "coefficient" in self.settings.off:
             return
         if not coefficients(self.trainer.algorithm):
@@ -269,7 +273,7 @@ class StageMonitor:
         self.pending += self.monitor.check_coefficients(step, dead)
 
     def check_frozen(self, step: int) -> None:
-        """Before anything is saved or handed on: the frozen weights are those of the start."""
+        """Check that the frozen weights have not changed, before anything is saved or exported."""
         checksum = None if "frozen" in self.settings.off else self.trainer.checksum()
         if self.monitor.frozen is None:
             self.monitor.frozen = checksum
@@ -278,7 +282,7 @@ class StageMonitor:
             self.emit(step, self.monitor.alarm(step, "frozen", seen))
 
     def emit(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Emit the alarms of `step`; then stop, if one of them says so. Nothing of the step was saved."""
+        """Emit the alarms of `step`, then stop the run if one of them demands it. Nothing of the step was saved."""
         for alarm in alarms:
             text, rule = f"{alarm.rule}: {alarm.text}", {"rule": alarm.rule}
             level: Level = "stop" if alarm.stop else "warning"
@@ -291,7 +295,7 @@ class StageMonitor:
                 raise GuardStop(f"{self.stage}: {alarm.rule}: {alarm.text}; {left}")
 
     def keep(self, step: int, batch: Batch, groups: Sequence[Group]) -> str:
-        """Write a batch that could not be trained on to alarms/, and say which problems it is about."""
+        """Write a batch that could not be trained on to alarms/, and return which problems it contains."""
         logprob_T = torch.zeros_like(batch.behaviour_T)
         if bool(batch.mask_T.any()):
             logprob_T = self.trainer.logprobs(batch)
@@ -319,8 +323,8 @@ class StageMonitor:
 
 
 def alarm_lines(events: Sequence[EventRow]) -> list[str]:
-    """The alarms of a run, of each stage and rule the first and how many more, for its end. An attempt that went back to before an
-    alarm repeats it if it comes again, so the first of the last attempt counts where there is one."""
+    """The alarms of a run for its final report: for each stage and rule, the first alarm and the number of further ones. An attempt
+    that resumed before an alarm repeats it if it recurs, so the first of the last attempt counts if there is one."""
     found: dict[tuple[str, str], list[EventRow]] = {}
     for event in events:
         if event.kind == "alarm":

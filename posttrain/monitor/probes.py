@@ -1,4 +1,4 @@
-"""What is measured of a step's rollouts for the rules, in addition to the usual figures.
+"""Measurements of a step's rollouts for the rules, in addition to the usual metrics.
 
 Traits of responses that the reward pays for, and what they do to the gold, measured on the rollouts of a few steps.
 
@@ -29,7 +29,7 @@ MIN_LENGTH = 16  # tokens; shorter responses do not count in the mean repetition
 HEAD = 64  # tokens of a response in which distinct 2-grams are counted, so that length alone does not move the figure
 COMMON = 0.2  # share of responses with a word
 LARGEST = 1e6  # a larger reward would outweigh every other one
-MIN_SQUARE = 1e-12  # of differences within groups; less is rounding
+MIN_SQUARE = 1e-12  # sums of squared differences below this are rounding
 WINDOW = 10  # steps that are added up
 PAID, SURE, HARM, HARM_LENGTH = 4.0, 5.0, 3.5, 3.0  # standard errors
 REWARD = "reward"
@@ -39,7 +39,7 @@ FAR = 0.15  # a share of what a trait was in the first steps
 TAIL, SHORT, LONG = 0.1, "short", "long"
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 RARE = 0.02  # a word is measured where more than this share of responses have it, and more lack it
-MAX_WORDS = 60  # that are measured in a step
+MAX_WORDS = 60  # how many words are measured in a step
 GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
 WORD = 3  # letters, at least
 # every byte but the letters as a space
@@ -48,7 +48,8 @@ MULTIPLIERS = 2_654_435_761 * np.array([1_000_003, 10_000_019, 100_000_007, 1_00
 
 
 def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """The spread of rewards, the share of groups with equal rewards, repetition within and distinct 2-grams over responses."""
+    """The spread of rewards, the share of groups with equal rewards, repetition within responses, and distinct 2-grams over all
+    responses."""
     figures: dict[str, float] = {}
     rollouts = [r for g in groups for r in g.rollouts]
     rewards = [value for g in groups for value in g.rewards]
@@ -69,7 +70,7 @@ def rollout_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def repetition(rollouts: Sequence[Rollout], n: int = 4) -> np.ndarray:
-    """Of each response, 1 - (distinct n-grams / n-grams) of its token ids: [N]; 0 where it has none.
+    """[N]: 1 - (distinct n-grams / n-grams) of the token ids of each response; 0 if it has none.
 
     "abcabcabc..." of 30 tokens has 27 4-grams, 3 of them distinct: 24/27.
     """
@@ -83,7 +84,7 @@ def repetition(rollouts: Sequence[Rollout], n: int = 4) -> np.ndarray:
 
 
 def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
-    """Which responses have a word."""
+    """For each word, the responses that contain it."""
     having: dict[str, list[int]] = {}
     for number, rollout in enumerate(rollouts):
         text = rollout.response.lower().encode("ascii", "replace").translate(LETTERS).decode()
@@ -95,13 +96,13 @@ def words(rollouts: Sequence[Rollout]) -> dict[str, list[int]]:
 
 @dataclass(eq=False)
 class Keywords:
-    """The words that many responses had in the first steps."""
+    """The words that many responses contained in the first steps."""
 
     common: list[str] = field(default_factory=list)
     steps: int = 0
 
     def share(self, having: Mapping[str, Sequence[int]], responses: int) -> float:
-        """The share of responses that have the most widespread word that few had at first."""
+        """The share of responses with the most widespread word that was rare at first."""
         if self.steps < START:
             often = (word for word, at in having.items() if len(at) > COMMON * responses)
             self.common = sorted({*self.common, *often})
@@ -111,10 +112,10 @@ class Keywords:
 
 
 def unusable(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those that hold what no update may see: a log-prob that is not finite, or a reward out of all proportion."""
+    """Rollouts that no update may use: a log-prob that is not finite, or an extreme reward."""
     known = [[s.logprobs for s in r.segments if s.logprobs is not None] for r in rollouts]
     together = np.concatenate([np.zeros(0), *(one for own in known for one in own)])
-    # of all at once: to ask each is slower, and seldom needed
+    # check all at once: checking each is slower and seldom needed
     fine = bool(np.isfinite(together).all())
     finite = [fine or all(np.isfinite(one).all() for one in own) for own in known]
     pairs = zip(rollouts, finite, strict=True)
@@ -122,14 +123,15 @@ def unusable(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def _sampled(rollout: Rollout) -> np.ndarray:
-    """The ids of a response."""
+    """The sampled ids of a response."""
     parts = [s.ids for s in rollout.segments if s.sampled]
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A trait over the last steps: how surely it is paid, what the gold says of it, how far it moved since the first steps."""
+    """A trait over the last steps: how certainly the reward pays for it, its effect on the gold reward, and how far it moved since
+    the first steps."""
 
     trait: str  # length, repetition, format, disagreement, or a word in quotes
     paid: float
@@ -144,7 +146,8 @@ class Conflict:
 
     @property
     def gamed(self) -> bool:
-        """Paid and harmful beyond doubt; or paid, spreading, and harmful with less certainty. Only length is also gamed downwards."""
+        """Whether the trait is certainly paid for and harmful; or paid for, spreading, and less certainly harmful. Only length is
+        also gamed downwards."""
         side = math.copysign(1.0, self.paid)
         harm = -side * self.gold
         spreads = side * self.moved >= SURE and abs(self.now - self.then) >= FAR * abs(self.then)
@@ -155,7 +158,7 @@ class Conflict:
 
 @dataclass(eq=False)
 class TraitSums:
-    """Sums over the last steps, and over the first, of traits and of their products with reward and gold."""
+    """Sums, over the last steps and over the first, of traits and of their products with reward and gold."""
 
     # trait -> n, f, f^2, f~r~, (f~r~)^2, f~g~, (f~g~)^2
     recent: list[dict[str, list[float]]] = field(default_factory=list)
@@ -166,7 +169,7 @@ class TraitSums:
     usual: list[float] = field(default_factory=list)
 
     def add(self, groups: Sequence[Group], having: Mapping[str, Sequence[int]]) -> None:
-        """Add the rollouts of a step; `having` says which responses have a word."""
+        """Add the rollouts of a step; `having` lists the responses that contain each word."""
         rollouts = [r for g in groups for r in g.rollouts]
         values = np.array([math.nan if r.score.value is None else r.score.value for r in rollouts])
         golds = np.array([gold_of(r) for r in rollouts])
@@ -199,7 +202,7 @@ class TraitSums:
         self.recent = [*self.recent, sums][-WINDOW:]
 
     def agreement(self) -> float | None:
-        """The correlation of reward and gold within groups over the last steps; None where either never differs in a group."""
+        """The correlation of reward and gold within groups over the last steps; None if either never varies within a group."""
         rows = [step[REWARD][3:6] for step in self.recent if REWARD in step]
         product, reward_2, gold_2 = np.sum(rows, 0).tolist() if rows else (0.0, 0.0, 0.0)
         known = min(reward_2, gold_2) > MIN_SQUARE
@@ -210,7 +213,8 @@ class TraitSums:
         agreement = self.agreement()
         if agreement is not None and agreement > AGREE:
             return []
-        total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))  # of the last WINDOW steps
+        # over the last WINDOW steps
+        total: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(7))
         late: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))  # n, f, f^2: the last START
         for steps_ago, sums in enumerate(reversed(self.recent)):
             for name, row in sums.items():
@@ -245,7 +249,7 @@ def certainty(total: float, squares: float) -> float:
 def measure(
     rollouts: Sequence[Rollout], having: Mapping[str, Sequence[int]], usual: Sequence[float]
 ) -> tuple[list[str], np.ndarray]:
-    """Names and values [F, N] of the responses' traits; length comes first. `usual` lengths lie between these two."""
+    """Names and values [F, N] of the responses' traits; length comes first. Lengths between the two `usual` bounds are normal."""
     length_N = np.array([r.length for r in rollouts], np.float64)
     rows: dict[str, np.ndarray] = {"length": length_N}
     rows[SHORT], rows[LONG] = 1.0 * (length_N < usual[0]), 1.0 * (length_N > usual[1])
@@ -263,13 +267,13 @@ def measure(
 
 
 def gold_of(rollout: Rollout) -> float:
-    """What the reward stands for, where the score has it as a part; NaN elsewhere."""
+    """The gold reward, if the score has it as a part; else NaN."""
     parts = rollout.score.parts
     return next((float(parts[name]) for name in GOLD_PARTS if name in parts), math.nan)
 
 
 def centred(rows_FN: np.ndarray, owner_N: np.ndarray) -> np.ndarray:
-    """Rows less the means of their groups; less the mean of all where every group has one member."""
+    """Rows minus the means of their groups, or minus the overall mean if every group has one member."""
     counts = np.bincount(owner_N)
     if counts.max() < 2:
         return np.asarray(rows_FN - rows_FN.mean(1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The table of rules: what is wrong with a stage when its series look like this, and what to try.
+"""The table of rules: which series indicate a problem, and what to try.
 
 A rule has a limit, a trend, or neither: then a probe reports what it found. A limit compares the value of a step with a threshold of
 the settings, or with the first steps. A trend asks over several windows whether a series moved, whether the reward rose with it, and
@@ -26,7 +26,8 @@ ALWAYS = ("nonfinite", "memory")  # can be neither off nor warnings
 WINDOWS = ((5, 10), (10, 30), (20, 60), (20, 120))  # (points in a window, points from then to now)
 MIN_POINTS = 15  # rewards, before trends are read
 ERRORS = 5.0  # standard errors that a symptom must have moved by
-JUMP, FLOOR = 20.0, 1e-4  # of a mismatch, over its first steps
+# a jump of the mismatch relative to its first steps, and the smallest that counts
+JUMP, FLOOR = 20.0, 1e-4
 DIFFERENCE = "mean difference of log-prob between sampler and trainer"
 EQUAL = "share of groups with equal rewards"
 FRONTIER = 20  # points in a window of gold against KL
@@ -34,8 +35,9 @@ FRONTIER = 20  # points in a window of gold against KL
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings(Checked):
-    """Thresholds by rule, and actions. `off`, `warn` and `stop` name rules; `stop` makes one end the run that would only warn. A limit
-    counts after `patience` steps in a row, a trend after `trend_patience`; a warning is repeated after `repeat_after` steps."""
+    """Thresholds by rule, and actions. `off`, `warn` and `stop` name rules; `stop` makes a rule end the run that would only warn. A
+    limit counts after `patience` steps in a row, a trend after `trend_patience`; a warning is repeated after `repeat_after`
+    steps."""
 
     apart: ClassVar[bool] = True  # its keys need their path: rl.kl is the algorithm's
     where: ClassVar[str] = "monitor: "
@@ -75,7 +77,7 @@ Moved = Callable[[float, float], bool]  # from then to now
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A series whose drift, with a reward that rises and a gold that does not, shows how the reward is gamed."""
+    """A series whose drift shows how the reward is gamed, if the reward rises and the gold reward does not."""
 
     figure: str
     words: str
@@ -83,7 +85,7 @@ class Symptom:
     far: Moved  # far enough without a gold
 
     def seen(self, drift: Change | None, gold: str, real: Change | None, when: str = "") -> str:
-        """What a drift shows, where it is far enough; `real` is the change of the `gold`."""
+        """A description of the drift, if it is large enough; `real` is the change of the `gold` reward."""
         moved = self.moved if real is not None else self.far
         if drift is None or not moved(drift.then, drift.now) or abs(drift.z) < ERRORS:
             return ""
@@ -124,7 +126,7 @@ SYMPTOMS = {
 
 @dataclass(eq=False)
 class View:
-    """What the rules read at a step. Rises of the reward and conflicts of traits serve several rules and are worked out once."""
+    """What the rules read at a step. Rises of the reward and conflicts of traits serve several rules and are computed once."""
 
     settings: MonitorSettings
     now: Mapping[str, float]
@@ -144,7 +146,7 @@ class View:
 
     @cached_property
     def rises(self) -> list[tuple[int, Change, Change | None]]:
-        """Windows (by number) in which the reward rose and the gold did not, with both changes."""
+        """The windows (by number) in which the reward rose and the gold reward did not, with both changes."""
         gold, found = self.history.gold(), []
         golds = self.changes(gold) if gold else [None] * len(WINDOWS)
         for n, (rise, real) in enumerate(zip(self.changes("reward"), golds, strict=True)):
@@ -155,7 +157,7 @@ class View:
 
     @cached_property
     def fallen(self) -> str:
-        """Where the gold fell from its best while the reward rose."""
+        """How far the gold reward fell from its best while the reward rose."""
         history, name, found = self.history, self.history.gold(), ""
         if not name or not self.has_history:
             return ""
@@ -172,7 +174,7 @@ class View:
 
     @cached_property
     def gamed(self) -> dict[str, str]:
-        """Traits that the reward pays for, that spread, and that lower the gold, by rule."""
+        """Traits that the reward pays for, that spread, and that lower the gold reward, by rule."""
         found: dict[str, str] = {}
         for one in self.conflicts:
             if one.gamed:
@@ -184,12 +186,12 @@ class View:
         return found
 
 
-# What was seen; "" where it is in order; None where nothing was measured, so that steps in a row are neither counted nor broken.
+# Returns what was found, "" if all is well, or None if nothing was measured: then a streak of steps neither grows nor ends.
 Check = Callable[[View], str | None]
 
 
 def above(name: str, words: str) -> Check:
-    """A figure above the threshold of its name."""
+    """A rule: a metric above the threshold of the same name."""
 
     def check(view: View) -> str | None:
         value, limit = view.value(name), getattr(view.settings, name)
@@ -201,7 +203,7 @@ def above(name: str, words: str) -> Check:
 
 
 def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]]) -> Check:
-    """A figure outside these multiples of its mean over the first steps."""
+    """A rule: a metric outside these multiples of its mean over the first steps."""
 
     def check(view: View) -> str | None:
         value, start = view.value(figure), view.history.mean_of_first(figure)
@@ -233,14 +235,14 @@ def flat(view: View) -> str | None:
 
 
 def mismatch_jump(view: View) -> str | None:
-    """Suddenly much more than at the start: the sampler has other weights."""
+    """The mismatch is suddenly much larger than at the start: the sampler has other weights."""
     value, start = view.value("mismatch"), view.history.mean_of_first("mismatch")
     jumped = start is not None and max(JUMP * start, FLOOR) < value <= view.settings.mismatch
     return f"{value:.3g} {DIFFERENCE}, {start:.3g} in the first steps" if jumped else ""
 
 
 def gamed(name: str) -> Check:
-    """A trait that pays and harms; or a symptom that drifts while the reward rises and the gold does not."""
+    """A rule: a trait that pays and harms, or a symptom that drifts while the reward rises and the gold reward does not."""
 
     def check(view: View) -> str:
         if name in view.gamed or not view.has_history:
@@ -256,14 +258,14 @@ def gamed(name: str) -> Check:
 
 
 def past_frontier(view: View) -> str:
-    """The gold fell by at least 4 standard errors while KL went on rising, so that the best lies behind (Gao et al. 2023: gold =
-    d (a - b d), d = sqrt(KL))."""
+    """The gold reward fell by at least 4 standard errors while the KL kept rising: the optimum has been passed (Gao et al. 2023:
+    gold = d (a - b d), d = sqrt(KL))."""
     history, name = view.history, view.history.gold()
     best = since_best(history.values(name), FRONTIER) if view.fallen else None
     if best is None or "kl" not in history.steps:
         return ""
     place, gold = best
-    # it may be measured at some steps alone
+    # the gold reward may be measured at some steps only
     kl = np.interp(history.steps[name], history.steps["kl"], history.values("kl"))
     then, now = float(kl[place - FRONTIER : place].mean()), float(kl[-FRONTIER:].mean())
     if now <= then or gold.z > -4:
@@ -273,7 +275,7 @@ def past_frontier(view: View) -> str:
 
 
 def held_out(view: View) -> str:
-    """Held-out accuracy against its best: by the spread of many measurements or, while there are few, by their own intervals."""
+    """Held-out accuracy compared with its best, by the spread of many measurements or, while there are few, by their own intervals."""
     history = view.history
     held, low, high = map(history.values, HELD_OUT)
     best = since_best(held, 3)
@@ -295,7 +297,7 @@ def held_out(view: View) -> str:
 
 
 def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Check:
-    """Exploration or signal that was lost while the reward did not rise."""
+    """A rule: exploration or learning signal was lost while the reward did not rise."""
 
     def check(view: View) -> str:
         if not view.has_history:
@@ -310,7 +312,8 @@ def without_gain(figure: str, words: str, lost: Callable[[Change], bool]) -> Che
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`action` is that of a limit and of a report; a trend warns. `patience` names the setting for steps in a row; "" is one step."""
+    """A rule. `action` is that of a limit and of a report; a trend warns. `patience` names the setting for steps in a row; "" is
+    one step."""
 
     limit: Check | None = None
     trend: Check | None = None
@@ -319,7 +322,7 @@ class Rule:
     stop_after: int = 0  # times `patience`, after which a warning becomes a stop
 
 
-# What each rule sees, with its threshold, is in docs/reliability.md (limits and reports) and docs/alarms.md (trends).
+# docs/reliability.md (limits and reports) and docs/alarms.md (trends) list each rule with its threshold.
 RULES: Mapping[str, Rule] = {
     "nonfinite": Rule(action="stop"),
     "failed": Rule(action="stop"),
@@ -359,7 +362,7 @@ ADVICE: Mapping[str, str] = yaml.safe_load(_ADVICE.read_text("utf-8"))
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What a rule saw and what to try, in one line."""
+    """What a rule found and what to try, in one line."""
 
     rule: str
     text: str

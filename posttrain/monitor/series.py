@@ -1,4 +1,4 @@
-"""Series of figures of a stage, and how far they moved.
+"""Series of metrics of a stage, and their changes.
 
 A change is measured in standard errors of window means,
 
@@ -17,7 +17,7 @@ import numpy as np
 
 START = 5  # steps that define what is normal
 KEPT = 400  # values of a series
-GOLD = ("reward/task", "reward/gold", "reward/answer")  # what the reward stands for, by step
+GOLD = ("reward/task", "reward/gold", "reward/answer")  # metrics of the gold reward, by step
 HELD_OUT = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
 SYMPTOMS = ("length", "reward/format", "repetition", "distinct", "keyword", "reward/disagreement")
 TRACKED = ("reward", *GOLD, *HELD_OUT, "kl", "entropy", "groups/zero_variance", *SYMPTOMS)
@@ -32,7 +32,7 @@ COMPARED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """Means of a window then and now. `z`, the standard errors between them, is computed when it is read: most never are."""
+    """The means of a window then and now. `z`, the standard errors between them, is computed on first use: most are never read."""
 
     then: float
     now: float
@@ -61,7 +61,7 @@ def spread(values: np.ndarray, window: int) -> float:
 
 
 def change(values: np.ndarray, window: int, back: int) -> Change | None:
-    """The last window of a series against the one that ended `back` points ago; None where there is too little."""
+    """The last window of a series compared with the one that ended `back` points ago; None if there are too few points."""
     end = len(values) - back
     if end < window or back < 0:
         return None
@@ -70,7 +70,7 @@ def change(values: np.ndarray, window: int, back: int) -> Change | None:
 
 
 def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
-    """Where a window of the series was best, and how far it has fallen since, as (end of that window, change)."""
+    """(end of the best window of the series, the change since)."""
     if len(values) < 2 * window:
         return None
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -82,15 +82,16 @@ def since_best(values: np.ndarray, window: int) -> tuple[int, Change] | None:
 
 @dataclass(eq=False)
 class History:
-    """The last values of tracked figures with their steps, and sums over the first steps."""
+    """The last values of tracked metrics with their steps, and sums over the first steps."""
 
     series: dict[str, list[float]] = field(default_factory=dict)
     steps: dict[str, list[int]] = field(default_factory=dict)
     first: dict[str, list[float]] = field(default_factory=dict)  # total and count
-    level: float | None = None  # of a curriculum
+    level: float | None = None  # of the curriculum
 
     def add(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Add the figures of a step. True where the series begin anew: problems of another level compare with nothing before."""
+        """Add the metrics of a step. Returns True if the series start over, because problems of another level are not comparable
+        with those before."""
         found = figures.get("level", math.nan)
         level = None if math.isnan(found) else found
         anew = self.level is not None and level != self.level
@@ -111,11 +112,11 @@ class History:
         return np.array(self.series.get(name, []), dtype=np.float64)
 
     def mean_of_first(self, name: str) -> float | None:
-        """The mean over the first steps; None up to the last of them."""
+        """The mean over the first steps; None until they are over."""
         total, count = self.first.get(name, (0.0, 0))
         return float(total / START) if count > START else None
 
     def gold(self) -> str:
-        """The figure that measures what the reward stands for, where one was measured at every step."""
+        """The metric of the gold reward, if one was measured at every step."""
         count = len(self.series.get("reward", []))
         return next((name for name in GOLD if len(self.series.get(name, [])) == count > 0), "")

@@ -1,4 +1,4 @@
-"""A step that hangs: the stacks of every thread, here and in the processes that work for the run, written while it hangs.
+"""Writes the stacks of every thread, in this process and its workers, while a step hangs.
 
 A thread in C writes those of this process, also if nothing else can run any more. Reward workers and generation helpers are forked from
 this process and inherit its handler of SIGUSR1, which writes where they stand and lets them go on; programs that were started are not
@@ -27,7 +27,7 @@ WRITING = 0.1  # seconds that a process has for its stacks before the next is as
 
 
 class Watchdog:
-    """Writes stacks to a file when a step has taken too long, also if it never ends. The file is kept only if something was written."""
+    """Writes stacks to a file when a step takes too long, even if it never ends. The file is kept only if something was written."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Watchdog:
 
     @contextmanager
     def step(self, seconds: float | None) -> Iterator[None]:
-        """Watch one step; None: it has no limit."""
+        """Watch one step; None: no limit."""
         if seconds is None:
             yield
             return
@@ -60,7 +60,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        """The thread's work: ask the workers once a step's time is over."""
+        """The watching thread: signals the workers when a step's time is over."""
         while not self._over.wait(INTERVAL):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
@@ -81,8 +81,8 @@ class Watchdog:
 
 
 def ask_workers(file: TextIO) -> None:
-    """Have every process that was forked from this one, or for it by the fork server of its workers, write its stacks into the file,
-    one after the other. Workers are older than the file and write into one of their own."""
+    """Make every process that was forked from this one, or for it by the fork server of its workers, write its stacks to the file,
+    one after the other. Workers are older than the file and write to a file of their own."""
     own = stacks().fileno()
     for pid in forks():
         file.write(f"\nprocess {pid}, a worker of process {os.getpid()}:\n")
@@ -97,7 +97,7 @@ def ask_workers(file: TextIO) -> None:
 
 
 def forks() -> list[int]:
-    """Descendants of this process that catch the signal: it would end the others. None where there is no /proc."""
+    """Descendants of this process that handle the signal; it would end the others. None without /proc."""
     assert SIGNAL is not None
     found: list[int] = []
     waiting = [os.getpid()]

@@ -1,5 +1,5 @@
-"""From rewards to advantages: within groups and along a response, where sequences that could not be scored do not vote and get none;
-and token by token from a critic's values, where only tokens that carry loss exist: they are the actions."""
+"""Advantages from rewards: relative to a group, along a response, and by GAE from a critic's values. A sequence without a score counts
+in no baseline and has advantage 0. GAE skips tokens without loss, because only loss tokens are actions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def group_advantages(
     epsilon: float = 1e-4,
     vote_N: Tensor | None = None,
 ) -> Tensor:
-    """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of i's group. Where an episode has several of them, `vote_N` is the
-    share of its one vote that each has: n, means and deviations count episodes.
+    """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of the group of i. If an episode has several sequences in a group,
+    `vote_N` splits its one vote between them, so that counts, means and deviations are over episodes.
 
     baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean)
     scale     "group": s = std of V with `ddof`;  "batch": s = std of all valid rewards;  "none": no division
-    A group whose valid rewards are all equal (tested by max == min, never by a small std), or with fewer than two of them, has
-    A exactly 0; so has every sequence that is not valid, whatever its reward holds. Sums are float64, the result is of the
-    rewards' own dtype.
+    A is exactly 0 in a group whose valid rewards are all equal (tested by max == min, never by a small std) or fewer than two, and for
+    every sequence that is not valid, whatever its reward is. Sums are float64; the result has the dtype of the rewards.
     """
     narrow, wide = reward_N.dtype, torch.float64
     reward_N = torch.where(valid_N, reward_N, 0.0).to(wide)
@@ -71,13 +70,14 @@ def pass_at_k_advantages(
     epsilon: float = 1e-4,
     vote_N: Tensor | None = None,
 ) -> Tensor:
-    """Advantages of pass@k (Chen et al. 2025, arXiv:2508.10751, the analytic form): each k of the n responses of a group, of which n-
-    have a reward below `solved`, are one sample, whose reward is 1 where one of them is right; a response has the mean of its samples:
+    """Advantages of pass@k (Chen et al. 2025, arXiv:2508.10751, the analytic form). n- of the n responses of a group have a reward
+    below `solved`. Every subset of k responses is one sample, with reward 1 if at least one of its members is right. The advantage
+    of a response is the mean over the samples that contain it:
 
         R = 1 - C(n-, k) / C(n, k),    sigma = sqrt(R (1 - R))
         A_right = (1 - R) / (sigma + epsilon),    A_wrong = (1 - R - C(n- - 1, k - 1) / C(n - 1, k - 1)) / (sigma + epsilon)
 
-    k = 1 is the group's mean and its population's std. 0 in groups of fewer than k, or whose samples are all right or all wrong.
+    k = 1 gives the group's mean and population std. A is 0 in groups of fewer than k, and if all samples are right or all are wrong.
     """
     narrow, wide = reward_N.dtype, torch.float64
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
@@ -109,12 +109,12 @@ def part_advantages(
     epsilon: float = 1e-4,
     **scaling: Any,
 ) -> Tensor:
-    """Each reward k of several is normalised within the group on its own, before they are added (GDPO, arXiv:2601.05242, equations 4
-    to 6); the sum is divided by its std over the step, so that its scale does not depend on their number:
+    """Normalise each of several rewards within the group separately, before they are added (GDPO, arXiv:2601.05242, equations 4 to 6).
+    The sum is divided by its std over the step, so that its scale does not depend on the number of rewards:
 
         A_ik = (r_ik - mean_i(r_ik)) / (std_i(r_ik) + epsilon),    S_i = sum_k w_k A_ik,    A_i = S_i / (std(S) + epsilon)
 
-    Normalised after it is added, a reward that differs little, or rarely, is lost in those that differ much.
+    If rewards were added first, one that varies little or rarely would be lost among those that vary much.
     """
     columns = [
         weight * group_advantages(r_N, valid_N, group_N, epsilon=epsilon, **scaling)
@@ -128,7 +128,7 @@ def part_advantages(
 
 
 def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:
-    """max - min of the valid rewards of each group, 0 where fewer than two are valid."""
+    """max - min of the valid rewards of each group, 0 if fewer than two are valid."""
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
     high, low = (torch.where(valid_N, reward_N, sign * torch.inf) for sign in (-1, 1))
     empty = torch.zeros(groups, dtype=reward_N.dtype, device=reward_N.device)
@@ -138,9 +138,9 @@ def group_spread(reward_N: Tensor, valid_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def sums_to_go(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """sum_{s >= t} x_s over the loss tokens of the same sequence; 0 where there is no loss. Sums are float64.
+    """sum_{s >= t} x_s over the loss tokens of the same sequence; 0 at other tokens. Sums are float64.
 
-    Each sequence is summed in a row of its own: what comes before it in the batch leaves no rounding in it.
+    Each sequence is summed in a row of its own, so that rounding does not depend on the sequences before it in the batch.
     """
     at, row, column, longest = loss_token_rows(mask_T, sequence_T, sequences)
     value_NL = torch.zeros(sequences, longest, dtype=torch.float64, device=value_T.device)
@@ -159,12 +159,12 @@ def process_advantages(
     ddof: int = 1,
     epsilon: float = 1e-4,
 ) -> Tensor:
-    """Process supervision (DeepSeekMath, section 4.1.3). All the step rewards R of a group are normalised together, and a token's
-    advantage is what the steps that end at it or later are worth:
+    """Process supervision (DeepSeekMath, section 4.1.3). All step rewards R of a group are normalised together. The advantage of a
+    token is the sum over the steps that end at it or later:
 
         r~_j = (r_j - mean(R)) / (std(R) + epsilon),    A_it = sum over steps j of y_i with index(j) >= t of r~_j
 
-    `step_T` holds a step's reward at the loss token it ends at and NaN elsewhere.
+    `step_T` holds the reward of a step at the loss token where it ends, and NaN elsewhere.
     """
     ends_T = mask_T & torch.isfinite(step_T)
     reward_S, group_S = step_T[ends_T], group_N[sequence_T[ends_T]]
@@ -175,7 +175,7 @@ def process_advantages(
 
 
 def turn_starts(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """bool [T]: the first token of each turn. What a policy is given stands between its turns, so a turn is a run of loss tokens."""
+    """bool [T]: the first token of each turn. Given tokens separate the turns, so a turn is a run of loss tokens."""
     again_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
     return mask_T & ~torch.nn.functional.pad(again_T, (1, 0))
 
@@ -189,13 +189,13 @@ def turn_advantages(
     group_N: Tensor,
     **scaling: Any,
 ) -> Tensor:
-    """[T]: credit by turn within groups. With r_i the whole return of episode i and p_ij what its turn j was paid,
+    """[T]: credit by turn within groups. With r_i the whole return of episode i and p_ij the reward of its turn j,
 
         G_ik = r_i - sum_{j < k} p_ij,    A_ik = (G_ik - mean_i(G_ik)) / (std_i(G_ik) + epsilon)
 
-    for all tokens of turn k: a turn answers for what was paid for it and after it. Baselines count episodes: at every k each of the
-    group has one vote, with the return of its last turn where it has fewer turns. So where all is paid at the end, every turn has the
-    advantage of the whole episode. `scaling` is that of `group_advantages`.
+    for all tokens of turn k: a turn gets credit for its own reward and later ones. At every k each episode of the group has one vote;
+    an episode with fewer turns votes with the return of its last turn. So if everything is paid at the end, every turn has the
+    advantage of the whole episode. `scaling` are the options of `group_advantages`.
     """
     starts_T, sequences = turn_starts(mask_T, sequence_T), len(group_N)
     at = starts_T.nonzero()[:, 0]
@@ -217,7 +217,7 @@ def turn_advantages(
 
 
 def overlong_punishment(length_N: Tensor, l_max: float, l_cache: float) -> Tensor:
-    """DAPO's soft overlong punishment (section 3.4): 0 up to l_max - l_cache tokens, -1 from l_max on, linear in between:
+    """The soft overlong punishment of DAPO (section 3.4): 0 up to l_max - l_cache tokens, -1 from l_max on, linear in between:
 
     R(y) = ((l_max - l_cache) - |y|) / l_cache,    kept within [-1, 0]
     """
@@ -233,14 +233,15 @@ def generalised_advantages(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman 2015) and the returns that the critic learns; `lam` may be [N], one a sequence:
+    """Generalised advantage estimation (GAE, Schulman 2015), and the returns that the critic learns. `lam` may be [N], one for each
+    sequence:
 
         delta_t = r_t + gamma V_t' - V_t,    A_t = delta_t + gamma lam A_t',    R_t = A_t + V_t
 
-    with t' the next loss token of the same sequence. What a tool says in between is part of the next state, not a step of its own:
-    it is skipped, whatever it holds. After the last loss token V = A = 0: an episode ends there, also one cut off by the length
-    limit. lam = 1 is the return minus the value, lam = 0 the error of one step. Sums are float64, results of the values' dtype; both
-    are 0 where there is no loss.
+    with t' the next loss token of the same sequence. Tool output in between is part of the next state and not an action, so its tokens
+    are skipped, whatever their values. After the last loss token V = A = 0: the episode ends there, also one that the length limit cut
+    off. lam = 1 gives the return minus the value, lam = 0 the one-step error. Sums are float64; results have the dtype of the values
+    and are 0 at tokens without loss.
     """
     device, wide = value_T.device, torch.float64
     empty_T = torch.zeros_like(value_T)
@@ -249,17 +250,17 @@ def generalised_advantages(
         return empty_T, empty_T.clone()
     reward_NL, value_NL = torch.zeros(2, sequences, longest + 1, dtype=wide, device=device)
     reward_NL[row, column], value_NL[row, column] = reward_T[at].to(wide), value_T[at].to(wide)
-    # beyond a sequence's end rewards and values are 0, and so is every sum that starts there
+    # after the end of a sequence rewards and values are 0, and so are all sums that start there
     delta_NL = reward_NL[:, :-1] + gamma * value_NL[:, 1:] - value_NL[:, :-1]
     summed = _summed_by_doubling if value_T.is_cuda else _summed_by_token
     advantage_M = summed(delta_NL, gamma * lam)[row, column]
-    replace_M = advantage_M + value_NL[row, column]
-    advantage_M, replace_M = advantage_M.to(value_T.dtype), replace_M.to(value_T.dtype)
-    return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, replace_M)
+    return_M = advantage_M + value_NL[row, column]
+    advantage_M, return_M = advantage_M.to(value_T.dtype), return_M.to(value_T.dtype)
+    return empty_T.index_copy(0, at, advantage_M), empty_T.index_copy(0, at, return_M)
 
 
 def _summed_by_token(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
-    """[N, L]: A_t = delta_t + decay A_t+1, from the last token on; `decay` may be [N]."""
+    """[N, L]: A_t = delta_t + decay A_t+1, computed from the last token backwards; `decay` may be [N]."""
     advantage_NL, following_N = torch.zeros_like(delta_NL), torch.zeros_like(delta_NL[:, 0])
     for t in range(delta_NL.shape[1] - 1, -1, -1):
         following_N = delta_NL[:, t] + decay * following_N
@@ -268,7 +269,7 @@ def _summed_by_token(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def _summed_by_doubling(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
-    """The same in as many kernels as a length has bits: sums of 1, 2, 4, ... tokens."""
+    """The same in O(log L) kernel launches: sums over 1, 2, 4, ... tokens."""
     advantage_NL, width = delta_NL, 1
     decay_N1 = torch.as_tensor(decay, dtype=delta_NL.dtype, device=delta_NL.device).reshape(-1, 1)
     while width < delta_NL.shape[1]:
@@ -278,7 +279,7 @@ def _summed_by_doubling(delta_NL: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def length_adaptive(length_N: Tensor, alpha: float) -> Tensor:
-    """[N]: lambda_i = max(0, 1 - 1 / (alpha l_i)): the weights lambda^k of the errors k tokens later add up to alpha l_i, so that a
+    """[N]: lambda_i = max(0, 1 - 1 / (alpha l_i)). The weights lambda^k of the errors k tokens ahead add up to alpha l_i, so that a
     long response looks further ahead (VAPO, arXiv:2504.05118)."""
     return (1 - 1 / (alpha * length_N.double().clamp(min=1))).clamp(min=0.0)
 
@@ -292,7 +293,7 @@ def turn_generalised_advantages(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The same over turns: each is one action, which is paid the sum of its tokens' rewards, in the state before its first token:
+    """GAE over turns: each turn is one action, in the state before its first token, with the sum of its tokens' rewards as its reward:
 
         delta_k = r_k + gamma V_k+1 - V_k,    A_k = delta_k + gamma lam A_k+1,    R_k = A_k + V_k
 
@@ -304,14 +305,14 @@ def turn_generalised_advantages(
     if not len(at):
         return torch.zeros_like(value_T), torch.zeros_like(value_T)
     reward_M = reward_M.index_add(0, number_T, reward_T.where(mask_T, 0.0).double())
-    turns = (value_T[at], torch.ones_like(at, dtype=torch.bool), sequence_T[at])
-    made = generalised_advantages(reward_M, *turns, sequences, gamma, lam)
+    every_M, which_M = torch.ones_like(at, dtype=torch.bool), sequence_T[at]
+    made = generalised_advantages(reward_M, value_T[at], every_M, which_M, sequences, gamma, lam)
     advantage_T, return_T = (column[number_T].where(mask_T, 0.0) for column in made)
     return advantage_T, return_T
 
 
 def last_tokens(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-    """(where, whose): the position of the last loss token of each sequence that has one, and that sequence's number."""
+    """(position, sequence): the last loss token of each sequence that has any, and the index of the sequence."""
     at = mask_T.nonzero()[:, 0]
     last_N = torch.full((sequences,), -1, dtype=at.dtype, device=at.device)
     last_N = last_N.scatter_reduce(0, sequence_T[at], at, "amax")
@@ -320,11 +321,11 @@ def last_tokens(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> tuple[Ten
 
 
 def whiten(value_T: Tensor, mask_T: Tensor, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) over the loss tokens of the step, 0 elsewhere; without `shift` the mean is added
-    again, (x - mean) / sqrt(var + epsilon) + mean, as in the code of Ziegler et al. 2019: what is whitened keeps its mean.
+    """(x - mean) / sqrt(var + epsilon) over the loss tokens of the step, 0 elsewhere. Without `shift` the mean is added back,
+    (x - mean) / sqrt(var + epsilon) + mean, as in the code of Ziegler et al. 2019.
 
-    The variance is the population's (ddof 0). Where all values are equal (by max == min) there is nothing to scale: they become
-    exactly 0 with `shift`, and stay as they are without it. Sums are float64, the result is of the values' dtype.
+    The variance is that of the population (ddof 0). If all values are equal (by max == min), they become exactly 0 with `shift`, and
+    stay as they are without it. Sums are float64; the result has the dtype of the values.
     """
     inside_M = value_T[mask_T].to(torch.float64)
     if not len(inside_M) or bool(inside_M.max() == inside_M.min()):

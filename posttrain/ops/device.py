@@ -1,4 +1,4 @@
-"""What a CUDA device is, and how much of its memory this process may take."""
+"""Properties of a CUDA device, and how much of its memory this process may use."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether tiles that were chosen for an H100 or H200 fit: others may have too little shared memory for them."""
+    """Whether the device is an H100 or H200. Tile sizes are chosen for these; others may have too little shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of host memory on a device, without waiting for what the device is at: from pinned memory, since CUDA may copy other
-    memory while the host waits, in its turn after all that was launched."""
+    """Copy a host tensor to a device without waiting for the device. The copy is from pinned memory: CUDA may copy other memory
+    synchronously, after everything that was launched before."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
 
 def device_bytes(device: torch.device) -> float:
-    """Bytes of a CUDA device: all of it, or as much as torch.cuda.set_per_process_memory_fraction leaves this process."""
+    """The memory of a CUDA device in bytes: all of it, or the share that torch.cuda.set_per_process_memory_fraction allows."""
     whole = float(torch.cuda.get_device_properties(device).total_memory)
     return whole * torch.cuda.get_per_process_memory_fraction(device.index)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes of it that are left, with what torch's allocator holds and nobody uses."""
+    """Free bytes of a CUDA device, including those that torch's allocator holds but does not use."""
     held = torch.cuda.memory_reserved(device)
     left = min(float(torch.cuda.mem_get_info(device)[0]), device_bytes(device) - held)
     return left + held - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Divergences of two models' distributions over the whole vocabulary, from hidden states, never holding more than a chunk of logits."""
+"""Divergences between two models' distributions over the whole vocabulary, computed from hidden states in chunks of logits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def vocabulary_divergence(
     is bounded: divided by beta it becomes `forward` as beta goes to 0, divided by 1 - beta `reverse` as it goes to 1 (Agarwal et al.
     2023, arXiv:2306.13649).
 
-    The gradient is with respect to p alone. The backward pass computes each chunk's logits again, so that memory is one chunk of
-    both models' logits whatever N is. Hidden sizes may differ. Where heads have rows beyond the other's (models of one family are
-    padded to different sizes), both distributions are over the rows that both have.
+    The gradient is with respect to p only. The backward pass recomputes the logits of each chunk, so that memory is one chunk of both
+    models' logits, whatever N is. Hidden sizes may differ. If one head has more rows than the other (models of one family are padded
+    to different sizes), both distributions are over the common rows.
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"unknown divergence {kind!r}: one of {', '.join(DIVERGENCES)}")
@@ -47,12 +47,11 @@ def vocabulary_divergence(
     head, teacher_head = _first_rows(head, words), _first_rows(teacher_head, words)
     if chunk_logits is None:
         chunk_logits = logprobs.chunk_size(hidden_NH.device)
-    rows = max(1, chunk_logits // (4 * words))  # of which there are six at once
+    # about six tensors of so many rows are alive at once
+    rows = max(1, chunk_logits // (4 * words))
     settings = (kind, temperature, beta, rows)
-    teacher = (
-        teacher_NH.detach(),
-        replace(teacher_head, weight_VH=teacher_head.weight_VH.detach()),
-    )
+    teacher_head = replace(teacher_head, weight_VH=teacher_head.weight_VH.detach())
+    teacher = (teacher_NH.detach(), teacher_head)
     given = (hidden_NH, head.weight_VH, head.bias_V, head, teacher, settings)
     return _Divergence.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the experts that a router chooses for each token, and the weighted sum of what they make of it."""
+"""Mixtures of experts: the router's choice of experts for each token, and the weighted sum of the experts' outputs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ALIGNED = 16  # bytes of which the rows of torch's grouped product are multiples
+ALIGNED = 16  # row sizes of torch's grouped product must be multiples of this many bytes
 
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """What the routers of a forward pass did, by layer: their logits, and the experts of the largest. Where experts were `chosen`
-    before, those are taken, with the weights of now (router replay, arXiv:2510.11370); a token whose first is -1 is routed freely."""
+    """Records the routers of a forward pass, by layer: their logits, and the experts with the largest logits. If `chosen_TK` names
+    experts, these are used instead, with the current weights (router replay, arXiv:2510.11370); a token whose first entry is -1 is
+    routed freely."""
 
     chosen_TK: Mapping[int, Tensor] = field(default_factory=dict)
     logit_TE: dict[int, Tensor] = field(default_factory=dict)
     index_TK: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, logit_TE: Tensor, index_TK: Tensor) -> Tensor:
-        """The experts to take, where the router would take `index_TK`."""
+        """Record the router's choice `index_TK`, and return the experts to use."""
         self.logit_TE[layer], self.index_TK[layer] = logit_TE, index_TK
         if layer not in self.chosen_TK:
             return index_TK
@@ -32,21 +33,21 @@ class Routes:
         return torch.where(chosen_TK[:, :1] >= 0, chosen_TK, index_TK)
 
     def replay(self) -> Routes:
-        """Routes by which another pass takes the experts of this one."""
+        """Routes that make another pass use the experts of this one."""
         return Routes(dict(self.index_TK))
 
     def choices(self) -> Tensor:
-        """[T, L K], int16: what the routers chose, by layer."""
+        """[T, L K], int16: the routers' choices, layer after layer."""
         return torch.cat([self.index_TK[n] for n in sorted(self.index_TK)], 1).to(torch.int16)
 
     def take(self, at_K: Tensor) -> None:
-        """Only these tokens are computed."""
+        """Keep the routes of the tokens that are computed."""
         self.chosen_TK = {n: chosen_TK[at_K] for n, chosen_TK in self.chosen_TK.items()}
 
     @torch.no_grad()
     def differing(self, source_T: Tensor | None) -> Tensor | None:
-        """[T]: the share of layers in which a token would go to other experts than those that were chosen before; NaN where nothing
-        was; None where nothing is replayed."""
+        """[T]: the share of layers in which the router's choice differs from the replayed experts; NaN for tokens that are routed
+        freely. None if nothing is replayed."""
         if not self.chosen_TK:
             return None
         pairs = [(self.chosen_TK[n], self.index_TK[n]) for n in self.chosen_TK]
@@ -56,7 +57,7 @@ class Routes:
         return share_T if source_T is None else share_T[source_T]
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """Probabilities and choices (1 where chosen), each added over layers: [T, E]."""
+        """([T, E], [T, E]): probabilities and choices (1 if chosen, else 0), each summed over layers."""
         total_TE, count_TE = torch.zeros(()), torch.zeros(())
         for layer, logit_TE in self.logit_TE.items():
             p_TE = torch.softmax(logit_TE, -1, dtype=torch.float32)
@@ -69,12 +70,13 @@ class Routes:
 def load_balance(
     total_TE: Tensor, count_TE: Tensor, layers: int, sequence_T: Tensor, sequences: int
 ) -> Tensor:
-    """[T]: terms whose mean over a sequence is its auxiliary loss for a balanced load (Switch Transformer, arXiv:2101.03961, equations
-    4 to 6), as transformers computes it of that sequence alone:
+    """[T]: terms whose mean over a sequence is its load-balancing loss (Switch Transformer, arXiv:2101.03961, equations 4 to 6), as
+    transformers computes it for that sequence alone:
 
-        E sum_e f_e P_e,  f_e the mean over layers and tokens of what was chosen, P_e that of the probabilities
+        E sum_e f_e P_e,  f_e the mean over layers and tokens of the choices, P_e that of the probabilities
 
-    It is `count` for equal shares, and E at most. A sequence at a time (DeepSeek-V3), it does not depend on how a step is cut.
+    It is `count` for equal shares, and at most E. It is computed per sequence (DeepSeek-V3), so that it does not depend on how a step
+    is cut.
     """
     shape = (sequences, total_TE.shape[1])
     chosen_NE = count_TE.new_zeros(shape).index_add_(0, sequence_T, count_TE)
@@ -86,8 +88,8 @@ def load_balance(
 def route(
     logit_TE: Tensor, count: int, normalised: bool, layer: int = 0, routes: Routes | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `count` experts of the largest probability p = softmax(logits) for each token, [T, K], and their weights: p, `normalised` to
-    a sum of 1."""
+    """(weights, experts), [T, K] each: the `count` experts with the largest probability p = softmax(logits) for each token. The weights
+    are p, normalised to a sum of 1 if `normalised`."""
     p_TE = torch.softmax(logit_TE, -1, dtype=torch.float32)
     weight_TK, index_TK = torch.topk(p_TE, count, dim=-1)
     if routes is not None:
@@ -106,8 +108,8 @@ def mixture(
     down_EHI: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """sum_k weight_k down_k activation(gate_up_k x), with the tokens of each expert side by side. Shapes depend on those of the inputs
-    alone, and nothing waits for the device, so that a CUDA graph can hold it."""
+    """sum_k weight_k down_k activation(gate_up_k x), with the tokens sorted by expert. Shapes depend only on those of the inputs, and
+    nothing waits for the device, so that a CUDA graph can contain it."""
     if not _groups(x_TH, gate_up_EJH, down_EHI):
         return _every_expert(x_TH, weight_TK, index_TK, gate_up_EJH, down_EHI, activation)
     (tokens, count), experts = index_TK.shape, len(gate_up_EJH)
@@ -126,8 +128,8 @@ def mixture(
 
 
 def _groups(x_TH: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor) -> bool:
-    """Whether torch's grouped product takes these. In a CUDA graph only its own kernel, for bfloat16 on Hopper and later, is of use:
-    the others read the sizes of the groups on the host."""
+    """Whether torch's grouped product supports these tensors. A CUDA graph can contain only its kernel for bfloat16 on Hopper and
+    later: the others read the sizes of the groups on the host."""
     size, dtype = x_TH.element_size(), x_TH.dtype
     rows = (x_TH.shape[1], *gate_up_EJH.shape[1:], *down_EHI.shape[1:])
     if dtype == torch.float64 or any(row * size % ALIGNED for row in rows) or not len(x_TH):
@@ -145,7 +147,7 @@ def _every_expert(
     down_EHI: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The same sum with every expert computed for every token: for types that torch has no grouped product of."""
+    """The same sum, computing every expert for every token, for dtypes and sizes without a grouped product."""
     experts, tokens = len(gate_up_EJH), len(x_TH)
     both_ETJ = x_TH @ gate_up_EJH.transpose(1, 2)
     inner_ETI = activation(both_ETJ.flatten(0, 1)).view(experts, tokens, -1)
@@ -155,8 +157,8 @@ def _every_expert(
 
 
 class _Take(torch.autograd.Function):
-    """x[at], where each row of x is taken `count` times: its gradient is the sum of the rows `back` in those of the output. Unlike
-    torch's own, which adds rows in any order, it is the same each time."""
+    """x[at], which takes each row of x `count` times. The gradient of a row is the sum of its rows in the output, which `back` lists.
+    Unlike torch's own indexing, which adds rows in any order, the sum is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, at_S: Tensor, back_S: Tensor, count: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The element-wise parts of a decoder layer on CUDA with their derivatives, one pass over memory each way."""
+"""Fused element-wise operations of a decoder layer on CUDA (norm, gated activation, rotary embedding) with their derivatives. Each
+reads memory once, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PROGRAMS = 132 * 8  # that share the rows of a norm's backward pass
-READERS = 4  # tokens whose gradients are summed at once for the token that stands for them
+PROGRAMS = 132 * 8  # programs that share the rows in the backward pass of a norm
+READERS = 4  # how many tokens' gradients a program adds at once to a token that they share
 
 
 def _triton() -> Any:
@@ -20,12 +21,12 @@ def _triton() -> Any:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest one that is at least n: the sizes of Triton's blocks."""
+    """The smallest power of two that is at least n, for the size of a Triton block."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def row_block(width: int) -> tuple[int, int]:
-    """The block and the warps of a program that reads a row of this width."""
+    """(block size, number of warps) of a program that reads a row of this width."""
     block = power_of_two(width)
     return block, 4 if block <= 2048 else 8
 
@@ -54,7 +55,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(
         ctx: Any, residual_TH: Tensor | None, grad_TH: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """`residual_TH` is the gradient of the sum, which is None where it is unused; `grad_TH` that of the normalised."""
+        """`residual_TH` is the gradient of the sum, None if that is unused; `grad_TH` is the gradient of the normalised output."""
         if grad_TH is None:
             return residual_TH, residual_TH if ctx.added else None, None, None, None
         sum_TH, weight_H, scale_T = ctx.saved_tensors
@@ -74,9 +75,9 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(
     x_TH: Tensor, y_TH: Tensor | None, weight_H: Tensor, epsilon: float, shifted: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(s, s / sqrt(mean(s^2) + epsilon) * weight) with s = x + y: the residual stream and what the next layer reads of it.
+    """(s, s / sqrt(mean(s^2) + epsilon) * weight) with s = x + y: the residual stream, and its RMS norm.
 
-    `shifted`: * (1 + weight), before rounding, as Gemma has it.
+    `shifted` multiplies by (1 + weight) instead, before rounding, as in Gemma.
     """
     return _AddNorm.apply(x_TH, y_TH, weight_H, epsilon, shifted)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -104,31 +105,31 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(both_TI: Tensor, tanh: bool) -> Tensor:
-    """act(gate) * up of [T, 2I] rows that hold the gate and then the rest; silu, or gelu by its tanh approximation."""
+    """act(gate) * up of rows [T, 2I] that hold gate and then up. act is silu or, with `tanh`, the tanh approximation of gelu."""
     return _Gated.apply(both_TI, tanh)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharing:
-    """Tokens of sequences that begin alike, of which each beginning is computed once: `source_T` is the computed token that stands for
-    each, `kept_K` where in the sequences the computed ones are. `reader_T` has the tokens by whom they read, those of computed token k
-    from `first_K`[k] on. `whole`: queries are made of all tokens, for attention that has no other way."""
+    """How T tokens share K computed ones, because sequences with a common prefix compute it once. `source_T` is the computed token of
+    each token; `kept_K` the position of each computed token. `reader_T` lists the tokens sorted by their computed token; those of
+    computed token k begin at `first_K`[k]. `whole`: queries are made for all T tokens, for attention that needs them."""
 
     source_T: Tensor
     kept_K: Tensor
     reader_T: Tensor
-    first_K: Tensor  # one longer
+    first_K: Tensor  # K + 1 entries
     whole: bool
 
     @classmethod
     def of(cls, source_T: Tensor, kept_K: Tensor, whole: bool = False) -> Sharing:
-        """Sorted on the device: nothing waits for it."""
+        """Sort on the device, so that the host does not wait."""
         sorted_T, reader_T = source_T.sort(stable=True)
         counted = torch.arange(len(kept_K) + 1, device=source_T.device)
         return cls(source_T, kept_K, reader_T, torch.searchsorted(sorted_T, counted), whole)
 
     def computed(self, x_T: Tensor) -> Tensor:
-        """The rows of computed tokens, where there are rows of all of them."""
+        """The rows of the computed tokens. With `whole`, `x_T` has a row for every token; else it has these rows already."""
         return _Computed.apply(x_T, self) if self.whole else x_T  # type: ignore[no-untyped-call]
 
 
@@ -200,7 +201,7 @@ def _blocks(shape: tuple[int, int, int]) -> tuple[int, ...]:
 
 
 def _warps(shape: tuple[int, int, int]) -> int:
-    """A warp for 1,024 numbers of a token's queries: its program waits for indices most of the time, and many must fit."""
+    """One warp for 1,024 elements of a token's queries: a program mostly waits for indices, so many must run at once."""
     heads, _, width = shape
     return min(8, max(1, power_of_two(heads) * power_of_two(width) // 1024))
 
@@ -215,7 +216,7 @@ def attention_heads(
     """[K, Hq, D] queries of computed tokens (`whole` sharing: [T, Hq, D] of all), [T, Hk, D] keys and values of all, from
     [K, (Hq + 2 Hk) D] rows; `shape` is (Hq, Hk, D).
 
-    Queries and keys have the rotary embedding, x cos + rotate_half(x) sin. Gradients of a token that stands for several, as a prompt's
-    that every sample of it reads, are summed in float32.
+    Queries and keys have the rotary embedding, x cos + rotate_half(x) sin. The gradients of a token that several sequences share, such
+    as a prompt's, are summed in float32.
     """
     return _Heads.apply(qkv, shape, *rope, position_K, sharing)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,7 +1,7 @@
-"""Estimators of KL(policy || reference) from one sampled token, with their true gradients stated (Schulman 2020).
+"""Estimators of KL(policy || reference) from one sampled token (Schulman 2020), and their gradients.
 
 Notation: x ~ p (the policy), q the reference, d = log q(x) - log p(x). All have mean KL(p || q) under x ~ p (k2 only near
-p = q). As a *loss* their gradients differ, and this is where libraries go wrong; tests enumerate a vocabulary and prove each:
+p = q). As a *loss* their gradients differ, a common mistake in libraries. Tests enumerate a vocabulary and prove each row:
 
     kind        value             expected gradient when used as a loss on-policy
     k1          -d                0: useless as a loss. As a detached *reward* it gives the exact gradient of KL(p || q)
@@ -25,12 +25,13 @@ KINDS = ("k1", "k2", "k3", "corrected")
 def kl_estimate(
     kind: str, logprob_T: Tensor, reference_T: Tensor, behaviour_T: Tensor | None = None
 ) -> Tensor:
-    """The chosen estimator per token. `behaviour_T` is needed by `corrected`: the log-prob the token was sampled with."""
+    """[T]: the estimator `kind`. `corrected` needs `behaviour_T`, the log-probs that the tokens were sampled with."""
     if kind == "k1":
         return logprob_T - reference_T
     if kind == "k2":
         return 0.5 * (logprob_T - reference_T) ** 2
-    # clamped above alone: below, k3 grows like -d, and its gradient must still pull back a token the reference all but forbids
+    # Clamped above only: for very negative d, k3 grows like -d, and its gradient must still act on a token that the reference all but
+    # excludes.
     difference = (reference_T - logprob_T).clamp(max=LIMIT)
     k3 = torch.expm1(difference) - difference
     if kind == "k3":
@@ -45,9 +46,9 @@ def kl_estimate(
 def best_of_n_kl(n: int) -> float:
     """KL(best-of-n || reference) <= log n - (n - 1) / n, for any reference and any reward.
 
-    With equality where no two responses have the same reward and none has much probability of its own: then the best of n has the
-    density n F^(n-1) in terms of its quantile F, and E[log(n F^(n-1))] = log n - (n - 1) / n. Ties and likely responses
-    bring the best of n closer to the reference than that (Beirami et al. 2024, arXiv:2401.01879).
+    With equality if no two responses have the same reward and no single response has much probability: then the best of n has the
+    density n F^(n-1) in terms of its quantile F, and E[log(n F^(n-1))] = log n - (n - 1) / n. With ties and likely responses the best
+    of n is closer to the reference than that (Beirami et al. 2024, arXiv:2401.01879).
 
     >>> best_of_n_kl(1), round(best_of_n_kl(2), 4), round(best_of_n_kl(16), 4)
     (0.0, 0.1931, 1.8351)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens from hidden states, never holding more than a chunk of logits."""
+"""Log-probabilities and entropies of given tokens, computed from hidden states in chunks of logits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.autograd.function import once_differentiable
 from posttrain.ops import fused
 from posttrain.ops.device import device_bytes, is_hopper
 
-CHUNK_LOGITS = 1 << 25  # logits alive at once: 128 MiB in float32
-CHUNK_LOGITS_CUDA = 7 << 26  # there, 1.8 GiB, and half as much again for their gradient
-CHUNK_SHARE = 0.025  # of a CUDA device's memory, which they take at most
-KEPT = 0.15  # of a CUDA device's memory, which what is kept of the logits for the backward pass may take
-TILE = (128, 256, 64)  # tokens, ids and elements that a program of the output layer's kernel takes
-SAFE = 60.0  # exp of it, times a sum over the vocabulary, is within float32 and bfloat16
+CHUNK_LOGITS = 1 << 25  # logits alive at once on a CPU: 128 MiB in float32
+CHUNK_LOGITS_CUDA = 7 << 26  # on CUDA: 1.8 GiB, and half as much again for their gradient
+CHUNK_SHARE = 0.025  # the largest share of a CUDA device's memory that these logits take
+KEPT = 0.15  # the share of a CUDA device's memory for values kept for the backward pass
+TILE = (128, 256, 64)  # tokens, ids and elements in a tile of the output layer's kernel
+SAFE = 60.0  # exp(SAFE), summed over the vocabulary, is within the range of float32 and bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The output layer: logits = softcap(scale * hidden W^T + bias), softcap(z) = c tanh(z / c) where there is one."""
+    """The output layer: logits = softcap(scale * hidden W^T + bias), with softcap(z) = c tanh(z / c) if there is one."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -32,7 +32,7 @@ class Head:
 
 
 def head_logits(hidden_NH: Tensor, head: Head) -> Tensor:
-    """Logits in float32 (float64 for float64 inputs). The trainer and the sampler both come through here, so they agree."""
+    """Logits in float32 (float64 for float64 inputs). The trainer and the sampler both use this function, so they agree."""
     logits_NV = product_float32(hidden_NH, head.weight_VH.t())
     if head.scale != 1.0:
         logits_NV = logits_NV * head.scale
@@ -55,9 +55,9 @@ def token_logprobs(
     With z = logits / temperature and p = softmax(z):
         logprob = z[target] - logsumexp(z),            d logprob / d z_j = 1[j = target] - p_j
         entropy = logsumexp(z) - sum_j p_j z_j,        d entropy / d z_j = -p_j (log p_j + entropy)
-    The backward pass recomputes each chunk's logits, so memory is one chunk whatever the number of tokens. On CUDA d logprob / d z of
-    the first chunks, rounded to the weights' type, is kept in their place, as far as `kept_room` goes. Where `in_tiles` says so, logits
-    are summed in the product that makes them, and never written.
+    The backward pass recomputes the logits of each chunk, so memory is one chunk, whatever the number of tokens. On CUDA, d logprob
+    / d z of the first chunks is kept instead, rounded to the weights' type, as far as `kept_room` allows. If `in_tiles` is true,
+    one kernel computes tiles of logits and sums over them without writing them to memory.
     """
     if chunk_logits is None:
         chunk_logits = chunk_size(hidden_NH.device)
@@ -69,7 +69,7 @@ def token_logprobs(
 
 
 def chunk_size(device: torch.device) -> int:
-    """Logits alive at once."""
+    """How many logits may be alive at once."""
     if device.type != "cuda":
         return CHUNK_LOGITS
     there = torch.cuda.is_available()
@@ -78,7 +78,7 @@ def chunk_size(device: torch.device) -> int:
 
 
 def kept_chunks(hidden_NH: Tensor, head: Head, rows: int) -> int:
-    """Of how many chunks of so many tokens what is needed of the logits is kept for the backward pass."""
+    """For how many chunks of `rows` tokens the derivative of the log-probs is kept for the backward pass."""
     if not hidden_NH.is_cuda or hidden_NH.dtype.itemsize == 4 or not _plain(head):
         return 0
     chunk = rows * head.weight_VH.shape[0] * hidden_NH.dtype.itemsize
@@ -86,8 +86,8 @@ def kept_chunks(hidden_NH: Tensor, head: Head, rows: int) -> int:
 
 
 def kept_room(device: torch.device) -> float:
-    """Bytes of a CUDA device for what is kept of the logits. They depend on its size and not on what is free, so that a run and its
-    repetition compute the same; 0 where it is not here."""
+    """Bytes of a CUDA device for values kept for the backward pass. They depend on the size of the device and not on what is free, so
+    that a repeated run computes the same. 0 without a CUDA device."""
     return KEPT * device_bytes(device) if torch.cuda.is_available() else 0.0
 
 
@@ -172,8 +172,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class HeadGradients:
-    """The gradients of hidden states, weight and bias, added up from those of chunks of logits. Sums over chunks are in float32, so
-    that the number of chunks does not show in a bf16 gradient."""
+    """Accumulates the gradients of hidden states, weight and bias over chunks of logits. Sums are in float32, so that a bf16 gradient
+    does not depend on the number of chunks."""
 
     def __init__(self, hidden_NH: Tensor, head: Head, needs: Sequence[bool]):
         self.hidden_NH, self.head = hidden_NH, head
@@ -187,7 +187,7 @@ class HeadGradients:
         )
 
     def add_logits(self, part: slice, grad_NV: Tensor, logits_NV: Tensor) -> None:
-        """Add a chunk by the gradient of its logits, which is changed in place."""
+        """Add a chunk, given the gradient of its logits, which is modified in place."""
         head = self.head
         if head.softcap is not None:
             grad_NV *= 1 - (logits_NV / head.softcap) ** 2
@@ -198,7 +198,7 @@ class HeadGradients:
         self.add(part, grad_NV.to(head.weight_VH.dtype))
 
     def add(self, part: slice, narrow_NV: Tensor) -> None:
-        """Add a chunk by the gradient of its product of hidden states and weight."""
+        """Add a chunk, given the gradient of its product of hidden states and weight."""
         if self.hidden is not None:
             self.hidden[part] = narrow_NV @ self.head.weight_VH
         if self.weight is not None and self.by_kernel:
@@ -207,7 +207,7 @@ class HeadGradients:
             self.weight += narrow_NV.t() @ self.hidden_NH[part]
 
     def add_scaled(self, part: slice, narrow_NV: Tensor, factor_N1: Tensor) -> None:
-        """The same of a gradient that is still to be multiplied by a factor of its row: d hidden = f (D W), d W = D^T (f hidden)."""
+        """Add a chunk whose gradient D still needs a factor f for each row: d hidden = f (D W), d W = D^T (f hidden)."""
         weight_VH = self.head.weight_VH
         if self.hidden is not None:
             self.hidden[part] = factor_N1 * product_float32(narrow_NV, weight_VH)
@@ -216,7 +216,7 @@ class HeadGradients:
             add_product_float32(self.weight, narrow_NV.t(), scaled_NH)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of hidden states, weight and bias; None where not needed."""
+        """The gradients of hidden states, weight and bias; None for those not needed."""
         weight, bias, head = self.weight, self.bias, self.head
         weight = weight.to(head.weight_VH.dtype) if weight is not None else None
         bias = bias.to(head.bias_V.dtype) if bias is not None and head.bias_V is not None else None
@@ -229,8 +229,8 @@ def chunks(hidden_NH: Tensor, rows: int) -> list[slice]:
 
 
 def in_tiles(hidden_NH: Tensor, head: Head) -> bool:
-    """Whether the output layer's kernel can do this layer on this device: in bfloat16, which holds exp of what float32 does, with rows
-    that begin at multiples of 16 bytes."""
+    """Whether the tiled kernel supports this layer and device: bfloat16, which has the exponent range of float32, and rows that
+    begin at multiples of 16 bytes."""
     if hidden_NH.dtype != torch.bfloat16 or not _plain(head):
         return False
     return all(size % 8 == 0 for size in head.weight_VH.shape) and is_hopper(hidden_NH.device)
@@ -244,11 +244,11 @@ def tile_statistics(
     found: tuple[Tensor, Tensor, Tensor],
     keep: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Log-probs, entropies and normalisers of one chunk, written into `found`, from tiles of logits that stay on the chip. `keep`: also
-    d logprob / d logits, as a matrix and a factor of each row.
+    """Write log-probs, entropies and normalisers of one chunk into `found`, from tiles of logits that stay on the chip. With
+    `keep`, also return d logprob / d logits, as a matrix and a factor for each row.
 
-    d logprob / d z = 1[target] - exp(z - c) exp(c - n), with the normaliser n and any shift c of the row that is within SAFE of it: so
-    the matrix is known, up to a factor of its row, before n is. The target's logit is such a shift.
+    d logprob / d z = 1[target] - exp(z - c) exp(c - n), with the normaliser n and any shift c of the row that is within SAFE of n. So
+    the matrix is known, up to a factor for each row, before n is. The logit of the target is such a shift.
     """
     kernels, (count, width), size = fused._triton(), hidden_NH.shape, weight_VH.shape[0]
     tall, broad, deep = TILE
@@ -280,7 +280,7 @@ def tile_statistics(
 def statistics(
     logits_NV: Tensor, target_N: Tensor, temperature: float, found: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Log-probs, entropies and normalisers of one chunk on CUDA, written into `found`: the logits are read once."""
+    """Write log-probs, entropies and normalisers of one chunk on CUDA into `found`, reading the logits once."""
     count, size = logits_NV.shape
     fused._triton().statistics_kernel[(count,)](
         logits_NV, target_N.contiguous(), *found, size, 1.0 / temperature, 2048, num_warps=8
@@ -290,8 +290,8 @@ def statistics(
 def logits_gradient(
     logits_NV: Tensor, parts: list[Tensor], temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of one chunk's logits on CUDA, rounded once to `dtype`. `parts` are the targets, normalisers and entropies of its
-    rows, and the gradients of their log-probs and entropies."""
+    """The gradient of the logits of one chunk on CUDA, rounded once to `dtype`. `parts` are the targets, normalisers and entropies of
+    its rows, and the gradients of their log-probs and entropies."""
     count, size = logits_NV.shape
     out = torch.empty(count, size, dtype=dtype, device=logits_NV.device)
     fused._triton().logits_gradient_kernel[(count, -(-size // 4096))](
@@ -301,8 +301,8 @@ def logits_gradient(
 
 
 def product_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 (float64 for float64 inputs). On CUDA a bf16 product is accumulated and returned in float32: rounding logits to
-    bf16 costs three digits of log-prob."""
+    """a @ b in float32 (float64 for float64 inputs). On CUDA a bf16 product is accumulated and returned in float32: logits rounded to
+    bf16 would lose three digits of the log-prob."""
     if a.is_cuda and a.dtype.itemsize < 4:
         return torch.mm(a, b, out_dtype=torch.float32)
     product = a @ b
@@ -310,7 +310,7 @@ def product_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_float32(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b on CUDA, summed in float32 inside the product whatever the matrices are."""
+    """total += a @ b on CUDA, summed in float32 within the product, whatever the dtype of the matrices."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

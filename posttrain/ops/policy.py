@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates of tokens and of whole responses, and weights for samples of another policy; safe at any log-ratio."""
+"""Importance ratios, policy-gradient surrogates and weights for samples of another policy. No log-ratio overflows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posttrain.ops.weights import sequence_means, sequence_sums
 
-LIMIT = 20.0  # log-ratios are clamped here before exp: e^20 is outside any trust region, and no value or gradient is NaN
+LIMIT = 20.0  # log-ratios are clamped to this before exp: e^20 is outside any trust region, and nothing becomes inf or NaN
 
 
 def importance_ratio(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:
@@ -18,8 +18,8 @@ def importance_ratio(logprob_T: Tensor, behaviour_T: Tensor) -> Tensor:
 def clipped_surrogate(
     ratio_T: Tensor, advantage_T: Tensor, clip_low: float, clip_high: float, dual: float = 0.0
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's loss per token (Schulman 2017), clip-higher when high > low (DAPO). A `dual`
-    clip c > 1 bounds it where A < 0, which the other does not: -max(min(r A, clip(r) A), c A) (Ye et al. 2020, arXiv:1912.09729)."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's loss per token (Schulman 2017), clip-higher if high > low (DAPO). The loss has no
+    upper bound where A < 0; a `dual` clip c > 1 adds one: -max(min(r A, clip(r) A), c A) (Ye et al. 2020, arXiv:1912.09729)."""
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     loss_T = -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
     if not dual:
@@ -81,13 +81,13 @@ def mismatch_weights(
     sequences: int,
     cap: float,
 ) -> Tensor:
-    """What a sample of mu is worth to the policy pi_prox that the step began with; a constant, there is no gradient in it.
+    """Importance weights, without gradient, of samples of mu for the policy pi_prox at the start of the step:
 
         decoupled   w_t = pi_prox(y_t) / mu(y_t)                        Hilton et al. 2022, arXiv:2110.00641
         token       w_t = min(pi_prox(y_t) / mu(y_t), cap)              truncated importance sampling, Yao et al. 2025
         sequence    w_i = min(prod_t pi_prox(y_t) / mu(y_t), cap)       the same for whole responses
 
-    Times the surrogate of pi / pi_prox. Weights are not bounded from below.
+    They multiply the surrogate of pi / pi_prox. They have no lower bound.
     """
     proximal_T, behaviour_T = proximal_T.where(mask_T, 0.0), behaviour_T.where(mask_T, 0.0)
     if kind == "decoupled":
@@ -95,8 +95,8 @@ def mismatch_weights(
     if kind == "token":
         return importance_ratio(proximal_T, behaviour_T).clamp(max=cap)
     if kind == "sequence":
-        where = (mask_T, sequence_T, sequences)
-        return sequence_ratio(proximal_T, behaviour_T, *where, mean=False).clamp(max=cap)
+        ratio_T = sequence_ratio(proximal_T, behaviour_T, mask_T, sequence_T, sequences, mean=False)
+        return ratio_T.clamp(max=cap)
     raise ValueError(f"unknown correction {kind!r}: decoupled, token or sequence")
 
 
@@ -109,7 +109,7 @@ def near_sequences(
     sequences: int,
     bound: float,
 ) -> Tensor:
-    """[N]: whether a response is near enough to what the policy would have said:
+    """[N]: whether the log-ratio of a response, between the policy at the start of the step and the sampler, is within `bound`:
 
     sequence   |sum_t log pi_prox(y_t) / mu(y_t)| <= bound
     mean       the same sum divided by |y_i|

@@ -1,7 +1,7 @@
-"""The reduction of a loss, as one number per token: L = sum_t weight_t * loss_t over the whole optimizer step.
+"""The reduction of a loss, as one weight per token: L = sum_t weight_t * loss_t over the whole optimizer step.
 
-Computed once for the whole step before it is split, so no micro-batch, pack or rank layout can change a gradient. A token
-that carries no loss has weight 0; a sequence without loss tokens is not counted as a sequence.
+Weights are computed for the whole step before it is split, so no layout of micro-batches, packs or ranks changes a gradient. A token
+without loss has weight 0. A sequence without loss tokens does not count as a sequence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """Loss tokens in each sequence."""
+    """[N]: the number of loss tokens in each sequence."""
     zeros_N = torch.zeros(sequences, dtype=torch.float32, device=mask_T.device)
     return zeros_N.index_add(0, sequence_T, mask_T.float())
 
@@ -19,7 +19,7 @@ def sequence_lengths(mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tens
 def loss_token_rows(
     mask_T: Tensor, sequence_T: Tensor, sequences: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Where the loss tokens are; the row and column of each in a table with one row for each sequence; and the table's width."""
+    """(position, row, column, width): the loss tokens, and their places in a table [sequences, width] with one row per sequence."""
     at = mask_T.nonzero()[:, 0]
     row = sequence_T[at]
     length_N = torch.bincount(row, minlength=sequences)
@@ -28,13 +28,13 @@ def loss_token_rows(
 
 
 def sequence_sums(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """s_i = sum of the values at i's loss tokens. Values elsewhere, even NaN, affect neither the sum nor its gradient."""
+    """s_i = sum of the values at the loss tokens of sequence i. Other values, even NaN, affect neither the sum nor its gradient."""
     zeros_N = torch.zeros(sequences, dtype=value_T.dtype, device=value_T.device)
     return zeros_N.index_add(0, sequence_T, value_T.where(mask_T, 0.0))
 
 
 def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
-    """s_i / |y_i|, with |y_i| the loss tokens of i; 0 for a sequence without any."""
+    """s_i / |y_i|, with |y_i| the number of loss tokens of sequence i; 0 for a sequence without any."""
     length_N = sequence_lengths(mask_T, sequence_T, sequences).to(value_T.dtype)
     return sequence_sums(value_T, mask_T, sequence_T, sequences) / length_N.clamp(min=1)
 
@@ -42,7 +42,7 @@ def sequence_means(value_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sequence
 def reduction(
     kind: str, mask_T: Tensor, sequence_T: Tensor, sequences: int, constant: float = 0.0
 ) -> Tensor:
-    """The weights called `kind`, with T the loss tokens of the step and N its sequences that have any:
+    """[T]: the weights of the reduction `kind`, with T loss tokens in the step and N sequences that have any:
 
     token_mean      w = 1 / T             every token counts the same (DAPO)
     sequence_mean   w = 1 / (N * len_i)   every sequence counts the same (GRPO as published); tokens of long ones count less

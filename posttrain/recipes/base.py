@@ -1,4 +1,4 @@
-"""What a recipe is: a function of its own name that returns stages. Its parameters are the recipe's top-level settings."""
+"""The interface of a recipe: a function named like its file that returns stages. Its parameters are the recipe's top-level settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Given = TypeVar("Given")
 
 
 def given(value: Given | None, default: Given) -> Given:
-    """What the user gave, 0 too, which the stage may refuse; or the recipe's own."""
+    """The user's value, even 0, which the stage may refuse; or the recipe's default."""
     return default if value is None else value
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages in order, and which two evaluations the summary compares."""
+    """Stages in order, and the two evaluations that the summary compares."""
 
     stages: tuple[Stage, ...]
     before: str = ""  # an evaluate stage
@@ -33,7 +33,7 @@ class Recipe:
     next_command: str = ""  # what to try afterwards
 
     def __post_init__(self) -> None:
-        """What the summary compares must be there when all stages have run."""
+        """The evaluations that the summary compares must exist among the stages."""
         known = [stage.name for stage in self.stages if isinstance(stage, EvaluateStage)]
         for key, name in (("before", self.before), ("after", self.after)):
             if name and name not in known:
@@ -41,7 +41,7 @@ class Recipe:
 
 
 def as_recipe(made: Any, name: str) -> Recipe:
-    """What a recipe's function returned: a Recipe, stages, or a single one."""
+    """Convert what a recipe's function returned: a Recipe, stages, or a single stage."""
     if isinstance(made, Recipe):
         return made
     stages = [made] if isinstance(made, Stage) else made
@@ -86,7 +86,7 @@ def repeat(
 
 
 def best_round(model: str, measured: str, count: int, figure: str) -> BestStage:
-    """Keep the model of the round that a figure of its `measured` stage calls best."""
+    """Keep the model of the round with the best value of a figure in its `measured` stage."""
     every = range(1, count + 1)
     models, stages = (tuple(f"{name}_{n}" for n in every) for name in (model, measured))
     return BestStage(name="best", models=models, measured=stages, figure=figure)
@@ -105,7 +105,7 @@ def _raised(value: Any, keys: Sequence[str], by: float, path: str) -> Any:
 
 
 def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, str]) -> Any:
-    """A value with the names of a round's stages in it resolved."""
+    """A value in which the names of a round's stages are resolved."""
     if isinstance(value, str):
         if value.startswith(PREVIOUS):
             name = value.removeprefix(PREVIOUS)

@@ -1,7 +1,7 @@
-"""Resolves a reward by its name, as `posttrain list rewards` shows it, or as FILE.py:NAME, with its options.
+"""Resolves a reward and its options by name, as `posttrain list rewards` shows it, or as FILE.py:NAME.
 
-The options of a shipped reward are the keyword arguments of its function, or the fields where it is a dataclass. Names, types and
-ranges are checked when a config is read, so that a mistake is found before the first response and not at every one of them.
+The options of a shipped reward are the keyword arguments of its function, or the fields of its dataclass. Names, types and ranges are
+checked when a config is read, so that a mistake is found before the first response.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from posttrain.trust import code_place
 from posttrain.types import JSON
 
 Options = Mapping[str, JSON]
-TEXTS = ("prompt", "response", "answer")  # what every reward is called with
-# a prompt, response and answer with which every reward refuses options out of range
+TEXTS = ("prompt", "response", "answer")  # the arguments of every reward
+# a prompt, response and answer for a trial call, in which a reward refuses options out of range
 TRIAL = ("1+1=", "", "2")
 LISTS = (tuple, list)
 TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Sequence: LISTS, tuple: LISTS}
@@ -38,7 +38,7 @@ def _load(name: str) -> Any:
 
 
 def resolve(name: str, options: Options) -> Reward:
-    """The reward with its options. FILE.py:NAME is loaded, which runs that file."""
+    """Return the reward with its options. For FILE.py:NAME this imports, and so runs, that file."""
     if name == "compose":
         return compose(options)
     found = _load(name)
@@ -48,7 +48,7 @@ def resolve(name: str, options: Options) -> Reward:
 
 
 def check(name: str, options: Options) -> None:
-    """Refuse an unknown reward, an unknown option, and a value that the reward does not take. Code of the user's is not run."""
+    """Raise an error for an unknown reward, an unknown option or an invalid value. The user's own code is not run."""
     named = isinstance(options, Mapping)
     require(named, f"the options of the reward {name} are not a mapping: {str(options)[:80]}")
     if code_place(name) is not None:
@@ -83,15 +83,15 @@ def _check_types(name: str, options: Options) -> None:
 
 
 def own_function(name: str, options: Options) -> Mix | None:
-    """The reward where it is a function of the user's, in a file or in this process; None where it is a shipped one."""
+    """The reward if it is the user's own function, in a file or in this process; None if it is a shipped one."""
     if name.startswith(PREFIX):
         return given(name)
     return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
 def check_function(name: str, options: Options, columns: Mapping[str, JSON]) -> None:
-    """Refuse a function of the user's that does not exist, is none, or has parameters that no row of these `columns` can fill. Nothing
-    in its file is run: what the source does not say (a name that is imported or made) is found when it is called."""
+    """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these `columns` can
+    fill. Its file is parsed and not run: what the source does not show (an imported or computed name) is found when it is called."""
     if name.startswith(PREFIX):
         for function in given(name).functions:
             function.check([*columns])
@@ -106,8 +106,8 @@ def check_function(name: str, options: Options, columns: Mapping[str, JSON]) -> 
 
 
 def check_code(name: str, path: Path, attribute: str) -> Function | None:
-    """Refuse FILE.py:NAME where the file is not there, is no Python, or has no function of that name; the function as its source says,
-    None where it does not. Nothing in it is run."""
+    """Raise an error if the file of FILE.py:NAME is missing, is not Python, or has no function of that name. Returns the signature
+    of the function, or None if the source does not show it. The file is not run."""
     tree = _parse(name, path)
     known: dict[str, ast.stmt] = {}
     for node in tree.body:
@@ -161,7 +161,7 @@ def _parse(name: str, path: Path) -> ast.Module:
 
 
 def parts_of(name: str, options: Options) -> list[tuple[str, Options]]:
-    """The reward, or those that it is composed of at any depth, with the options of each."""
+    """(name, options) of the reward or, for `compose`, of all its parts at any depth."""
     if name != "compose" or not isinstance(options, Mapping):
         return [(name, options)]
     given, found = options.get("parts"), list[tuple[str, Options]]()
@@ -172,8 +172,8 @@ def parts_of(name: str, options: Options) -> list[tuple[str, Options]]:
 
 
 def compose(options: Options) -> Weighted | Product | Gate:
-    """The reward `compose` from plain settings: how (weighted, product, gate) and parts, each with a reward and, as needed, a name,
-    a weight and options. A gate has two parts: what must be passed, and what is then paid.
+    """Build the reward `compose` from plain settings: `how` (weighted, product, gate) and `parts`, each with a reward and optionally a
+    name, a weight and options. A gate has two parts: the first must be passed for the second to be paid.
 
     >>> mix = compose({"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]})
     >>> mix("1+1?", "so \\\\boxed{2}", "2").value

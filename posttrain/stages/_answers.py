@@ -1,4 +1,4 @@
-"""What stages share that look at a model's own answers: how problems are asked, and what is measured of a model besides its score."""
+"""Shared by stages that sample a model's answers: asking problems, and measuring KL and perplexity."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUDGET = 8192  # tokens in one forward pass
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerStage(Stage):
-    """A stage in which models answer problems of a task; a dry run asks fewer of those that the setting `counts` is the number of."""
+    """A stage in which models answer problems of a task. A dry run asks fewer; `counts` is the setting with their number."""
 
     counts: ClassVar[str] = "problems"
     leaves: ClassVar[str | None] = ""
@@ -64,7 +64,8 @@ class AnswerStage(Stage):
         seed: Callable[[int], int],
         batch: int = BATCH,
     ) -> Iterator[Group]:
-        """`samples` answers to each problem, scored by the task. `seed` gives that of the batch that begins at a problem."""
+        """Yield groups of `samples` answers to each problem, scored by the task. `seed` gives the seed of the batch that begins at
+        a problem."""
         sampler, decoder = context.sampler(policy), Decoder(policy.tokenizer)
         for first in range(0, len(problems), batch):
             asked = (problems[first : first + batch], samples, self.sampling, seed(first))
@@ -73,7 +74,7 @@ class AnswerStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class AskingStage(AnswerStage):
-    """A stage that asks a model training problems: `prompts` of them, `samples` answers to each."""
+    """A stage that asks a model `prompts` training problems, with `samples` answers to each."""
 
     counts = "prompts"
     leaves = "data"
@@ -96,7 +97,7 @@ class AskingStage(AnswerStage):
         return problems[self.skip : end] if end <= len(problems) else problems
 
     def training_problems(self) -> list[Problem]:
-        """`prompts` training problems after the first `skip`, from the beginning again where they run out."""
+        """`prompts` training problems after the first `skip`, starting over when they run out."""
         source = self.task.problems("train")
         return [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
 
@@ -107,7 +108,7 @@ class AskingStage(AnswerStage):
 
 
 def seeds(context: Context, *drawn: int) -> Callable[[int], int]:
-    """The seed of the batch that begins at a problem, for what `drawn` tells apart."""
+    """A function that gives the seed of the batch that begins at a problem; `drawn` makes the seeds of different uses differ."""
     return lambda first: derive(context.seed, *drawn, first) >> 1
 
 
@@ -120,18 +121,19 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def assistant(rollout: Rollout) -> list[dict[str, JSON]]:
-    """A response as the turn of a conversation."""
+    """A response as an assistant message."""
     return [{"role": "assistant", "content": rollout.response}]
 
 
 def rated_by(context: Context, policy: Policy, name: str, groups: Sequence[Group]) -> list[Group]:
-    """The groups as the reward models called `name` rate them."""
+    """The groups with scores of the reward models called `name`."""
     scorers = [load_reward_model(place, context) for place in model_places(name, context)]
     return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
 
 
 def kl_known(sampling: Sampling) -> bool:
-    """Whether answers drawn this way tell a KL: argmax is no sample, and a cut vocabulary is another distribution."""
+    """Whether the KL can be estimated from answers with this sampling: argmax is not a sample, and a truncated vocabulary is
+    another distribution."""
     return sampling.temperature > 0 and not sampling.truncated
 
 
@@ -155,8 +157,8 @@ def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interva
 def proxy_gold_kl(
     groups: Sequence[Group], reference: Policy, sampling: Sampling
 ) -> dict[str, Interval]:
-    """What rated samples say of over-optimisation: the reward that was trained for (proxy), the task's own score (gold), and KL from
-    `reference` in nats a response. Of the rewards, samples without a score are left out."""
+    """Figures of over-optimisation from rated samples: the reward that was trained for (proxy), the task's own score (gold), and
+    the KL to `reference` in nats a response. Samples without a score do not count in the rewards."""
     scored = [
         (rollout.score, key)
         for group, key in zip(groups, prompts(groups), strict=True)
@@ -176,8 +178,8 @@ def proxy_gold_kl(
 
 
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
-    """exp(-mean log p) over every token of the sources but the first of each text. A long text is cut into windows that share one
-    token, which the next begins with and the one before predicts."""
+    """exp(-mean log p) over every token of the sources except the first of each text. A long text is cut into windows that overlap
+    by one token, so that each token is predicted once."""
     config = policy.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or WINDOW
     material = gather(sources, policy.tokenizer, seed, UNLIMITED, all_tokens=True)
@@ -191,7 +193,7 @@ def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
 
 
 def windows(ids: np.ndarray, size: int) -> list[np.ndarray]:
-    """Pieces of at most `size` tokens in which each token but the first is predicted once.
+    """Windows of at most `size` tokens in which each token except the first is predicted once.
 
     >>> [piece.tolist() for piece in windows(np.arange(6), 3)]
     [[0, 1, 2], [2, 3, 4], [4, 5]]

@@ -1,5 +1,4 @@
-"""Everything about a pipeline that can be known before its first stage runs. `plan` and a run call the same function, so that both
-refuse the same things in the same words."""
+"""Checks of a pipeline before its first stage runs. `plan` and a run call the same functions, so both raise the same errors."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
 PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
-Readers = dict[tuple[str, str, bool | None], Reader]  # by name, alphabet of a tiny model, kind
+Readers = dict[tuple[str, str, bool | None], Reader]  # by (name, alphabet of a tiny model, kind)
 
 
 def check_stages(
@@ -32,8 +31,9 @@ def check_stages(
     due: Collection[str],
     read: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """Refuse what the stages that are `due` name and lack, and what they could never do. The data of those in `read` is read whole; a
-    stage that runs at once, or that a plan reads, does so itself. What is returned are warnings, by stage."""
+    """Raise an error if a stage that is `due` names something that does not exist, or asks for something impossible. The data of
+    the stages in `read` is read completely; a stage that runs at once, or that a plan reads, reads its own data. Returns warnings
+    by stage."""
     names = check_names(stages)
     for place, stage in enumerate(stages):
         if stage.name in due:
@@ -57,7 +57,7 @@ def check_stages(
 
 
 def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
-    """Refuse names of stages that come later, or that leave nothing of the kind asked for; and files that are not there."""
+    """Raise an error for names of later stages, for stages that do not produce what is asked of them, and for missing files."""
     for key, words in stage.named("stage").items():
         for word in words:
             check_stage(f"{stage.name}.{key}", word, before, later)
@@ -70,7 +70,7 @@ def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -
 def check_word(
     where: str, word: str, what: str, before: Sequence[Stage], later: Collection[str]
 ) -> None:
-    """Refuse a word that is neither a stage which leaves `what` is asked for, nor a file or a model."""
+    """Raise an error for a word that is neither a stage that produces `what`, nor a file or a model."""
     fitting = [one for one in before if one.leaves is None or one.leaves.endswith(what)]
     found = next((one for one in before if one.name == word), None)
     if found is not None:
@@ -85,7 +85,7 @@ def check_word(
 
 
 def check_stage(where: str, word: str, before: Sequence[Stage], later: Collection[str]) -> None:
-    """Refuse a name that is not that of a stage before this one."""
+    """Raise an error for a name that is not that of an earlier stage."""
     names = [stage.name for stage in before]
     known = f"those before it are {', '.join(names)}" if names else "there is none before it"
     order = f"{where}: {word!r} runs at the same time or later, and has made nothing yet"
@@ -99,7 +99,7 @@ def nearest(word: str, names: Sequence[str]) -> str:
 
 
 def model_there(where: str, word: str, stages: Sequence[str]) -> None:
-    """Refuse a plain word that is neither a stage nor a directory: the rest is said when the model is looked at."""
+    """Raise an error for a plain word that is neither a stage nor a directory. Other names are checked when the model is read."""
     require(bool(word.strip()), f"{where}: the model name is empty; {GIVE}")
     plain = not set(word) & set("/:") and not Path(word).suffix
     found = not plain or Path(word).expanduser().exists()
@@ -118,14 +118,14 @@ def file_there(where: str, word: str, stages: Sequence[str]) -> None:
 
 
 def neighbours(path: Path) -> list[str]:
-    """Files next to the one that is not there, as a setting would name them."""
+    """Files next to a missing one, written as in a setting."""
     folder = path.parent
     return [str(one) for one in sorted(folder.glob("*"))[:1000]] if folder.is_dir() else []
 
 
 def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) -> Reader:
-    """What the model of a stage reads, after all that the stage names were looked at: those that are given its tokens must have its
-    vocabulary. A model of an earlier stage reads as the one that it started from."""
+    """The reader of a stage's model. The models that receive its token ids must have its vocabulary. The model of an earlier stage
+    reads like that stage's starting model."""
     for what in ("model", "reward model"):
         for key, words in stage.named(what).items():
             for word in words:
@@ -142,7 +142,8 @@ def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) ->
 def find_reader(
     name: str, stage: Stage, score: bool | None, before: Mapping[str, Stage], readers: Readers
 ) -> Reader:
-    """How the model called `name` reads; with `score` it must be a reward model, where that is known, without it none. None: either."""
+    """How the model called `name` reads. With `score` it must be a reward model, without it must not, as far as that is known; None:
+    either."""
     while name in before:
         stage, name, score = before[name], before[name].starts_from(), False
     if not name:
@@ -168,9 +169,9 @@ def tiny_reader(name: str, alphabet: str) -> Reader:
 
 
 def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
-    """Refuse splits without a problem, and prompts that with their responses do not fit the model; lines on text of the prompts that
-    its vocabulary lacks, and on prompts that do not open the turn of the assistant."""
-    # as its model reads it, a hint included
+    """Raise an error for splits without problems, and for prompts that do not fit the model together with their responses. Returns
+    lines about prompt text that the vocabulary lacks, and about prompts that do not open the assistant's turn."""
+    # the task as its model reads it, including a hint
     task = stage.tasks()[0] if hasattr(stage, "task") else None
     sampling = getattr(stage, "sampling", None)
     if not isinstance(task, Task):
@@ -206,8 +207,8 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
 
 
 def first_and_longest(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problems and, of those that were read and need not be made, as many of the longest others: of a conversation all
-    turns are asked, of which its question is the last."""
+    """The first problems and as many of the longest others, among problems that were read and need not be generated. The length of
+    a conversation is that of all its turns."""
     first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
     rest = problems[PROMPTS:] if isinstance(problems, list | tuple) else ()
     return [*first, *nlargest(PROMPTS, rest, key=_asked_length)]

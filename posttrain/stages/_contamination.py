@@ -53,7 +53,7 @@ def file_questions(file: str) -> Iterable[str]:
             continue
         turns = [turn for turn in prompt if isinstance(turn, dict) and "content" in turn]
         yield from (str(turn["content"]) for turn in turns if turn.get("role") == "user")
-        # what was asked is everything before the answer
+        # the question is everything before the answer
         while turns and turns[-1].get("role") == "assistant":
             turns.pop()
         yield "\n".join(str(turn["content"]) for turn in turns)

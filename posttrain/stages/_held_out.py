@@ -1,4 +1,4 @@
-"""Measures what a stage that learns from examples does on those that it does not learn from."""
+"""Evaluates a stage that learns from examples on its held-out examples."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Piece = tuple[int, list[Metric]]  # the number of the first prompt, and what was
 
 
 class Judge:
-    """The loss and the figures of an algorithm on units that it does not learn from."""
+    """Computes the loss and the metrics of an algorithm on held-out units."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]):
         self.trainer, self.units = trainer, units
 
     def evaluate(self) -> Mapping[str, float]:
-        """For the loop: every figure by name, as of what is held out; without those that nothing was measured for."""
+        """The held-out metrics by name, for the loop, without those that nothing was measured for."""
         figures = merge([metric for _, metrics in self.pieces() for metric in metrics])
         return {f"{name}/held_out": value for name, value in figures.items() if value == value}
 
     def pieces(self, by_unit: bool = False) -> list[Piece]:
-        """The number of the first prompt and the metrics of each micro-batch, or of each unit: as one step of all units, so that
-        weights and baseline are those of all that is held out."""
+        """(index of the first prompt, metrics) of each micro-batch, or of each unit. All units are prepared as one step, so that
+        weights and baseline are those of all held-out units."""
         trainer, algorithm = self.trainer, self.trainer.algorithm
         flat = [replace(e, unit=number) for number, unit in enumerate(self.units) for e in unit]
         numbered = zip(numbered_prompts(self.units), self.units, strict=True)
@@ -59,7 +59,7 @@ class Judge:
 
 
 def by_count(pieces: Iterable[Piece], name: str) -> list[tuple[float, int]]:
-    """A figure of each unit, once for each token or pair that it is the mean of, with the number of the unit's prompt."""
+    """A metric of each unit, once for each token or pair that it averages over, with the index of the unit's prompt."""
     found: list[tuple[float, int]] = []
     for prompt, metrics in pieces:
         one = merge(metrics).merged[name]

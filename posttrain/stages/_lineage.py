@@ -1,4 +1,4 @@
-"""Where a stage's result comes from: its settings and the content of its inputs. Only what changed is done again.
+"""The lineage of a stage's result: its settings and the content of its inputs. A stage runs again only if these changed.
 
 Inputs are found, not declared: every string in a stage's settings that names an earlier stage, a file, or a directory (with a slash
 in its name, or in a field for places), and the files of a user's own classes and functions. They are compared by content:
@@ -32,7 +32,7 @@ from posttrain.types import JSON
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
-# of a result: true, and no reason to do anything again
+# fields of a result that differ without a reason to run again
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")
 # fields that name models: those are opened as tensors and settings, and their content is sent nowhere
 _JUDGES = ("critic", "reward_model", "reward_models", "judge", "process", "outcome")
@@ -53,13 +53,13 @@ class Lineage:
         return {"config": dict(self.config), "inputs": dict(self.inputs)}
 
     def hashes(self) -> dict[str, JSON]:
-        """What a summary keeps."""
+        """The hashes that a summary stores."""
         inputs = {"inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}
         return {"config_sha256": digest(self.config), **inputs}
 
     def changes(self, before: Lineage, config: bool = True) -> list[str]:
-        """What differs from how it was. Settings that the version of posttrain that wrote `before` did not have are no change, and
-        files that it did not look at are none: where one is named anew, a setting says so."""
+        """The differences from `before`. A setting that the version of posttrain that wrote `before` did not have is not a
+        difference, and neither is a file that it did not look at: if a new one is named, a setting differs."""
         found = []
         for key, was in before.config.items() if config else ():
             if key not in self.config or self.config[key] != was:
@@ -73,7 +73,7 @@ class Lineage:
 
 
 def read(folder: Path) -> Lineage | None:
-    """What a stage began with, or None where an older version of posttrain did not note it."""
+    """The lineage that a stage began with; None if an older version of posttrain did not write it."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -85,8 +85,8 @@ def read(folder: Path) -> Lineage | None:
 
 
 def reopen(folder: Path) -> None:
-    """Remove what a stage made, to train it further from its newest checkpoint. Its result goes first, and what it was made from stays:
-    inputs that have changed since are refused."""
+    """Remove a stage's result, to train it further from its newest checkpoint. The result is removed first. Its lineage stays, so
+    that changed inputs are refused."""
     (folder / RESULT).unlink(missing_ok=True)
     for path in folder.glob("*"):
         if path.name != RECORD:
@@ -94,7 +94,7 @@ def reopen(folder: Path) -> None:
 
 
 def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Settings with options in one piece, and functions without their places, as older versions of posttrain did not keep them."""
+    """Settings with options as one value, and functions without their line numbers, as older versions of posttrain stored them."""
     kept: dict[str, JSON] = {}
     for key, value in config.items():
         head, inside, rest = f".{key}".partition(f".{WHOLE}.")
@@ -110,7 +110,7 @@ def _whole(config: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
-    """The lineage of a stage as things are now. `folders` are those of the stages before it."""
+    """The current lineage of a stage. `folders` are those of the stages before it."""
     config = flatten({"seed": seed, "stage": Path(catalogue.name_of(stage)).name, **_plain(stage)})
     inputs = {
         name: content(folders[name])
@@ -132,8 +132,8 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
 
 
 def place(word: str, field: str) -> Path | None:
-    """The file or directory that a setting names. Most words are no paths: what happens to be called like one is none, so that a word
-    without a slash must have an ending or stand in a field for places."""
+    """The file or directory that a setting names. Most words are not paths, even if a file has that name: a word without a slash
+    must have an extension or be in a field for paths."""
     try:
         path = Path(word).expanduser()
         if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
@@ -147,7 +147,7 @@ def place(word: str, field: str) -> Path | None:
 
 
 def references(stage: object, names: Collection[str]) -> list[str]:
-    """The stages that a stage names."""
+    """The stages that a stage refers to."""
     return [word for word in dict.fromkeys(word for _, word in _words(stage)) if word in names]
 
 
@@ -156,7 +156,7 @@ def digest(tree: Mapping[str, JSON]) -> str:
 
 
 def content(folder: Path, result: Mapping[str, JSON] | None = None) -> str:
-    """A hash of the files of a folder, and of a stage's result without its clocks; `result` where it is not written yet."""
+    """A hash of the files of a folder, and of a stage's result without its times; `result` if it is not written yet."""
     tree: dict[str, JSON] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.endswith(".tmp")):
         name = path.relative_to(folder).as_posix()
@@ -181,7 +181,7 @@ def _sha256(path: str, size: int, modified: int) -> str:
 
 
 def _plain(value: object) -> JSON:
-    """Settings as plain data, without those that only say how the work is done. Classes are distinguished by name."""
+    """Settings as plain data, without those that only affect how the work is done. Classes are distinguished by name."""
     if is_dataclass(value) and not isinstance(value, type):
         plateau = getattr(getattr(value, "stop", None), "plateau", 0)
         decides = plateau or getattr(value, "keep", "") == "best"
@@ -199,8 +199,7 @@ def _plain(value: object) -> JSON:
 
 
 def inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
-    """A value and everything it is made of, each with the field it stands in, but for names of its own and for caches, which the work
-    itself fills."""
+    """A value and everything inside it, each with its field, except the stage's own name, and caches, which the work itself fills."""
     yield field, value
     if is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
@@ -221,7 +220,7 @@ def _words(stage: object) -> Iterator[tuple[str, str]]:
 
 
 def _code(stage: object) -> list[Path]:
-    """Files that a user's own classes were taken from, and those of functions that are named FILE.py:FUNCTION."""
+    """The files of a user's own classes, and of functions that are named FILE.py:FUNCTION."""
     names = [catalogue.name_of(value) for _, value in inside(stage) if is_dataclass(value)]
     places = map(code_place, [*names, *(word for _, word in _words(stage))])
     files = (found[0] for found in places if found is not None)

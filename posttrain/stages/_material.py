@@ -1,5 +1,5 @@
-"""What stages learn from that do not sample: demonstrations of tasks and JSONL files, mixed by weight, and preferences, of which units
-are cut where a rollout would end and some prompts are kept apart for judging."""
+"""The material of stages that do not sample: demonstrations of tasks and JSONL files, mixed by weight, and preference data, whose
+sequences are cut where a rollout would end, with some prompts held out."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ROWS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Naming):
-    """One source of examples: a `file` in JSONL, or a `task` with how many demonstrations of each level. In place of a file, an earlier
-    stage that has written data, such as a sample stage, can be named.
+    """One source of examples: a `file` in JSONL, or a `task` with the number of demonstrations of each level. Instead of a file,
+    name an earlier stage that writes data, such as a sample stage.
 
     `weight` is its share of the draws from all sources; 0 means in proportion to its size.
     """
@@ -56,8 +56,8 @@ class Data(Naming):
         require(counted, "data: a task needs counts, such as {1: 200, 2: 1000}")
 
     def few(self) -> Data:
-        """The same with few demonstrations of its task: they are alike, and a task has them without reading. A level that has fewer
-        problems than are asked for is refused."""
+        """The source with few demonstrations of its task, for a check: they are alike, and a task makes them without reading data.
+        An error if a level has fewer problems than asked for."""
         if self.task is None:
             return self
         for level, count in self.counts.items():
@@ -80,14 +80,14 @@ class Data(Naming):
 def check_sources(
     sources: Sequence[Data], reader: Reader, before: Collection[str], limit: int
 ) -> None:
-    """Refuse what reading the sources would refuse; what the stages `before` write is not there yet."""
+    """Raise the errors that reading the sources would raise. The data of the stages `before` does not exist yet."""
     there = [source.few() for source in sources if source.file not in before]
     if there and reader.tokenizer is not None:
         gather(there, reader.tokenizer, 0, limit, all_tokens=True)
 
 
 def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
-    """The sources with the names of this run's stages replaced by the files that those wrote."""
+    """The sources, with names of this run's stages replaced by the files that they wrote."""
     return tuple(
         replace(source, file=data_place(source.file, context)) if source.file else source
         for source in sources
@@ -96,7 +96,7 @@ def placed(sources: Sequence[Data], context: Context) -> tuple[Data, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Material:
-    """Examples ready for training, set by set, with what happened to those left out."""
+    """Examples for training, set by set, with reports on those left out."""
 
     sets: tuple[list[Example], ...]
     weights: tuple[float, ...]
@@ -105,7 +105,7 @@ class Material:
 
     @property
     def size(self) -> int:
-        """Examples to train on."""
+        """The number of examples to train on."""
         return sum(map(len, self.sets))
 
 
@@ -117,8 +117,7 @@ def gather(
     all_tokens: bool,
     share: float = 0.0,
 ) -> Material:
-    """Read every source, drop and count what cannot be trained on, hold out a share of the prompts, and settle the
-    weights of the mixture."""
+    """Read every source, drop and count unusable rows, hold out a share of the prompts, and compute the weights of the mixture."""
     require(bool(sources), "a supervised stage needs data")
     found: list[list[Unit]] = []
     reports = []
@@ -140,14 +139,14 @@ def gather(
 
 
 def check_lengths(policy: Policy | Reader, sets: Iterable[Iterable[Example]], setting: str) -> None:
-    """Refuse examples beyond the positions that the model was made for; `setting` is what leaves them out."""
+    """Raise an error for examples longer than the model's positions; `setting` is the key that leaves them out."""
     longest = max(len(example.ids) for examples in sets for example in examples)
     policy.check_length(longest, f"lower {setting}")
 
 
 def until_end(example: Example) -> Example:
-    """The example up to its last token that carries loss. What a template writes after it is never sampled, and the score of a rollout
-    is read where the rollout ends."""
+    """The example up to its last loss token. The policy never samples what a template writes after it, and a rollout is scored at
+    its end."""
     end = int(np.flatnonzero(example.mask)[-1]) + 1
     steps = None if example.steps is None else example.steps[:end]
     return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
@@ -156,7 +155,7 @@ def until_end(example: Example) -> Example:
 def read_units(
     context: Context, stage: str, path: str, tokenizer: object, max_length: int, learns_from: str
 ) -> tuple[list[Unit], Preferences]:
-    """The units of a file, or of an earlier stage, each cut after its response; what became of each row is announced."""
+    """Read the units of a file or of an earlier stage, each cut after its response, and report what became of the rows."""
     found = read_preferences(data_place(path, context), tokenizer, max_length)
     context.announce(stage, found.lines())
     kind, wanted = found.kind, ROWS[learns_from]
@@ -166,8 +165,8 @@ def read_units(
 
 
 def numbered_prompts(units: Sequence[Unit]) -> list[int]:
-    """The number of each unit's prompt, the same for units that share one: what was said of those is not independent. A text without a
-    prompt, all of which carries loss, is one itself."""
+    """The index of each unit's prompt, equal for units with the same prompt, because their labels are not independent. A text
+    without a prompt, with loss on all tokens, counts as its own prompt."""
     numbers: dict[bytes, int] = {}
     firsts = [(unit[0].ids, prompt_length(unit[0]), len(unit)) for unit in units]
     prompts = (ids if begin < 2 and size == 1 else ids[:begin] for ids, begin, size in firsts)
@@ -177,7 +176,8 @@ def numbered_prompts(units: Sequence[Unit]) -> list[int]:
 def measured_units(
     context: Context, stage: str, held_out: Sequence[Unit], count: int
 ) -> list[Unit]:
-    """All that is held out, or where that is more a sample of `count`, announced, and the same each time: files are often sorted."""
+    """All held-out units or, if there are more than `count`, a sample of them. It is announced, random because files are often
+    sorted, and the same each time."""
     if len(held_out) <= count:
         return list(held_out)
     drawn = f"measured on {count:,} of the {len(held_out):,} held out, drawn by the seed"
@@ -189,7 +189,7 @@ def measured_units(
 def split_by_prompt(
     units: Sequence[Unit], share: float, seed: int
 ) -> tuple[list[Unit], list[Unit]]:
-    """(to train on, held out), of one source."""
+    """(training, held out) units of one source."""
     (train,), held_out = split_sources([units], share, seed)
     return train, held_out
 
@@ -197,8 +197,8 @@ def split_by_prompt(
 def split_sources(
     sources: Sequence[Sequence[Unit]], share: float, seed: int
 ) -> tuple[list[list[Unit]], list[Unit]]:
-    """(to train on, by source; held out): `share` of the prompts, at least one, are held out of every source with all that was said of
-    them. Each source keeps one prompt to train on, so that nothing of a single prompt is held out."""
+    """(training units by source, held-out units). Of every source, `share` of the prompts, at least one, are held out with all
+    their units. Each source keeps at least one prompt for training, so a source with a single prompt holds out nothing."""
     if share == 0:
         return [list(units) for units in sources], []
     numbers = iter(numbered_prompts([unit for units in sources for unit in units]))

@@ -1,5 +1,4 @@
-"""What a stage says before it runs: its batch arithmetic in words, what it needs of the device's memory, and how it is cut down for
-a dry run."""
+"""The plan of a stage: its batch sizes in words, its memory, and a shortened stage for a dry run."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class DryRun:
     same_time_as: str = ""  # an earlier stage whose time it takes
 
     def at_length(self, tokens: int, name: str) -> Stage:
-        """The small stage with every response `tokens` long, under another name."""
+        """The shortened stage with every response `tokens` long, under another name."""
         small: Any = self.stage
         sampling = replace(small.sampling, max_new_tokens=tokens, min_new_tokens=tokens)
         made: Stage = replace(small, name=name, sampling=sampling)
@@ -52,17 +51,17 @@ class DryRun:
 
 
 def fewer(stage: Any, field: str, **changes: Any) -> DryRun:
-    """The dry run of a stage without steps, with less of what `field` counts."""
+    """The dry run of a stage without steps, with a smaller value of `field`."""
     count = getattr(stage, field)
     few = min(count, ITEMS)
     return DryRun(replace(stage, **{field: few}, **changes), factor=count / few)
 
 
 def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: Any) -> DryRun:
-    """The dry run of a stage that trains. A model of a few steps would pass no gate, and need not: what it makes is deleted."""
+    """The dry run of a training stage. Its model, which is deleted, need not pass any gate."""
     monitor = MonitorSettings(off=tuple(set(RULES) - set(ALWAYS)))
     if evaluate_every:
-        changes["evaluate_every"] = NEVER  # then before the first step and after the last
+        changes["evaluate_every"] = NEVER  # only before the first step and after the last
     if stage.steps is None:
         changes["epochs"] = None
     changes |= {"checkpoint_every": NEVER, "keep": "last", "monitor": monitor, "stop": Stop()}
@@ -74,7 +73,7 @@ def few_steps(stage: Any, evaluate_every: int = 0, members: int = 1, **changes: 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An estimate in bytes, item by item."""
+    """An estimate of memory in bytes, item by item."""
 
     sizes: Mapping[str, float]
 
@@ -135,7 +134,7 @@ class Way:
 
 
 def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float = 0.0) -> Way:
-    """For sequences of up to `longest` tokens. Roles that learn are not counted."""
+    """The `Way` of a stage for sequences of up to `longest` tokens. Trained roles are not counted."""
     optimizer, lora, have = stage.optimizer, stage.lora, memory.at_hand(policy.device)
     count = policy.parameters if lora is None else lora.parameters(policy.body)
     if have is not None:  # once the weights are there, and in 4 bits
@@ -158,7 +157,7 @@ def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float
 def sft_plan(
     stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]
 ) -> list[str]:
-    """Batch arithmetic, memory and the data report of a supervised stage. What an earlier stage will write cannot be counted."""
+    """Batch sizes, memory and the data report of a supervised stage. Data of earlier stages does not exist yet and is not counted."""
     files = [source.file for source in stage.data if source.file in before]
     later = [f"examples written by {file}: not there yet" for file in files]
     there = tuple(source for source in stage.data if source.file not in before)
@@ -184,7 +183,7 @@ def sft_plan(
 
 
 def memory_line(stage: DataStage, policy: Policy, longest: int) -> str:
-    """What a stage needs that learns from units of up to `longest` tokens."""
+    """The memory of a stage that learns from units of up to `longest` tokens."""
     way = planned_way(stage, policy, longest)
     tokens = min(max(way.tokens, longest), stage.batch * longest)
     settings = (stage.optimizer, stage.lora, 0.0, stage.role_bytes(policy, tokens), way.layered)
@@ -208,14 +207,14 @@ def many(number: float, word: str) -> str:
 
 
 def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
-    """The warnings that come only with the number of steps that epochs take."""
+    """The warnings that need the number of steps, which epochs and data decide."""
     return [] if stage is counted else [f"warning: {text}" for text in counted.warnings()]
 
 
 def preference_plan(
     stage: UnitStage, policy: Policy, context: Context, before: Mapping[str, Stage]
 ) -> list[str]:
-    """Batch arithmetic, memory and the data report of a stage that learns from preferences."""
+    """Batch sizes, memory and the data report of a stage that learns from preferences."""
     times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
     files = [file for file in chain(*stage.named("data").values()) if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
@@ -239,7 +238,7 @@ def preference_plan(
 def rl_plan(
     stage: RLStage, policy: Policy, context: Context, before: Mapping[str, Stage]
 ) -> list[str]:
-    """Batch arithmetic and memory of a reinforcement-learning stage."""
+    """Batch sizes and memory of an rl stage."""
     group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
     samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches
     longest, new = stage.longest(policy.tokenizer), stage.sampling.max_new_tokens
@@ -302,7 +301,8 @@ def rl_memory(
 
 
 def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
-    """Weights of the reward models on the device: as many as their stage trains, of the policy's size; or what their folder holds."""
+    """Bytes of the reward models on the device: as many models as their stage trains, of the policy's size, or the size of their
+    folder."""
     total = 0.0
     for name in stage.reward.on_device():
         members = before[name].makes() if name in before else 1
@@ -311,13 +311,13 @@ def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) ->
 
 
 def model_bytes(name: str, policy: Policy) -> float:
-    """Weights of the model called `name`: what its folder holds, or else as many as the policy has."""
+    """Bytes of the model called `name`: the size of its folder, or else that of the policy."""
     sizes = [float(f.stat().st_size) for f in Path(name).glob("*.safetensors")] if name else []
     return sum(sizes) or memory.weight_bytes(policy)
 
 
 def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) -> str:
-    """What checkpointing by layers would save and cost, and what the setting chooses with the memory at hand."""
+    """What activation checkpointing would save and cost, and what the setting chooses with the free memory."""
     kept, by_layer = (memory.activation_bytes(policy, tokens, layered) for layered in (False, True))
     price = f"per layer, activations take {size_text(by_layer)} in place of {size_text(kept)}, and training about a third longer"
     chosen, need, have = stage.optimizer.checkpointing, way.need, way.have
@@ -336,14 +336,14 @@ def checkpointing_line(stage: RLStage, policy: Policy, tokens: int, way: Way) ->
 
 
 def savings(stage: RLStage, needed: Callable[[RLStage], Memory]) -> list[str]:
-    """What each way to save memory would save, where there is something to save."""
+    """How much memory each option would save."""
     ways: list[tuple[str, RLStage]] = []
     if stage.lora is None or stage.reference:  # with lora the reference is the policy's own weights
         ways.append(("reference_device=cpu", replace(stage, reference_device="cpu")))
     offloaded = stage.reward.offloaded()
     if offloaded is not None:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
-    if not stage.max_staleness:  # whose sampler goes on while the model learns
+    if not stage.max_staleness:  # with max_staleness the sampler continues during training
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
     if stage.lora is None and not stage.moves:  # a reference that moves has weights of its own
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))

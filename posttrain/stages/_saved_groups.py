@@ -24,7 +24,7 @@ OWN = "prompt, responses (texts) and rewards (numbers; null: could not be scored
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """The groups of a file. `known`: the log-probs that each token was sampled with are there."""
+    """The groups of a file. `known` says whether it has the log-probs of the sampled tokens."""
 
     groups: tuple[Group, ...]
     known: bool
@@ -32,7 +32,7 @@ class Saved:
     untrained: int  # responses of a run whose tokens were not kept
 
     def lines(self) -> list[str]:
-        """What was read, and what was not."""
+        """Lines about the rows that were read and those that were not."""
         count = sum(len(group.rollouts) for group in self.groups)
         said = [f"{count:,} saved responses in {len(self.groups):,} groups"]
         if self.too_long:
@@ -43,8 +43,8 @@ class Saved:
 
 
 def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -> Saved:
-    """The groups of a JSONL file: a prompt with its responses a line, or the rollouts of a step as a run wrote them, which must have
-    been sampled at this temperature."""
+    """Read the groups of a JSONL file: one prompt with its responses a line, or the rollouts of a step as a run wrote them, which must
+    have been sampled at this temperature."""
     rows = list(read_jsonl(path))
     require(bool(rows), f"{path} has no rows; give one of {OWN} a line")
     where, first = rows[0]
@@ -117,7 +117,7 @@ def _score(value: JSON, what: str) -> Score:
 def _numbers(
     lists: Mapping[str, Any], name: str, n: int, what: str, dtype: type
 ) -> np.ndarray | None:
-    """One entry of a column of lists of numbers; None where there is no such column."""
+    """One entry of a column of lists of numbers; None if there is no such column."""
     if name not in lists:
         return None
     try:
@@ -132,7 +132,8 @@ def _numbers(
 def _of_run(
     path: Path, where: str, decoder: Decoder, temperature: float
 ) -> tuple[list[Group], int]:
-    """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and how many rollouts have none."""
+    """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and the number of rollouts without
+    these."""
     parts, step = path.absolute().parts, path.stem.removeprefix("step-")
     placed = len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit()
     text = f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl"
@@ -177,7 +178,7 @@ def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> 
 
 
 def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segment]:
-    """What was given and what was sampled, in turn."""
+    """The given and the sampled segments, in order."""
     ids, logprob = own["ids"].astype(np.int64), own["logprob"].astype(np.float32)
     sampled = sampled_tokens(own, row.length)
     for start, end in pairwise(_edges(sampled.tolist())):
@@ -188,6 +189,6 @@ def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segmen
 
 
 def _edges(values: Sequence[bool]) -> Iterable[int]:
-    """Where each run of equal values begins, and where the last ends."""
+    """The start of each run of equal values, and the end of the last."""
     sizes = [len(list(run)) for _, run in groupby(values)]
     return [0, *np.cumsum(sizes).tolist()]

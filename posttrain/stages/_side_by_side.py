@@ -21,7 +21,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Message, Sampling
 
 PROMPTS = 2
-TOKENS = 64  # of an answer
+TOKENS = 64  # the limit of an answer
 # bytes of models and of files that are read for this; beyond them it would take longer than a second or two
 MAX_MODELS = {"cpu": 1 << 30, "cuda": 1 << 34}
 MAX_FILES = 1 << 22

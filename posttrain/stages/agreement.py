@@ -1,4 +1,4 @@
-"""A judge against people, before anything is trained on what it says: how often it prefers what they preferred."""
+"""Compares a judge with people before anything is trained on its verdicts: how often it prefers what they preferred."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AgreementStage(JudgedStage):
         return {**result, "usage": usage.row()}
 
     def accuracy(self, file: str, context: Context) -> dict[str, JSON]:
-        """How often the reward model scores higher what people preferred."""
+        """How often the reward model gives the higher score to the response that people preferred."""
         scorer = load_reward_model(model_places(self.reward_model, context)[0], context)
         read = read_preferences(file, scorer.tokenizer, scorer.model.config.max_position_embeddings)
         for line in read.lines():
@@ -117,7 +117,7 @@ class AgreementStage(JudgedStage):
     def lines(
         rows: Sequence[tuple[str, str, str]], labels: Sequence[str], verdicts: Sequence[Verdict]
     ) -> list[dict[str, JSON]]:
-        """Each pair with what people and the judge said of it, for the eye."""
+        """Each pair with the verdicts of people and judge, for reading."""
         names = ("question", "preferred", "other", "people", "judge", "both orders")
         return [
             dict(zip(names, (*row, label, v.winner, v.agreed), strict=True))

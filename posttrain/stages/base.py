@@ -1,4 +1,5 @@
-"""What a pipeline is made of. A stage is a frozen dataclass; what it makes is in the run directory, where the next finds it."""
+"""The base class of pipeline stages, and the functions that run them. A stage is a frozen dataclass. It writes its results to the
+run directory, where later stages find them."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ PRINTABLE = string.printable[:95] + "\n"
 
 @dataclass(eq=False)
 class Context:
-    """What stages share: the run being written, the seed, the device, and who came before."""
+    """State shared by all stages of a run: the run writer, the seed, the device, and the earlier stages."""
 
     writer: RunWriter
     seed: int
@@ -65,7 +66,7 @@ class Context:
     workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
     # the run, where another process writes it and `writer` is of this process alone
     place: Path | None = None
-    cluster: Cluster | None = None  # where samplers are, if not on this machine
+    cluster: Cluster | None = None  # where samplers run, if not on this machine
     loop: Callable[..., Loop] = Loop  # trains: a replay has one of its own
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class Context:
 
     @property
     def events(self) -> Events:
-        """The channel of the run's messages."""
+        """The message channel of the run."""
         return self.writer.events
 
     @property
@@ -89,7 +90,7 @@ class Context:
         return self.directory / "stages" / stage
 
     def earlier(self, name: str) -> Path | None:
-        """The folder of the earlier stage of this run called `name`; None where `name` is a path, or a model from elsewhere."""
+        """The folder of the earlier stage called `name`; None if `name` is a path or another model."""
         inside = "/" not in name and not name.startswith(".") and self.folder(name).is_dir()
         return self.folder(name) if inside else None
 
@@ -109,19 +110,19 @@ class Context:
         count: int = 1,
         precision: Precision = AS_TRAINED,
     ) -> Sampler:
-        """A sampler of the policy that decodes up to `rows` responses at once; 0: as many as suit the device. `kind` and `count` are
-        the keys sampler and sampler_processes of the rl stage, `precision` is what it computes in fp8."""
+        """Make a sampler for the policy that decodes up to `rows` responses at once (0: a number that suits the device). `kind` and
+        `count` are the keys sampler and sampler_processes of the rl stage; `precision` selects what is computed in fp8."""
         return make_sampler(policy, rows, self.threads, kind, count, self.cluster, precision)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
     ) -> None:
-        """Keep a stage's model as a plain HF checkpoint for the stages after it; with `lora` its adapters are merged, and also kept
-        in peft's format."""
+        """Save a stage's model as a plain HF checkpoint for later stages. With `lora`, its adapters are merged, and also saved in
+        peft's format."""
         network = plain_network(network)
         if self.writes:
             self._save_model(stage, network, lora, name)
-        current().same(None)  # it is there for all processes
+        current().same(None)  # wait until it exists for all processes
 
     def _save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None, name: str
@@ -139,7 +140,7 @@ class Context:
         save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
-        """Keep per-problem results, or data that was made, with the stage's result."""
+        """Write per-problem results, or generated data, next to the stage's result."""
         if not self.writes:
             return
         path = self.folder(stage) / name
@@ -147,7 +148,7 @@ class Context:
         atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
     def result(self, stage: str) -> dict[str, JSON] | None:
-        """What a finished stage of this run left, or None."""
+        """The result of a finished stage, or None."""
         path = self.folder(stage) / _lineage.RESULT
         if not path.is_file():
             return None
@@ -158,15 +159,15 @@ class Context:
             raise UserError(f"{error}; {again}") from None
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
-        """Mark a stage as done. Written last and whole: its presence means that all else is there."""
+        """Mark a stage as done. The result is written last and atomically: if it exists, everything else does."""
         self._write(stage, _lineage.RESULT, result)
 
     def begin(self, stage: str, lineage: _lineage.Lineage) -> None:
-        """Note what a stage is made from, before it is made."""
+        """Write the lineage of a stage before it runs."""
         self._write(stage, _lineage.RECORD, lineage.tree())
 
     def discard(self, stage: str) -> None:
-        """Throw away what a stage made, to make it again. Its result goes first: without it nothing else counts."""
+        """Delete the output of a stage, so that it can run again. Its result is deleted first, because the rest counts only with it."""
         (self.folder(stage) / _lineage.RESULT).unlink(missing_ok=True)
         saved = (self.directory / "checkpoints").glob("*")
         made = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)]
@@ -184,7 +185,7 @@ class Context:
 def temporary_context(
     seed: int, device: str, threads: int = 0, workers: WorkerPool | None = None
 ) -> Iterator[Context]:
-    """A context that says nothing, and whose run directory is removed at the end."""
+    """A context that prints nothing, with a temporary run directory."""
     with (
         tempfile.TemporaryDirectory() as folder,
         RunWriter(Path(folder) / "run", config={}) as writer,
@@ -194,9 +195,9 @@ def temporary_context(
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Naming, ABC):
-    """One step of a pipeline, with a name of its own in the run."""
+    """One stage of a pipeline. Its name is unique in the run."""
 
-    # what a later stage can use of it by its name: a model or data; "": neither; None: not known
+    # what later stages can use by its name: a model or data; "": neither; None: unknown
     leaves: ClassVar[str | None] = None
     # whether several processes run it together; else the first alone
     together: ClassVar[bool] = False
@@ -217,74 +218,77 @@ class Stage(Naming, ABC):
 
     @abstractmethod
     def run(self, context: Context) -> dict[str, JSON]:
-        """Do the work; the returned figures become the stage's result."""
+        """Run the stage. The returned figures become its result."""
 
     def ready(self, names: Collection[str]) -> None:
-        """Refuse now, before the first stage runs, what can be known of the stage's files; `names` are the stages of the run, whose
-        data is not there yet."""
+        """Check the stage's files before the first stage runs. `names` are the stages of the run; the data of those may not exist
+        yet."""
 
     def check_ready(self, device: str) -> None:
-        """Refuse what a stage lacks (a package, a compiler) and what it could never do: now, not after hours of those before it."""
+        """Raise an error if something that the stage needs is missing (a package, a compiler) or impossible, before the first stage
+        runs."""
         task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()
 
     def splits(self) -> Sequence[tuple[str, int | None]]:
-        """The splits and levels of its task that it asks, which must have a problem."""
+        """The (split, level) pairs of its task that it uses. Each must have a problem."""
         return ()
 
     def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
-        """Of the problems of a split, those that it may ask."""
+        """Those problems of a split that it may use."""
         return problems
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
-        """Read the data that is there, as the run will, and refuse what the run would refuse; what the stages `before` it write is
-        not there yet."""
+        """Read the data that exists already, and raise the errors that the run would raise. The data of the stages `before` does
+        not exist yet."""
 
     def warnings(self) -> list[str]:
-        """What the stage will do that nobody can have meant. Not refused: a recipe is often tried with fewer steps than its warm-up."""
+        """Warnings about settings that are probably mistakes. They are not errors: a recipe is often tried with fewer steps than
+        its warm-up."""
         return []
 
     def tasks(self) -> Sequence[Task | None]:
-        """The tasks whose texts its model reads; None stands for any text."""
+        """The tasks whose texts its model reads; None means any text."""
         return [getattr(self, "task", None)]
 
     def alphabet(self) -> str:
-        """The characters that a tokenizer made from scratch for this stage must know: what its tasks declare, or all of printable
-        ASCII where one declares nothing."""
+        """The characters that a tokenizer made from scratch for this stage must know: those that its tasks declare, or all
+        printable ASCII if a task declares none."""
         declared = [getattr(task, "alphabet", None) for task in self.tasks()]
         if not declared or any(a is None for a in declared):
             return PRINTABLE
         return "".join(sorted(set("".join(a for a in declared if a))))
 
     def load(self, context: Context, name: str = "") -> Policy:
-        """The model called `name`, or else the one that the stage starts from."""
+        """Load the model called `name`, by default the stage's starting model."""
         return load_policy(name or self.starts_from(), context, self.alphabet())
 
     def starts_from(self) -> str:
-        """The model that the stage begins with, and whose size that of its own model is; "": it has none."""
+        """The name of the starting model, whose size is that of the model it trains; "" if it has none."""
         return str(getattr(self, "model", ""))
 
     def makes(self) -> int:
-        """How many models of that size it leaves."""
+        """How many models of that size it produces."""
         return 1
 
     def reads_ids(self) -> tuple[str, ...]:
-        """The models that are given the tokens of the first one, and so must have its vocabulary."""
+        """The models that receive token ids of the first one, and so must have the same vocabulary."""
         return ()
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> Sequence[str]:
-        """What it will do and need, as lines: nothing is trained. `policy` is what it starts from, `before` the stages before it."""
+        """Lines about what the stage will do and need, without running it. `policy` is its starting model, `before` are the stages
+        before it."""
         return ()
 
     def dry_run(self) -> DryRun:
-        """The stage cut down, to measure how long the whole one takes."""
+        """A shortened stage, to estimate how long the whole one takes."""
         return DryRun(self)
 
 
 def in_full(value: Any, hint: Any) -> Any:
-    """What a field holds, from what may stand for it: the name of an algorithm or a task, one value for a list of one, a file for
-    its settings, and settings for the file."""
+    """Expand the short forms of a field's value: the name of an algorithm or a task, one value for a list of one, a file for its
+    settings, or settings for the file."""
     if hasattr(hint, "__metadata__"):  # Annotated
         hint = hint.__origin__
     inner = get_args(hint)
@@ -304,8 +308,9 @@ def in_full(value: Any, hint: Any) -> Any:
 def run_stages(
     stages: Sequence[Stage], context: Context, only: Collection[str] = (), again: bool = False
 ) -> None:
-    """Run the stages in order, leaving out those that are done. One whose settings or inputs have changed since is done again, and
-    what depends on it then is too. `only` runs these alone, on what is there. `again` also begins half-done ones anew if they changed.
+    """Run the stages in order, and skip those that are done. A stage whose settings or inputs have changed runs again, and so do
+    the stages that depend on it. `only` runs just the named stages, on the results that exist. `again` also restarts unfinished
+    stages whose settings have changed.
     """
     if context.workers is None:
         with worker_pool(stages) as workers:
@@ -328,7 +333,8 @@ def run_stages(
 def _due(
     stage: Stage, folders: Mapping[str, Path], context: Context, only: Collection[str], again: bool
 ) -> _lineage.Lineage | None:
-    """What a stage that is to run now is made from; None where it stays as it is. What was made from other settings or inputs goes."""
+    """The lineage of a stage that must run now, or None if its result is up to date. Results of other settings or inputs are
+    discarded."""
     now = _lineage.trace(stage, context.seed, folders)
     before = _lineage.read(context.folder(stage.name))
     done = context.result(stage.name) is not None
@@ -359,7 +365,7 @@ def _due(
 
 
 def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:
-    """Run a stage, and keep its result with what it is made from."""
+    """Run a stage, and save its result and its lineage."""
     world = current()
     context.begin(stage.name, lineage)
     context.events.emit("stage", stage=stage.name)
@@ -376,7 +382,7 @@ def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> Non
 
 
 def follow_stages(stages: Sequence[Stage], context: Context) -> None:
-    """Run what the first process runs with the others; what it makes is in the run directory when all have ended."""
+    """Take part in the stages that the first process runs. Their results are in the run directory when all processes have ended."""
     world, named = current(), {stage.name: stage for stage in stages}
     while name := world.begin("", together=True):
         if name in named:
@@ -388,13 +394,13 @@ def follow_stages(stages: Sequence[Stage], context: Context) -> None:
 def unfinished(
     stages: Sequence[Stage], context: Context, only: Collection[str] = ()
 ) -> list[Stage]:
-    """The stages that have no result yet; with `only`, of these."""
+    """The stages without a result; with `only`, among these."""
     wanted = [stage for stage in stages if not only or stage.name in only]
     return [stage for stage in wanted if context.result(stage.name) is None]
 
 
 def worker_pool(stages: Iterable[Stage]) -> WorkerPool:
-    """Worker processes for the tasks of a run. To be made before anything uses CUDA or starts a thread."""
+    """Worker processes for the tasks of a run. Create them before anything uses CUDA or starts a thread."""
     tasks = []
     for stage in stages:
         task = getattr(stage, "task", None)
@@ -411,7 +417,7 @@ def check_name(kind: str, name: str) -> None:
 
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
-    """The names of the stages, which must differ, and of which `only` may name some."""
+    """Check that the names of the stages differ, and that `only` names some of them. Returns the names."""
     require(bool(stages), "a recipe needs at least one stage")
     names = [stage.name for stage in stages]
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
@@ -424,9 +430,9 @@ def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str
 
 
 def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: str = "") -> Policy:
-    """The model called `name`: an earlier stage of this run, `tiny:SIZE` made from scratch, a directory, a GGUF file, a hub name, or a
-    copy of a module of this process (models/given.py).
-    `place` is where it is put, if not on the device whose precision it gets: for a plan."""
+    """Load the model called `name`: the model of an earlier stage, `tiny:SIZE` made from scratch, a directory, a GGUF file, a hub
+    name, or a copy of a module in this process (models/given.py). `place` is the device to put it on, if not the run's: a plan
+    loads it on the CPU, with the precision of the run's device."""
     if name.startswith("tiny:"):
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
@@ -452,8 +458,8 @@ def make_sampler(
     cluster: Cluster | None = None,
     precision: Precision = AS_TRAINED,
 ) -> Sampler:
-    """The engine in this process, or a sampler in `count` others, here or on a cluster; see `Context.sampler`. With weights that are
-    spread over processes, on a copy of them."""
+    """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster; see `Context.sampler`. If the
+    weights are sharded, it samples with a gathered copy."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     on_cluster = cluster is not None and kind != "engine"
     text = f"sampler={kind} is not on a cluster yet; use sampler=process"
@@ -474,14 +480,14 @@ def make_sampler(
 
 
 def load_reward_model(place: str, context: Context) -> Scorer:
-    """The reward model in a directory or under a hub name; see `model_places` for those of a stage."""
+    """Load the reward model in a directory or under a hub name; `model_places` finds those of a stage."""
     scorer = load_scorer(place, _dtype(context), context.device)
     scorer.events = context.events
     return scorer
 
 
 def model_places(name: str, context: Context) -> list[str]:
-    """Where the models called `name` are: those of an earlier stage of this run (an ensemble has several: model, model-1, ...), or
+    """The directories of the models called `name`: those of an earlier stage (an ensemble has several: model, model-1, ...), or
     else the name itself, as a directory or a hub name."""
     folder = context.earlier(name)
     if folder is None:
@@ -493,13 +499,13 @@ def model_places(name: str, context: Context) -> list[str]:
 
 
 def exported(directory: Path, stages: Iterable[str]) -> Path | None:
-    """The folder of the stage whose model a run exports: the last one that made one. A control is measured, not handed on."""
+    """The folder of the stage whose model the run exports: the last stage that made one. Models of control stages are not exported."""
     folders = [directory / "stages" / name for name in stages if "control" not in name]
     return next((folder for folder in reversed(folders) if (folder / "model").is_dir()), None)
 
 
 def data_place(name: str, context: Context) -> str:
-    """The file that `name` stands for: the data that an earlier stage of this run wrote, or the path itself."""
+    """The file that `name` refers to: the data of an earlier stage, or the path itself."""
     folder = context.earlier(name)
     if folder is None:
         return name

@@ -1,4 +1,4 @@
-"""The best of several models by a figure that other stages measured: how rounds end."""
+"""Chooses the best of several models by a figure that other stages measured, at the end of rounds."""
 
 from __future__ import annotations
 

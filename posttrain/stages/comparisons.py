@@ -1,4 +1,5 @@
-"""Comparisons of a model's answers: it answers twice or more, and the task's own score, with noise, or a judge says which is better."""
+"""Makes preference data from a model's answers: it answers twice or more, and the task's own score with noise, or a judge, decides
+which is better."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from posttrain.stages.base import Context, data_place
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON, Group, Rollout
 
-KINDS = ("written", "equal", "failed", "truncated", "empty")  # what becomes of answers
+KINDS = ("written", "equal", "failed", "truncated", "empty")  # outcomes of answers
 JUDGED = ("written", "equal", "truncated", "empty", "tied", "unjudged")  # the same with a judge
 
 
@@ -84,7 +85,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         return {**counts, "from_before": len(earlier), **used} if self.before else counts | used
 
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
-        """What the simulated annotator says."""
+        """Rows ordered by the simulated annotator."""
         for group, coin in self.groups(context):
             row = self.row(group, coin, counts)
             if row is not None:
@@ -93,7 +94,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
     def judged(
         self, context: Context, judge: Judge, counts: dict[str, int]
     ) -> Iterator[dict[str, JSON]]:
-        """What the judge says, asked about many problems at once."""
+        """Rows ordered by the judge, which is asked about many problems at once."""
         groups = (group for group, _ in self.groups(context))
         while part := list(islice(groups, BATCH)):
             usable = [(group, kept) for group in part if (kept := self.different(group, counts))]
@@ -112,8 +113,8 @@ class ComparisonsStage(JudgedStage, AskingStage):
                 yield self.record(group, best_first, [1 + values.index(v) for v in values])
 
     def labelled(self, context: Context, counts: dict[str, int]) -> list[dict[str, JSON]]:
-        """What people prefer; where they have not compared enough yet, the run ends here. Other inputs of the stage ask for another
-        file: comparisons of answers that would not be given again do not count."""
+        """Rows by people's preferences. If they have not compared enough yet, the run ends here. If the stage's inputs change,
+        another file is used: comparisons of answers that would not be sampled again do not count."""
         made = sha256(context.folder(self.name) / RECORD)[:8]
         file = context.directory / "labels" / f"{self.name}-{made}.jsonl"
         if not file.is_file():
@@ -145,7 +146,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         return {"prompt": prompt, "responses": [assistant(rollout) for rollout in rollouts]}
 
     def groups(self, context: Context) -> Iterator[tuple[Group, int]]:
-        """The answers to each problem, and a seed for what is drawn about them."""
+        """The answers to each problem, and a seed for the draws about them."""
 
         def seed(first: int) -> int:
             return derive(context.seed, self.skip + first) >> 1
@@ -169,7 +170,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             yield group, derive(seed(number - place), place)
 
     def row(self, group: Group, coin: int, counts: dict[str, int]) -> dict[str, JSON] | None:
-        """One prompt's answers in the simulated annotator's order; None, and counted, where there is nothing to order."""
+        """The answers to one prompt in the simulated annotator's order; None, and counted, if there is nothing to order."""
         different = self.different(group, counts)
         if not different:
             return None
@@ -183,7 +184,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         return self.record(group, best_first, [1 + values.index(value) for value in values])
 
     def different(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
-        """The answers that can be compared; none, and counted, where there are not two."""
+        """The answers that can be compared; none, and counted, if there are fewer than two."""
         usable = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(usable)
         if self.judge is None and self.annotator == "simulated":  # others need no score
@@ -201,7 +202,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
     def record(
         self, group: Group, best_first: Sequence[Rollout], places: Sequence[int]
     ) -> dict[str, JSON]:
-        """A row of data. The place of the best answer is 1; equal ones share theirs."""
+        """A row of data. The rank of the best answer is 1; equal answers share a rank."""
         prompt = [m.row() for m in self.task.prompt(group.problem)]
         ranked = [assistant(rollout) for rollout in best_first]
         if self.samples == 2:  # a file holds rows of one kind
@@ -209,7 +210,8 @@ class ComparisonsStage(JudgedStage, AskingStage):
         return {"prompt": prompt, "responses": ranked, "ranking": list(places)}
 
     def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
-        """Best first, by score plus Gumbel noise: the difference of two such is logistic, so each pair is a Bradley-Terry draw."""
+        """Best first, by score plus Gumbel noise: the difference of two Gumbel variables is logistic, so each pair is a
+        Bradley-Terry draw."""
 
         def liked(place: int) -> float:
             uniform = ((derive(coin, place) >> 11) + 0.5) / (1 << 53)

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a model of the run, or of any other."""
+"""Evaluates a model, of this run or any other, on held-out problems."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def answer_problems(
     workers: WorkerPool | None = None,
     rating: Rating | None = None,
 ) -> Evaluation:
-    """Sample answers to problems and score them, by `rating` in place of the task where it is given; where there are several of each,
-    find their final answers."""
+    """Sample answers to problems and score them by the task or, if given, by `rating`. With several samples of each, also find
+    their final answers."""
     decoder = Decoder(tokenizer)
     groups = rollout_groups(task, sampler, decoder, problems, samples, sampling, seed, workers)
     groups = groups if rating is None else rate_groups(rating, groups)
@@ -80,7 +80,7 @@ class EvaluateStage(AnswerStage):
 
     @property
     def spread(self) -> bool:
-        """Whether a figure is asked for whose interval is over problems."""
+        """Whether the settings ask for a figure whose interval is over problems."""
         return self.samples > 1 or bool(self.reference)
 
     def tasks(self) -> list[Task | None]:
@@ -100,9 +100,10 @@ class EvaluateStage(AnswerStage):
 
     def run(self, context: Context) -> dict[str, JSON]:
         stage = replace(self, text=placed(self.text, context))
-        how = (context.seed, context.threads, context.workers)
         reference = partial(self.load, context, self.reference)
-        evaluation, result = stage.measure(self.load(context), reference, *how)
+        evaluation, result = stage.measure(
+            self.load(context), reference, context.seed, context.threads, context.workers
+        )
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
         said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
@@ -123,13 +124,15 @@ class EvaluateStage(AnswerStage):
         threads: int = 0,
         workers: WorkerPool | None = None,
     ) -> tuple[Evaluation, dict[str, JSON]]:
-        """Every figure asked for; the reference is opened only where there is one."""
+        """Compute every figure that the settings ask for. `reference` is called only if there is a reference model."""
         held_out = self.task.problems("test")
         require(len(held_out) > 0, f"{self.name}: the task has no held-out problems")
         require(len(held_out) > 1 or not self.spread, f"{self.name}: {ALONE}")
         sampler = make_sampler(policy, processes=threads)
-        asked, settings = held_out[: self.problems], (self.samples, self.sampling, seed, workers)
-        evaluation = answer_problems(self.task, sampler, policy.tokenizer, asked, *settings)
+        asked, tokenizer = held_out[: self.problems], policy.tokenizer
+        evaluation = answer_problems(
+            self.task, sampler, tokenizer, asked, self.samples, self.sampling, seed, workers
+        )
         result = summarise(evaluation)
         if self.reference:
             other = reference()
@@ -141,8 +144,8 @@ class EvaluateStage(AnswerStage):
 
 
 def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[dict[str, JSON], str]:
-    """How many of the problems the model was trained on, by the hashes of that, and its accuracy on the others; and a line to say
-    so, "" where there are none."""
+    """How many of the problems the model was trained on, by the `hashes` of its training problems, and its accuracy on the others;
+    and a line about it, "" if there are none."""
     marks = known([g.problem for g in evaluation.groups], hashes)
     if not any(marks):
         return {"contaminated": 0}, ""
@@ -155,7 +158,7 @@ def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[di
 
 
 def summarise(evaluation: Evaluation) -> dict[str, JSON]:
-    """The figures of an evaluation, each with its interval; format and answer apart, and the accuracy of each role."""
+    """The figures of an evaluation, each with its interval: accuracy, the parts of the score, and the accuracy of each role."""
     samples, reward = len(evaluation.groups[0].rollouts), evaluation.reward
     ks = [k for k in KS if k <= samples]
     parts = {name: evaluation.part(name) for name in evaluation.part_names} | evaluation.roles
@@ -175,14 +178,14 @@ def summarise(evaluation: Evaluation) -> dict[str, JSON]:
 
 
 def mean_counts(evaluation: Evaluation) -> dict[str, JSON]:
-    """What episodes counted (calls of tools, say), as means over all of them."""
+    """Means over all episodes of the events they counted, such as tool calls."""
     rollouts = [rollout for group in evaluation.groups for rollout in group.rollouts]
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.counts)
     return {n: sum(r.counts.get(n, 0.0) for r in rollouts) / len(rollouts) for n in names}
 
 
 def rows(evaluation: Evaluation) -> list[dict[str, JSON]]:
-    """One JSON-able row a problem."""
+    """One JSON row for each problem."""
     groups, finals = evaluation.groups, evaluation.finals or [()] * evaluation.problems
     return [
         {

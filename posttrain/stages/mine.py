@@ -1,4 +1,4 @@
-"""Looking for problems worth training on: a model answers training problems, and those that it fails are kept."""
+"""Finds problems worth training on: a model answers training problems, and those that it fails are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class MineStage(AskingStage):
 
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
     again: DataName = ""  # an earlier mine stage, or a file: what it kept is asked once more
-    min_problems: Count = 16  # where fewer were failed, the hardest of the others are kept too
+    # if fewer problems were failed, the hardest of the others are kept, too
+    min_problems: Count = 16
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.again and self.again not in before:
@@ -77,7 +78,7 @@ class MineStage(AskingStage):
 
 
 def read_problems(path: str) -> list[Problem]:
-    """Problems as a mine stage wrote them."""
+    """Read the problems that a mine stage wrote."""
     made, names = [], [f.name for f in fields(Problem)]
     for where, row in read_jsonl(path):
         lacking = ", ".join(name for name in names if name not in row)
@@ -88,7 +89,7 @@ def read_problems(path: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Chosen(Nested):
-    """The training problems that replace those of a task. Episodes and scores stay with the task itself."""
+    """A task with other training problems. Episodes and scores are the task's own."""
 
     task: Task
     chosen: tuple[Problem, ...]
@@ -97,7 +98,7 @@ class Chosen(Nested):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        # what was chosen is not sorted by level: there is no curriculum
+        # the chosen problems are not sorted by level, so there is no curriculum
         return self.task.levels[-1:]
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:

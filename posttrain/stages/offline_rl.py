@@ -1,4 +1,4 @@
-"""Reinforcement learning on groups of responses that were sampled and scored before; nothing is sampled."""
+"""Offline reinforcement learning on groups of responses that were sampled and scored before; nothing is sampled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OfflineRLStage(ReferenceStage):
             read_saved(path, reader.tokenizer, self.longest(reader), self.temperature)
 
     def longest(self, reader: Policy | Reader) -> int:
-        """The most tokens of a prompt and a response; more than the model's positions are refused."""
+        """The most tokens of a prompt and a response together. An error if they exceed the model's positions."""
         reader.check_length(self.max_length, f"lower {self.name}.max_length")
         return self.max_length or reader.positions or sys.maxsize
 
@@ -101,8 +101,10 @@ class OfflineRLStage(ReferenceStage):
             context.announce(self.name, [UNKNOWN], "warning")
         trainer = self.make_trainer(context, policy, self.make_roles(context, policy))
         groups = [group for one in saved for group in one.groups]
-        how = (self.batch, context.seed, self.temperature, policy.device)
-        source = SavedGroups(groups, *how, None if known else trainer.logprobs)
+        logprobs = None if known else trainer.logprobs
+        source = SavedGroups(
+            groups, self.batch, context.seed, self.temperature, policy.device, logprobs
+        )
         loop = self.train(context, trainer, source, self.schedule())
         context.save_model(self.name, policy, self.lora)
         return {**trained(loop), "trained_on": len(groups), "logprobs_known": known}

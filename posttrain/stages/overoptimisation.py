@@ -1,4 +1,4 @@
-"""The curve of over-optimisation: what a reward model (proxy) and the task's own score (gold) say, against KL from where it began."""
+"""The curve of over-optimisation: the reward model's score (proxy) and the task's own score (gold) against the KL to the start."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class OveroptimisationStage(AnswerStage):
         return {"curves": found}
 
     def training(self, context: Context, stage: str) -> Curve:
-        """The points that an rl stage measured of itself."""
+        """The points that an rl stage measured while it trained."""
         curve = training_curve(context, stage)
         none = f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems"
         require(bool(curve), none)
         return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
-        """One set of samples, ordered by each reward model in turn."""
+        """The points of best-of-n: one set of samples, ordered by each reward model in turn."""
         policy, problems = self.load(context), self.task.problems("test")[: self.problems]
         drawn = (self.samples, seeds(context, 64), BATCH)
         groups = list(self.ask(context, policy, problems, *drawn))
@@ -86,7 +86,7 @@ class OveroptimisationStage(AnswerStage):
 
 
 def training_curve(context: Context, stage: str) -> Curve:
-    """Step, proxy, gold and KL with their intervals, as far as an rl stage has come; nothing where it did not measure them."""
+    """Step, proxy, gold and KL with their intervals, for the steps that an rl stage has made; empty if it did not measure them."""
     names = [(what, end) for what in FIGURES for end in ("", "_low", "_high")]
     return [
         {"step": row.step, **{f"{a}{end}": row.figures[f"{a}/test{end}"] for a, end in names}}
@@ -96,8 +96,8 @@ def training_curve(context: Context, stage: str) -> Curve:
 
 
 def verdict(curve: Sequence[Mapping[str, float]]) -> dict[str, JSON]:
-    """The point of the best gold, the last one, and how far the gold has come down between them:
-    errors = (best - last) / sqrt(e_best^2 + e_last^2), e = half of a 95% interval / 1.96.
+    """The point of the best gold reward, the last point, and how far the gold reward has fallen between them: errors = (best -
+    last) / sqrt(e_best^2 + e_last^2), e = half of a 95% interval / 1.96.
 
     >>> point = {"kl": 1.0, "proxy": 0.0, "gold": 0.5, "gold_low": 0.402, "gold_high": 0.598}
     >>> later = {"kl": 9.0, "proxy": 4.0, "gold": 0.2, "gold_low": 0.102, "gold_high": 0.298}
@@ -123,7 +123,7 @@ def said(name: str, found: Mapping[str, JSON]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    """Gold and proxy with their 95% intervals, against the square root of KL, in which both are simplest (Gao et al. 2022)."""
+    """Draw gold and proxy with their 95% intervals against the square root of the KL, in which both are simplest (Gao et al. 2022)."""
 
     def paint(axes: Axes, what: str) -> None:
         for number, (name, curve) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""Learning from preferences in files: pairs, rankings, or single responses that people called good or bad."""
+"""Learns from preference data in files: pairs, rankings, or single responses labelled good or bad."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class PreferenceStage(UnitStage, ReferenceStage):
         default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
     held_out_data: tuple[DataName, ...] = ()
-    evaluate_units: Count = 500  # of what is held out, drawn by the seed where there is more
+    # how many held-out units are evaluated; drawn by the seed if there are more
+    evaluate_units: Count = 500
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -56,14 +57,14 @@ class PreferenceStage(UnitStage, ReferenceStage):
             self.check_labels(good, bad)
 
     def check_labels(self, good: int, bad: int) -> None:
-        """Refuse labels that are all the same: with nothing to tell apart, everything becomes likelier, or less likely."""
+        """Raise an error if all labels are the same: everything would only become likelier, or less likely."""
         what = f"{self.name}: all {good + bad} labelled responses are {'good' if good else 'bad'}"
         why = f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
         why += ", or imitate these with an sft stage" if good else ""
         require((good > 0) == (bad > 0), f"{what}, and {why}")
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
-        """The units of some files, in the shape that the algorithm learns from; what became of each row is announced."""
+        """Read the units of some files in the form that the algorithm learns from, and report what became of the rows."""
         units = super().read(context, tokenizer, paths)
         return as_pairs(units) if self.algorithm.learns_from == "pairs" else as_singles(units)
 
@@ -76,7 +77,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         return train, held_out
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
-        """(to train on, held out)."""
+        """(training, held out) units."""
         train, held_out = self.split(context, tokenizer)
         labels = self.algorithm.learns_from == "labels"
         what = "labelled responses" if labels else "pairs"
@@ -101,7 +102,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         return limited.learn(context, policy, [train], [1.0], held_out)
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
-        """What is said of the held-out preferences at the end. The pairs of one ranking share its responses: the interval is over
+        """The figures on held-out preferences at the end. The pairs of one ranking share its responses, so the interval is over
         prompts."""
         pieces = judge.pieces(by_unit=True)
         figures = merge([metric for _, metrics in pieces for metric in metrics])

@@ -9,6 +9,6 @@ from posttrain.stages.sft import SFTStage
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainStage(SFTStage):
-    """A supervised stage that learns to predict all of its data, not the assistant's part alone."""
+    """A supervised stage with loss on all tokens, not only the assistant's."""
 
     all_tokens = True

@@ -1,4 +1,4 @@
-"""Reward models: a score for responses learned from comparisons, or for the steps of solutions from their labels."""
+"""Trains reward models: a score of responses from comparisons, or of the steps of solutions from their labels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdicts:
-    """What a scorer says of held-out comparisons: `margin_K` is positive where it agrees with the people, by how much; `distance_K`
-    is how far apart the labels are, `prompt_K` which prompt the comparison is about."""
+    """A scorer's verdicts on held-out comparisons: `margin_K` is positive where it agrees with the labels; `distance_K` is how far
+    apart the labels are, `prompt_K` the index of the prompt."""
 
     margin_K: np.ndarray
     distance_K: np.ndarray
@@ -117,7 +117,7 @@ class RewardModelStage(UnitStage):
     def member(
         self, context: Context, policy: Policy, train: list[Unit], held_out: list[Unit], member: int
     ) -> Scorer:
-        """Train one scorer and save it; one that an earlier attempt saved is done, and only read."""
+        """Train one scorer and save it. A scorer that an earlier attempt saved is only read."""
         folder, kind = self.folder(context, member), (policy.dtype, policy.device)
         if folder.is_dir():
             return load_scorer(str(folder), *kind)
@@ -138,7 +138,7 @@ class RewardModelStage(UnitStage):
         return scorer if self.lora is None else load_scorer(str(folder), *kind)
 
     def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:
-        """A scorer's verdicts on units that it has not learned from."""
+        """A scorer's verdicts on units that it was not trained on."""
         by_step = self.algorithm.learns_from == "step_labels"
         return (judge_steps if by_step else judge_pairs)(scorer, units, self.optimizer.plain_budget)
 
@@ -153,7 +153,7 @@ class RewardModelStage(UnitStage):
 
 
 def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
-    """Margins of all pairs of each unit in which one was preferred: score of the better less score of the worse."""
+    """The margins of all pairs with a preference in each unit: the score of the better minus that of the worse."""
     ids = [example.ids for unit in units for example in unit]
     scores, rows = iter(last_scores(scorer, ids, token_budget)), []
     for number, unit in zip(numbered_prompts(units), units, strict=True):
@@ -163,7 +163,7 @@ def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Ver
 
 
 def judge_steps(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:
-    """Margins of labelled steps: the score where the label is at least one half, its negative elsewhere."""
+    """The margins of labelled steps: the score if the label is at least one half, else its negative."""
     numbered = zip(numbered_prompts(units), units, strict=True)
     examples = [(example, number) for number, unit in numbered for example in unit]
     rows = []
@@ -183,7 +183,8 @@ def verdicts_of(rows: Sequence[tuple[float, float, int]]) -> Verdicts:
 
 
 def report(verdicts: Sequence[Verdicts]) -> dict[str, JSON]:
-    """Accuracy of each member and of their mean, accuracy by how far apart labels and scores are, and calibration, of the mean."""
+    """The accuracy of each member and of their mean, and for the mean also the accuracy by distance of labels and scores, and
+    calibration."""
     mean = replace(verdicts[0], margin_K=np.mean([v.margin_K for v in verdicts], axis=0))
     margins = mean.margin_K.tolist()
     found: dict[str, JSON] = {"held_out": len(np.unique(mean.prompt_K)), "pairs": len(margins)}

@@ -1,4 +1,4 @@
-"""Where the reward of an rl stage comes from: the task's own score, reward models, a judge, or a weighted mix of them.
+"""Sources of the reward in an rl stage: the task's own score, a function, reward models, a judge, or a weighted mix of these.
 
 In a recipe: `reward: {name: models, models: [reward]}`; on the command line `rl.reward=models rl.reward.models=[reward]`. A class of
 your own is named as `file.py:MyReward`. Whatever the source, the task's own score is also reported, as `reward/task`.
@@ -43,58 +43,60 @@ SLOW = 30.0  # seconds of one call of a function before a warning
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSource(Naming, ABC):
-    """A source of rewards. Its fields are its settings; `name` is what a recipe calls it."""
+    """A source of rewards. Its fields are its settings; recipes refer to it by `name`."""
 
     name: ClassVar[str] = ""
     apart: ClassVar[bool] = True  # its keys are set by their path alone: rl.reward.k
     gives_steps: ClassVar[bool] = False  # whether its scores have values of steps
 
-    # of a mixed task, the source whose answers are scored; those of the others keep their own task's score
+    # of a mixed task, the source whose answers are scored; answers of the others keep their own task's score
     rated: str = ""
 
     def loads(self) -> tuple[str, ...]:
-        """The models that it asks: stages, directories or hub names."""
+        """The models that it uses: stages, directories or hub names."""
         both = (self.named(kind).values() for kind in ("model", "reward model"))
         return tuple(chain(*chain(*both)))
 
     def reads_ids(self) -> tuple[str, ...]:
-        """Those of them that are given the policy's tokens, and so must have its vocabulary."""
+        """Those of its models that read the policy's token ids, and so must have its vocabulary."""
         return self.loads()
 
     def on_device(self) -> tuple[str, ...]:
-        """Those that stay on the policy's device between two calls, where they take memory."""
+        """Those of its models that stay on the policy's device between calls and take memory there."""
         return self.loads()
 
     def offloaded(self) -> RewardSource | None:
-        """The same with its models on the CPU between calls, set as `device=cpu`; None where there is no such setting."""
+        """The source with its models on the CPU between calls (`device=cpu`); None if it has no such setting."""
         return None
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
-        """Refuse what does not fit the stage. `group` responses answer one problem; with `alone`, single ones are rated too."""
+        """Raise an error if the source does not fit the stage. `group` is the number of responses to a problem; `alone` says that
+        single responses are rated, too."""
         known = [source.name for source in task.sources] if isinstance(task, Mixed) else []
         other = f"{where}: reward.rated is a source of a mixed task that models score, not {self.rated!r}"
         scored = not isinstance(self, TaskReward) and self.rated in known
         require(not self.rated or scored, f"{other}; the task has {', '.join(known) or 'none'}")
 
     def ready(self, task: Task) -> None:
-        """Refuse what can be known of its files and functions, before the first stage runs."""
+        """Check its files and functions before the first stage runs."""
 
     def make(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
-        """The models, loaded, as a rating of rollouts; None: the task's own score is the reward. `where` names the stage."""
+        """Load its models and return a rating of rollouts; None if the task's own score is the reward. `where` is the name of the
+        stage."""
         rating = self.rating(context, policy, where, budget)
         return SourceRating(self.rated, rating) if rating is not None and self.rated else rating
 
     @abstractmethod
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
-        """As `make`, for all rollouts."""
+        """`make` without the restriction to one task of a mix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskReward(RewardSource):
-    """The score of the task itself."""
+    """The task's own score."""
 
     name: ClassVar[str] = "task"
-    gives_steps: ClassVar[bool] = True  # where the task has them
+    gives_steps: ClassVar[bool] = True  # if the task has them
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
@@ -107,11 +109,11 @@ class TaskReward(RewardSource):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReward(RewardSource):
-    """A function of yours in place of the task's own score: `reward` is FILE.py:NAME. It runs in this process, on all responses of a
-    step at once where it takes lists."""
+    """Your own function in place of the task's score: `reward` is FILE.py:NAME. It runs in this process; if it takes lists, it gets
+    all responses of a step at once."""
 
     name: ClassVar[str] = "function"
-    gives_steps: ClassVar[bool] = True  # where its scores have them
+    gives_steps: ClassVar[bool] = True  # if its scores have them
 
     reward: str
     options: Mapping[str, JSON] = field(default_factory=dict)
@@ -144,7 +146,7 @@ def _cancelling(timer: Timer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FunctionRating:
-    """The rating of a function. Nothing ends a call in this process: one that takes long is named in a warning while it goes on."""
+    """The rating by a function. A call in this process cannot be ended, so a warning names one that takes long."""
 
     function: Mix
     events: Events
@@ -162,9 +164,9 @@ class FunctionRating:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scorers(RewardSource):
-    """Reward models, each a stage (which may have trained several) or a directory, combined as rewards/_models.py says: mean, worst,
-    or the mean less `k` standard deviations. `weights`, one for each of `models`, make mean and deviation weighted ones; those that one
-    stage has trained share its weight. `device=cpu` keeps them on the CPU between calls."""
+    """Reward models, each a stage (which may have trained several) or a directory, combined as in rewards/_models.py: mean, worst,
+    or the mean minus `k` standard deviations. `weights`, one for each of `models`, weight mean and deviation; models of one stage
+    share its weight. `device=cpu` keeps them on the CPU between calls."""
 
     makes: ClassVar[type[ModelRating]] = ModelRating
 
@@ -201,7 +203,7 @@ class _Scorers(RewardSource):
         return placed(rating, [s.model for s in scorers], self.device, policy)
 
     def split(self) -> tuple[str, ...]:
-        """How responses are split into steps, where it takes steps."""
+        """How responses are split into steps, for a source that scores steps."""
         return ()
 
 
@@ -214,8 +216,8 @@ class RewardModels(_Scorers):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRewardModels(_Scorers):
-    """Process reward models: a value for every step, and for the response that of its worst step. `steps` is what ends a step: a text,
-    pattern:REGEX (as in 'pattern:\\n(?=Step [0-9]+)'), or token:TEXT, one token."""
+    """Process reward models: a value for every step; the value of a response is that of its worst step. `steps` says what ends a
+    step: a text, pattern:REGEX (as in 'pattern:\n(?=Step [0-9]+)'), or token:TEXT, one token."""
 
     name: ClassVar[str] = "process"
     gives_steps: ClassVar[bool] = True
@@ -233,8 +235,8 @@ class ProcessRewardModels(_Scorers):
 
 @dataclass(frozen=True, kw_only=True)
 class ImplicitReward(RewardSource):
-    """What a model tuned by DPO has learned to prefer: beta (log pi(y | x) - log pi_ref(y | x)), where `reference` is the model that
-    it was tuned from and `beta` that of its training."""
+    """The implicit reward of a model trained by DPO: beta (log pi(y | x) - log pi_ref(y | x)). `reference` is the model that it was
+    trained from, and `beta` that of its training."""
 
     name: ClassVar[str] = "implicit"
 
@@ -252,9 +254,9 @@ class ImplicitReward(RewardSource):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReward(EndpointSettings, RewardSource):
-    """A model that judges in words (rewards/judge.py), asked in this process or, with a `url`, behind an OpenAI-compatible address. It
-    reads text, so its vocabulary is its own. `mode`: points for each response, for a group of them at once, or a tournament; `rubric`
-    is a file that says what is good."""
+    """A language model as a judge (rewards/judge.py), in this process or, with a `url`, behind an OpenAI-compatible address. It
+    reads text, so it may have another vocabulary. `mode`: points for each response, points for a group at once, or a tournament;
+    `rubric` is a file that describes a good response."""
 
     name: ClassVar[str] = "judge"
 
@@ -295,7 +297,8 @@ class JudgeReward(EndpointSettings, RewardSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted(Naming):
-    """A source in a mix, with the factor of its value. Its value is reported as `reward/LABEL`; "" is the source's name."""
+    """A source in a mix, with the weight of its value. Its value is reported as `reward/LABEL`; by default the label is the
+    source's name."""
 
     reward: RewardSource
     weight: Annotated[float, Range()] = 1.0
@@ -308,7 +311,7 @@ class Weighted(Naming):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedReward(RewardSource):
-    """A weighted sum of sources: r = sum_i weight_i r_i. A response that one of them cannot score has no score."""
+    """A weighted sum of sources: r = sum_i weight_i r_i. If one of them cannot score a response, it has no score."""
 
     name: ClassVar[str] = "mix"
 
@@ -345,14 +348,14 @@ class MixedReward(RewardSource):
 
 @dataclass(frozen=True)
 class SourceRating:
-    """A rating of one source of a mixed task; the answers of the others keep the score of their own task."""
+    """A rating of one task in a mix of tasks. Responses of the other tasks keep their own score."""
 
     source: str
     rating: Rating
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        """The networks, for a checkpoint to name them by their weights."""
+        """The networks; a checkpoint records a checksum of their weights."""
         return tuple(self.rating.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
@@ -363,14 +366,14 @@ class SourceRating:
 
 @dataclass(frozen=True)
 class MixedRating:
-    """The weighted sum of several ratings, where None is the score that a rollout already has: its task's own."""
+    """The weighted sum of several ratings. None stands for the score that a rollout already has, its task's own."""
 
     parts: Sequence[Weighted]
     ratings: Sequence[Rating | None]
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        """The networks, for a checkpoint to name them by their weights."""
+        """The networks; a checkpoint records a checksum of their weights."""
         return tuple(m for one in self.ratings if one is not None for m in one.models)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -389,7 +392,7 @@ class MixedRating:
 
 
 def placed(rating: Rating, models: list[nn.Module], device: Device, policy: Policy) -> Rating:
-    """The rating with its models where the setting wants them between calls."""
+    """The rating, with its models on `device` between calls."""
     if device == "same":
         return rating
     return OffloadedRating(rating, [model.to("cpu") for model in models], policy.device)

@@ -1,12 +1,12 @@
-"""Reinforcement learning: sample, score, update, with problems that get harder as the policy learns."""
+"""The rl stage: samples responses, scores them and updates the policy, on problems of a curriculum."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -52,8 +52,8 @@ from posttrain.types import JSON, Problem, Rating, Sampler, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class RLStage(ReferenceStage):
-    """`prompts` problems a step, the algorithm's group of samples for each, scored by `reward`. What the algorithm
-    needs besides the policy is made here: a frozen reference, a critic, pretraining text."""
+    """Each step draws `prompts` problems, samples a group of responses to each, scores them by `reward` and updates the policy. The
+    stage also builds the roles that the algorithm needs: a frozen reference, a critic, a teacher, pretraining text."""
 
     reads = ("rollouts",)
     shares = "prompts"
@@ -61,47 +61,52 @@ class RLStage(ReferenceStage):
 
     task: Task
     steps: Count = 200
-    # end after the step that passes so many, with what is learned by then; 0: never
+    # end the stage after this much time, at the end of a step; 0: no limit
     seconds: NotNegative = 0.0
     prompts: Several = 16
     algorithm: Algorithm = field(default_factory=GRPO)
     sampling: Sampling = field(default_factory=Sampling)
     curriculum: Curriculum = field(default_factory=Curriculum)
     optimizer: Optimization = field(default_factory=Optimization)
-    max_rows: Whole = 0  # responses written at once; 0: all of a step on a GPU, 256 on a CPU
-    # what samples: the engine in this process, or in others that are sent the weights after each step; or vLLM in others
+    max_rows: Whole = 0  # responses decoded at once; 0: all of a step on a GPU, 256 on a CPU
+    # the engine in this process, the engine in other processes, which get the weights after each step, or vLLM in other processes
     sampler: Literal["engine", "process", "vllm"] = "engine"
     sampler_processes: Count = 1  # of sampler=process and vllm
     # train a mixture of experts with the experts that the engine chose on a GPU, and measure how often the trainer's differ
     router_replay: bool = False
-    # of the engine: fp8 computes the products of the MLP in it, on a GPU of compute capability 8.9 or more; a CPU emulates it
+    # the engine's MLP products in fp8, on a GPU of compute capability 8.9 or more; a CPU emulates fp8
     sampler_quantization: Literal["none", "fp8"] = "none"
-    release_cache: bool = False  # give the engine's cache on a GPU back before training; to take it anew costs a second or so
+    # free the engine's cache on a GPU before training; allocating it again costs about a second
+    release_cache: bool = False
     evaluate_every: Interval = 50
     evaluate_problems: Whole = 200
-    measure_problems: Whole = 0  # also sample these many held-out problems: reward model, task's own score and KL, as figures
+    # also sample this many held-out problems, and report the reward model's score, the task's own score and the KL
+    measure_problems: Whole = 0
     checkpoint_every: Interval = 25
     rollouts_every: Interval = 5
-    watch_kl: bool = False  # keep the starting model to measure KL from it, also where the algorithm does not need it
-    critic: ScorerName = ""  # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
-    # of a new head: linear, or mlp with one hidden layer
+    # keep the starting model to measure the KL to it, even if the algorithm does not need it
+    watch_kl: bool = False
+    # a reward model (a stage or a directory) for the critic to start from; "": the policy with a new head
+    critic: ScorerName = ""
+    # the new head of a critic: linear, or mlp with one hidden layer
     critic_head: Literal["linear", "mlp"] = "linear"
-    # None: the policy's settings, whose warm-up and schedule it follows in any case
+    # None: the policy's settings; warm-up and schedule are the policy's in any case
     critic_optimizer: Optimization | None = None
-    # of distillation: a model with the same tokenizer (a stage, a directory, a hub name); "": the one that the stage starts from
+    # of distillation: a model with the same tokenizer (a stage, a directory, a hub name); "": the stage's starting model
     teacher: ModelName = ""
-    # what the teacher alone reads, as a system message before the prompt; {answer} stands for the problem's own
+    # a system message before the prompt that only the teacher reads; {answer} is replaced by the problem's answer
     teacher_prompt: str = ""
     reward: RewardSource = field(default_factory=TaskReward)
-    pretraining: tuple[Data, ...] = ()  # text that the algorithm's ptx term is about
+    pretraining: tuple[Data, ...] = ()  # text for the algorithm's ptx term
     pretraining_batch: Several = 16  # texts an optimizer step
-    pretraining_length: int = 1024  # longer ones are left out
-    problems: DataName = ""  # a mine stage, or a file that one wrote: train on these in place of the task's own problems
-    # steps that may come between the beginning of a group and the step that trains on it; 0: generate and train in turn
+    pretraining_length: int = 1024  # longer texts are left out
+    # a mine stage, or a file that one wrote: train on these problems instead of the task's own
+    problems: DataName = ""
+    # how many steps a group may be older than the step that trains on it; 0: generate and train in turn
     max_staleness: Whole = 0
-    # what is being sampled when new weights come: goes on with them, or is begun again
+    # when new weights arrive, continue responses in flight with them, or restart these
     in_flight: InFlight = "continue"
-    # of an algorithm without one, where max_staleness is above 0 or the sampler uses fp8; none: leave it without
+    # correction for an algorithm without one, if max_staleness is above 0 or the sampler uses fp8; none: no correction
     staleness_correction: Literal["token", "sequence", "decoupled", "none"] = "token"
 
     def __post_init__(self) -> None:
@@ -117,7 +122,7 @@ class RLStage(ReferenceStage):
 
     @property
     def precision(self) -> Precision:
-        """What the sampler computes in fp8."""
+        """Which parts of the sampler compute in fp8."""
         return Precision(self.sampler_quantization)
 
     def precision_lines(self) -> list[str]:
@@ -217,7 +222,7 @@ class RLStage(ReferenceStage):
         self.precision.check_device(device)
         if self.sampler == "vllm":
             vllm_python()
-        self.task.problems("test")  # or refuse, where it is not fit to measure on
+        self.task.problems("test")  # raises an error if the task cannot be evaluated
         self.reward.ready(self.task)
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
@@ -272,19 +277,17 @@ class RLStage(ReferenceStage):
         curriculum_state = CurriculumState(source.levels, sizes, self.curriculum, context.seed)
         context.announce(self.name, self.algorithm.warnings(self.sampling), "warning")
         context.announce(self.name, self.precision_lines())
-        drawn = (curriculum_state, self.prompts, self.sampling, context.seed, policy.device)
-        given = (policy.tokenizer, *drawn, rating, context.events, context.workers, problems)
-        rows = self.rows(policy.device.type)
 
         def evaluate() -> dict[str, float]:
-            with rollouts.quiet():
+            with rollouts.drained():
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
-        made = (rows, self.sampler, self.sampler_processes, self.precision)
         every = self.evaluate_every if self.task.problems("test") else 0
         with (
-            closing(context.sampler(policy, *made)) as sampler,
-            closing(self.rollouts(self.task, sampler, *given)) as rollouts,
+            closing(self.make_sampler(context, policy)) as sampler,
+            closing(
+                self.rollouts(context, policy, sampler, curriculum_state, problems, rating)
+            ) as rollouts,
         ):
             loop = self.train(
                 context,
@@ -304,44 +307,71 @@ class RLStage(ReferenceStage):
         require(known or not self.router_replay, text)
         return self.router_replay
 
-    def rollouts(self, *given: Any) -> Rollouts:
-        """Where steps come from: sampled when they are wanted, or ahead."""
-        if not self.max_staleness:
-            return Rollouts(*given)
-        bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
-        more: dict[str, Any] = {"steps": self.steps, "in_flight": self.in_flight}
-        return Asynchronous(*given, staleness=bound, **more)
+    def make_sampler(self, context: Context, policy: Policy) -> Sampler:
+        rows, processes = self.rows(policy.device.type), self.sampler_processes
+        return context.sampler(policy, rows, self.sampler, processes, self.precision)
+
+    def rollouts(
+        self,
+        context: Context,
+        policy: Policy,
+        sampler: Sampler,
+        curriculum_state: CurriculumState,
+        problems: Mapping[int, Sequence[Problem]],
+        rating: Rating | None,
+    ) -> Rollouts:
+        """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer."""
+        source: Callable[..., Rollouts] = Rollouts
+        if self.max_staleness:
+            bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
+            source = partial(
+                Asynchronous, staleness=bound, steps=self.steps, in_flight=self.in_flight
+            )
+        return source(
+            task=self.task,
+            sampler=sampler,
+            tokenizer=policy.tokenizer,
+            curriculum_state=curriculum_state,
+            prompts=self.prompts,
+            sampling=self.sampling,
+            seed=context.seed,
+            device=policy.device,
+            rating=rating,
+            events=context.events,
+            workers=context.workers,
+            problems=problems,
+        )
 
     def training_task(self, context: Context) -> Task:
-        """The task, with the problems that a mine stage chose where one is named."""
+        """The task, with the problems that a mine stage chose if `problems` names one."""
         if not self.problems:
             return self.task
         return Chosen(self.task, tuple(read_problems(data_place(self.problems, context))))
 
     def rows(self, device: str) -> int:
-        """Responses written at once. A GPU is fastest with all of them; its cache grows with what is written."""
+        """How many responses are decoded at once. A GPU is fastest with all of them; its cache grows with the tokens in it."""
         every = self.prompts * self.algorithm.group_size
         return self.max_rows or (every if device == "cuda" else 256)
 
     def longest(self, tokenizer: object) -> int:
-        """Tokens of a prompt, as long as the first problem's, and of the longest response to it."""
+        """An estimate of the longest sequence, in tokens: the prompt of the first problem and the longest possible response."""
         prompt = render_prompt(tokenizer, self.task.prompt(self.task.problems("train")[0]))
         return len(prompt) + self.sampling.max_new_tokens
 
     def cache_bytes(self, policy: Policy, training: bool = True) -> float:
-        """Keys and values of all that is written at once, at full length; while training, what a GPU keeps of them."""
+        """Bytes of the KV cache of all rows at full length; with `training`, those that a GPU keeps during training."""
         if training and (self.release_cache or policy.device.type != "cuda"):
             return 0.0
         group, longest = self.algorithm.group_size, self.longest(policy.tokenizer)
         rows = min(self.rows(policy.device.type), self.prompts * group)
-        if copied_bytes(policy):  # pages, where a group shares its prompt
+        if copied_bytes(policy):  # a paged cache, in which a group shares its prompt
             new = self.sampling.max_new_tokens
             tokens = rows * new + -(-rows // group) * (longest - new)
             return cache_bytes(policy, 1, tokens)
         return cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
-        """Weights of the processes that sample, each of which has its own; of the engine, what it copies."""
+        """Bytes of the sampler's weights: a copy in each sampling process, or the weights that the engine copies."""
         narrow = self.lora is not None and self.lora.load_in_4bit
         if self.sampler == "engine":
             return 0.0 if narrow or self.release_cache else copied_bytes(policy)
@@ -371,19 +401,20 @@ class RLStage(ReferenceStage):
         wanted = self.algorithm.roles | ({"reference"} if self.watch_kl else frozenset())
         adapters = None if self.lora is None else self.lora.parameters(policy.body)
         by_layer = self.optimizer.checkpointing == "layer"
-        learns = (self.critic_optimizer or self.optimizer, by_layer, adapters, bool(self.critic))
+        settings, own_body = self.critic_optimizer or self.optimizer, bool(self.critic)
         own = self.lora is not None and not self.teacher
-        at_once = 0 if self.algorithm.learns_apart else tokens  # with those of the policy
+        # activations of the critic count only if they are alive together with the policy's
+        active = 0 if self.algorithm.learns_apart else tokens
         prices = {
             "reference": self.reference_bytes(policy),
-            "critic": Critic.price(policy, at_once, *learns),
+            "critic": Critic.price(policy, active, settings, by_layer, adapters, own_body),
             "teacher": 0.0 if own else model_bytes(self.teacher, policy),
         }
         return {name: size for name, size in prices.items() if name in wanted}
 
     def make_critic(self, context: Context, policy: Policy) -> Scorer:
-        """The policy's body with a head that starts at 0, or a reward model. With LoRA its
-        body is frozen too (the policy's own trunk, shared), and adapters of its own learn with the head."""
+        """A copy of the policy with a scalar head that starts at 0, or a reward model. With LoRA its body is frozen, too (the
+        policy's own weights, shared), and the head is trained together with adapters of its own."""
         share = self.lora is not None
         if self.critic:
             critic = load_reward_model(model_places(self.critic, context)[0], context)
@@ -395,7 +426,7 @@ class RLStage(ReferenceStage):
         return critic
 
     def make_teacher(self, context: Context, policy: Policy) -> Teacher:
-        """With LoRA the model that the stage starts from is the policy's own frozen weights."""
+        """The teacher. If it is the stage's starting model, with LoRA it shares the policy's frozen weights."""
         own = self.lora is not None and not self.teacher
         teacher = share_weights(policy) if own else self.load(context, self.teacher)
         same_vocabulary(self.name, policy, teacher)
@@ -417,7 +448,7 @@ class RLStage(ReferenceStage):
         return render_prompts(tokenizer, asked)
 
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
-        """Pretraining text for the mix, with loss on all of it."""
+        """Pretraining text for the ptx term, with loss on all tokens."""
         text, seed = placed(self.pretraining, context), context.seed
         limit = self.pretraining_length
         material = gather(text, policy.tokenizer, seed, limit, all_tokens=True)
@@ -435,21 +466,21 @@ class RLStage(ReferenceStage):
         rating: Rating | None,
         reference: Policy | None,
     ) -> dict[str, float]:
-        """Of held-out problems, each with its interval: the accuracy by argmax on `evaluate_problems`, or the mean reward where no
-        score says right or wrong, and proxy, gold and KL of samples on `measure_problems`, the curve of over-optimisation; nothing
-        where there are none."""
+        """Figures on held-out problems, each with its confidence interval: on `evaluate_problems`, the accuracy of greedy answers, or
+        their mean reward if the task cannot tell right from wrong; on `measure_problems`, proxy reward, gold reward and KL of samples,
+        which make the curve of over-optimisation."""
         found: dict[str, statistics.Interval] = {}
-        settings = (context.seed, context.workers)
+        task, seed, workers = self.task, context.seed, context.workers
         if self.evaluate_problems:
-            problems = self.task.problems("test")[: self.evaluate_problems]
+            problems = task.problems("test")[: self.evaluate_problems]
             greedy = Sampling(max_new_tokens=self.sampling.max_new_tokens, temperature=0.0)
-            asked, right = (problems, 1, greedy), self.task.verifiable
-            by = None if right else rating
-            made = answer_problems(self.task, sampler, tokenizer, *asked, *settings, by)
-            found |= made.headlines(right)
+            by = None if task.verifiable else rating
+            made = answer_problems(task, sampler, tokenizer, problems, 1, greedy, seed, workers, by)
+            found |= made.headlines(task.verifiable)
         if self.measure_problems and rating is not None and reference is not None:
-            problems = self.task.problems("test")[: self.measure_problems]
-            drawn = (Decoder(tokenizer), problems, 1, self.sampling)
-            groups = rollout_groups(self.task, sampler, *drawn, *settings)
+            problems, decoder = task.problems("test")[: self.measure_problems], Decoder(tokenizer)
+            groups = rollout_groups(
+                task, sampler, decoder, problems, 1, self.sampling, seed, workers
+            )
             found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}

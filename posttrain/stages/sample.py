@@ -15,7 +15,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.hinted import ANSWER, Hinted
 from posttrain.types import JSON, Group, Problem, Rollout
 
-KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # what becomes of answers
+KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # outcomes of answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ class SampleStage(AskingStage):
         problems: Sequence[Problem],
         counts: dict[str, int],
     ) -> tuple[list[dict[str, JSON]], list[Problem]]:
-        """Rows of what is kept of the answers to `problems` as another stage asks them, with this one's prompts; and the problems of
-        which nothing is."""
+        """Rows of the kept answers to `problems`, sampled with another stage's prompts and written with this one's; and the
+        problems without a kept answer."""
         rows: list[dict[str, JSON]] = []
         unsolved: list[Problem] = []
         for group in asked.answers(context, problems):
@@ -108,7 +108,7 @@ class SampleStage(AskingStage):
         return rollout.score.value is not None and rollout.score.value >= self.min_score
 
     def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
-        """The answers of a problem that are kept; what becomes of the others is counted."""
+        """The answers of a problem that are kept; the others are counted by reason."""
         whole = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(whole)
         scored = [r for r in whole if r.score.value is not None]

@@ -1,4 +1,4 @@
-"""Search at inference: one of several answers is chosen, by vote or by reward models, or a process reward model searches steps."""
+"""Search at inference: chooses one of several answers by vote or by reward models, or searches steps with a process reward model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.stages.base import Context, load_reward_model, model_places
 from posttrain.train.rating import ProcessRating
 from posttrain.types import JSON, Group, Problem, Rollout, Score
 
-# what the chances of its steps say of an answer
+# how the probabilities of its steps are combined into the score of an answer
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "product": prod,
@@ -47,7 +47,7 @@ class SearchStage(AnswerStage):
     problems: Annotated[int, Range(ge=2)] = 500
     samples: Annotated[int, Range(ge=2)] = 16
     beams: Count = 4  # beginnings that are kept after each step
-    step_tokens: Count = 64  # of a step in beam search at most
+    step_tokens: Count = 64  # the longest step in beam search
     max_steps: Count = 32  # rounds of beam search
     steps: str = "\n"  # what ends a step, as in reward=process
 
@@ -97,7 +97,7 @@ class SearchStage(AnswerStage):
     def beam_search(
         self, context: Context, policy: Policy, rating: ProcessRating, problems: Sequence[Problem]
     ) -> tuple[list[Rollout], int]:
-        """The best end that was found for each problem, and how many tokens were sampled in all."""
+        """The best final answer found for each problem, and the number of sampled tokens."""
         limit = min(self.step_tokens, self.sampling.max_new_tokens)
         least = min(self.sampling.min_new_tokens, limit)
         sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=least)
@@ -131,7 +131,8 @@ class SearchStage(AnswerStage):
     def best(
         self, candidates: Sequence[Sequence[Rollout]], rating: ProcessRating
     ) -> list[list[Rollout]]:
-        """For each problem the `beams` candidates with the best last steps, best first; equal ones too, as they stand for more."""
+        """For each problem the `beams` candidates with the best last steps, best first; equal candidates are kept, because they
+        represent more samples."""
         scores = iter(rating.rate([r for own in candidates for r in own]))
         kept = []
         for own in candidates:
@@ -142,7 +143,7 @@ class SearchStage(AnswerStage):
 
 
 def worth(score: Score, rule: str) -> float:
-    """What a process reward model's score of an answer is worth; a failure less than anything else."""
+    """The value of an answer by a process reward model's score; a failure is below everything else."""
     chances = [chance for _, chance in score.steps]
     if score.value is None:
         return -1.0
@@ -150,7 +151,7 @@ def worth(score: Score, rule: str) -> float:
 
 
 def ruled(groups: Sequence[Group], rule: str) -> list[Group]:
-    """Rated groups, with answers worth what `rule` makes of their steps."""
+    """Rated groups, with the values that `rule` computes from their steps."""
 
     def valued(rollout: Rollout) -> Rollout:
         return replace(rollout, score=replace(rollout.score, value=worth(rollout.score, rule)))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations, with loss on what the assistant says."""
+"""Supervised fine-tuning on demonstrations, with loss on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SFTStage(DataStage):
 
     data: tuple[Data, ...] = ()
     max_length: int = 1024
-    # of the examples that are held out, drawn by the seed where there are more
+    # how many held-out examples are evaluated; drawn by the seed if there are more
     evaluate_units: Count = 500
     algorithm: Algorithm = field(default_factory=SFT)
     as_long_as: StageName = ""
@@ -46,8 +46,8 @@ class SFTStage(DataStage):
             yield "a supervised stage needs data"
 
     def material(self, context: Context, reader: Policy | Reader) -> Material:
-        given = (context.seed, self.max_length, self.all_tokens, self.held_out)
-        made = gather(placed(self.data, context), reader.tokenizer, *given)
+        data, seed = placed(self.data, context), context.seed
+        made = gather(data, reader.tokenizer, seed, self.max_length, self.all_tokens, self.held_out)
         check_lengths(reader, [*made.sets, *made.held_out], f"{self.name}.max_length")
         return made
 
@@ -78,11 +78,11 @@ class SFTStage(DataStage):
         for report in material.reports:
             context.announce(self.name, report.lines())
         measured = measured_units(context, self.name, material.held_out, self.evaluate_units)
-        learned = (material.sets, material.weights, measured)
-        return self.learn(context, policy, *learned, self.seconds(context))
+        sets, weights = material.sets, material.weights
+        return self.learn(context, policy, sets, weights, measured, self.seconds(context))
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
-        """The held-out loss after training, with its interval, and before it where it was measured."""
+        """The held-out loss after training, with its interval, and before it if it was measured."""
         rows = [row for row in Run(context.directory).metrics(self.name) if not row.step]
         before = rows[0].figures.get("loss/held_out") if rows else None
         after = judge.loss()

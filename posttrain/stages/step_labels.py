@@ -1,4 +1,4 @@
-"""Labels of steps without people: a step is as good as the share of completions from there that end solved."""
+"""Labels steps without people: the label of a step is the share of completions from there that solve the problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.stages.base import Context
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Group, Message, Problem, Rollout, Score
 
-# what becomes of solutions
+# outcomes of solutions
 KINDS = ("written", "repeated", "truncated", "failed", "empty", "unlabelled")
 Key = tuple[str, bytes]
 
@@ -34,7 +34,7 @@ class StepLabelsStage(AskingStage):
     """
 
     completions: Whole = 8  # sampled from the end of each step
-    # of completions that solve the problem, or whether any does
+    # the share of completions that solve the problem, or whether any does
     label: Literal["share", "any"] = "share"
     steps: str = "\n"  # what ends a step, as in reward=process
 
@@ -97,7 +97,7 @@ class StepLabelsStage(AskingStage):
     def complete(
         self, context: Context, policy: Policy, solutions: Sequence[tuple[Rollout, list[Step]]]
     ) -> tuple[dict[Key, float], int]:
-        """The label of every beginning that ends a step but the last, and how many tokens were sampled for them."""
+        """The label of every prefix that ends a step, except the last, and the number of sampled tokens."""
         begun: dict[Key, Problem] = {}
         for rollout, steps in solutions:
             for step in steps[:-1]:
@@ -120,8 +120,8 @@ class StepLabelsStage(AskingStage):
     def row(
         self, rollout: Rollout, steps: Sequence[Step], shares: dict[Key, float]
     ) -> dict[str, JSON] | None:
-        """A row of data; None where no completion of a step could be scored. A step begins with the separator before it, so that
-        nothing need join them."""
+        """A row of data; None if no completion of a step could be scored. A step begins with the separator before it, so that the
+        steps can be concatenated."""
         ends = [step.position for step in steps]
         texts = [rollout.response[a:b] for a, b in zip([0, *ends], ends, strict=False)]
         keys = [key_of(rollout, step) for step in steps[:-1]]
@@ -135,7 +135,7 @@ class StepLabelsStage(AskingStage):
 
 @dataclass(frozen=True)
 class EitherOutcome(Task):
-    """The problems of a task, where answers of an odd length are right: for a dry run."""
+    """The problems of a task, with answers of odd length counted as right, for a dry run."""
 
     task: Task
 

@@ -1,4 +1,4 @@
-"""What all stages that train have in common: settings, roles, the trainer, the loop, the result."""
+"""The base classes of all stages that train: settings, roles, the trainer, the loop, the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from posttrain.types import JSON, Example
 
 DEFAULT_STEPS = 300
 MaxLength = Annotated[int, Range(ge=0, text="0 (the model's positions) or a number of tokens")]
-# what an algorithm learns from, and the stage that reads it
+# the stage that provides each kind of `Algorithm.learns_from`
 STAGES = {
     "demonstrations": "an sft stage",
     "pairs": "a preference stage",
@@ -48,8 +48,8 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStage(Stage):
-    """Trains `model` by `algorithm`. A stage says what its algorithm may learn from, which roles it can build, and where the
-    material comes from."""
+    """Trains `model` by `algorithm`. A subclass defines what its algorithm may learn from (`reads`), which roles it can build
+    (`builds`), and where the training material comes from."""
 
     leaves: ClassVar[str | None] = "model"
     together: ClassVar[bool] = True
@@ -64,9 +64,9 @@ class TrainStage(Stage):
     )
     lora: Lora | None = None  # train adapters on frozen weights instead of the weights
     checkpoint_every: Interval = 100
-    # export the last step, or that of the best held-out score
+    # export the model of the last step, or that of the best held-out score
     keep: Literal["last", "best"] = "last"
-    # end before `steps` at a KL or at a plateau, and go on with the next stage
+    # end the stage early at a KL or a plateau, and go on with the next stage
     stop: Stop = field(default_factory=Stop)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
@@ -85,11 +85,11 @@ class TrainStage(Stage):
             yield f"{name} asks for the role {strange}, which this stage does not build; it builds {builds}"
 
     def measures(self) -> bool:
-        """Whether its settings have something held out measured while it trains."""
+        """Whether it evaluates on held-out material while it trains."""
         return int(getattr(self, "evaluate_every", 0)) > 0
 
     def samples_kl(self) -> bool:
-        """Whether it has samples and a reference to measure the KL of responses."""
+        """Whether it has samples and a reference, so that it can measure the KL of responses."""
         return False
 
     def optimizers(self) -> dict[str, Optimization]:
@@ -104,7 +104,7 @@ class TrainStage(Stage):
             self.lora.ready(device)
 
     def warnings(self) -> list[str]:
-        # None: as many as the epochs take, which the data decides
+        # without steps, the data decides how many the epochs take
         found = self.optimizer.warning(f"{self.name}.optimizer", self.steps) if self.steps else ""
         return [found] if found else []
 
@@ -117,7 +117,7 @@ class TrainStage(Stage):
         return policy
 
     def make_roles(self, context: Context, policy: Policy) -> list[Role]:
-        """The roles that the algorithm asks for."""
+        """Build the roles that the algorithm needs."""
         return [self.make_role(name, context, policy) for name in sorted(self.algorithm.roles)]
 
     def make_role(self, name: str, context: Context, policy: Policy) -> Role:
@@ -125,7 +125,7 @@ class TrainStage(Stage):
         return Proximal(policy)
 
     def role_bytes(self, policy: Policy, tokens: int) -> dict[str, float]:
-        """What each role takes of the device's memory, for a micro-batch of `tokens`."""
+        """The device memory of each role in bytes, for micro-batches of `tokens` tokens."""
         return {}
 
     def make_trainer(
@@ -137,13 +137,14 @@ class TrainStage(Stage):
         seed: int | None = None,
         longest: int = 0,
     ) -> Trainer:
-        """The trainer of a model, to which its adapters are added now: a reference and a critic were made before, on the same frozen
-        weights. `seed` is that of the adapters, if not the run's; `longest` the tokens of the longest unit, where they are known."""
-        device = (reserved_bytes, context.events, longest)
+        """Make the trainer of a model. LoRA adapters are added to the model here, after a reference and a critic were made on the same
+        frozen weights. `seed` is that of the adapters, if not the run's. `longest` is the number of tokens of the longest unit, if
+        known."""
+        algorithm, settings, events = self.algorithm, self.optimizer, context.events
         if self.lora is not None:
             head = ("score.",) if isinstance(learner, Scorer) else ()
             add_adapters(learner.model, self.lora, context.seed if seed is None else seed, head)
-        return Trainer(learner, self.algorithm, self.optimizer, roles, *device)
+        return Trainer(learner, algorithm, settings, roles, reserved_bytes, events, longest)
 
     def train(
         self,
@@ -155,7 +156,7 @@ class TrainStage(Stage):
         label: str = "",
         **more: Any,
     ) -> Loop:
-        """Run the loop; `more` are further fields of it. `label` is what the run calls it where the stage trains several models."""
+        """Run the loop. `more` are further fields of `Loop`. `label` names the loop if the stage trains several models."""
         name = label or self.name
         loop = context.loop(
             stage=name,
@@ -188,15 +189,15 @@ class TrainStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceStage(TrainStage):
-    """A stage that can keep a reference: the model that it starts from, or the one that `reference` names, frozen unless
-    `reference_ema` or `reference_every` has it follow the policy."""
+    """A stage that can have a reference: its starting model, or the model that `reference` names. The reference is frozen unless
+    `reference_ema` or `reference_every` makes it follow the policy."""
 
     reference: ModelName = ""
-    # after every step the reference is so much of itself, and the policy for the rest; 0: it stays as it is
+    # after every step, reference <- reference_ema * reference + (1 - reference_ema) * policy; 0: frozen
     reference_ema: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    # steps after which the reference is the policy as it is then; 0: never
+    # copy the policy to the reference every so many steps; 0: never
     reference_every: Whole = 0
-    # cpu: it comes to the policy's device only when it is asked
+    # cpu: the reference is on the policy's device only while it computes
     reference_device: Literal["same", "cpu"] = "same"
 
     def mistakes(self) -> Iterator[str]:
@@ -215,7 +216,7 @@ class ReferenceStage(TrainStage):
 
     @property
     def shared(self) -> bool:
-        """Whether a reference would be the policy's own frozen weights: the policy without its adapters."""
+        """Whether the reference is the policy without its adapters, sharing the frozen weights."""
         return self.lora is not None and not self.reference
 
     @property
@@ -231,8 +232,8 @@ class ReferenceStage(TrainStage):
         watched = name not in self.algorithm.roles
         model, every_step = self.reference_model(context, policy), bool(self.stop.kl)
         if self.moves:
-            how = (self.reference_ema, self.reference_every)
-            return MovingReference(model, policy, *how, watched, every_step)
+            ema, every = self.reference_ema, self.reference_every
+            return MovingReference(model, policy, ema, every, watched, every_step)
         return Reference(model, watched, every_step)
 
     def reference_model(self, context: Context, policy: Policy) -> Policy:
@@ -252,22 +253,22 @@ class ReferenceStage(TrainStage):
     def reference_bytes(self, policy: Policy) -> float:
         if self.reference_device == "cpu" or self.shared:
             return 0.0
-        # the mean of weights of 16 bits, in float32
+        # an average of 16-bit weights is kept in float32
         averaged = self.reference_ema > 0 and policy.dtype.itemsize < 4
         return weight_bytes(policy) + 4.0 * policy.parameters * averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataStage(TrainStage):
-    """A stage that learns from given examples: for a number of `steps` or for `epochs`, passes over what is not held out. It is
-    measured every `evaluate_every` steps on a share `held_out` of the prompts, which is kept apart."""
+    """A stage that learns from a data set, for `steps` optimizer steps or for `epochs` passes over the training examples. Every
+    `evaluate_every` steps it is evaluated on a share `held_out` of the prompts, which is not trained on."""
 
     shares = "batch"
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")  # one of the two is given
 
-    steps: Count | None = None  # 300 where there are no epochs
+    steps: Count | None = None  # default without epochs: 300
     epochs: Positive | None = None
-    # examples or units an optimizer step; with epochs, at most as many as there are
+    # examples or units an optimizer step; with epochs, at most the size of the data set
     batch: Several = 32
     evaluate_every: Interval = 50
     held_out: HeldOut = 0.0
@@ -308,7 +309,8 @@ class DataStage(TrainStage):
         held_out: Sequence[Unit],
         seconds: float = 0.0,
     ) -> dict[str, JSON]:
-        """Train on sets that are mixed by weight, judge what is held out, and save the model; the result of the stage."""
+        """Train on sets that are mixed by weight, evaluate on the held-out units, and save the model. Returns the result of the
+        stage."""
         items = [item if isinstance(item, tuple) else (item,) for one in sets for item in one]
         stage = self.begin(context, len(items))
         longest = max(sum(len(example.ids) for example in unit) for unit in items)
@@ -325,11 +327,11 @@ class DataStage(TrainStage):
         return result
 
     def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
-        """What is said of what was held out, after training."""
+        """The figures on the held-out units after training, for the result of the stage."""
         raise NotImplementedError
 
     def begin(self, context: Context, size: int) -> Self:
-        """The same, announced."""
+        """`counted`, with a message about the steps."""
         stage = self.counted(size)
         if self.epochs is not None:
             passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
@@ -341,7 +343,7 @@ class DataStage(TrainStage):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStage(DataStage):
-    """A stage that learns from the units in the `data` files: pairs, rankings, labelled responses or steps."""
+    """A stage that learns from units in `data` files: pairs, rankings, labelled responses or labelled steps."""
 
     reads_first = True
 
@@ -360,13 +362,13 @@ class UnitStage(DataStage):
         limited = self.limited(reader)
         files = [*chain(*self.named("data").values())]
         there = [path for path in files if path not in before]
-        if len(there) < len(files):  # what is held out is not known
+        if len(there) < len(files):  # the rest is not there yet, so it cannot be split
             limited.read(context, reader.tokenizer, there)
         else:
             limited.split(context, reader.tokenizer)
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
-        """The units of some files, each cut after its response; what became of each row is announced."""
+        """Read the units of some files, each cut after its response, and report what became of the rows."""
         learns, limit = self.algorithm.learns_from, self.max_length or sys.maxsize
         units: list[Unit] = []
         for path in paths:
@@ -389,7 +391,7 @@ class UnitStage(DataStage):
         return [unit[0] for unit in train], [unit[0] for unit in held_out]
 
     def limited(self, reader: Policy | Reader) -> Self:
-        """The stage with the model's positions as `max_length` where it has none; more than those are refused."""
+        """The stage with the model's positions as `max_length` if it has none. An error if `max_length` exceeds them."""
         reader.check_length(self.max_length, f"lower {self.name}.max_length")
         limit = self.max_length or reader.positions or sys.maxsize
         return replace(self, max_length=limit)
@@ -401,5 +403,5 @@ class UnitStage(DataStage):
 
 
 def trained(loop: Loop) -> dict[str, JSON]:
-    """The figures that the result of every stage that trained one model begins with."""
+    """The first figures in the result of every stage that trains one model."""
     return {"steps": loop.step, "train_seconds": loop.elapsed, **loop.best_figures()}

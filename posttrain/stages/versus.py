@@ -1,4 +1,4 @@
-"""Two models on the same held-out prompts: who wins, how far one has moved from the other, and what it paid in perplexity."""
+"""Compares two models on the same held-out prompts: win rate, KL between them, and perplexity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from posttrain.stages._naming import ModelName
 from posttrain.stages.base import Context
 from posttrain.types import JSON, Group
 
-PARTS = 10  # of the problems, whose figures tell the spread of the whole
+PARTS = 10  # parts into which the problems are cut, to estimate the spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ class VersusStage(JudgedStage, AnswerStage):
         said = won_text(self.model, self.against, result)
         said += "" if kl is None else f", at a KL of {kl:.2f} nats"
         context.announce(self.name, [said])
-        if alike:  # else their tokens cannot be compared
+        if alike:  # otherwise their tokens cannot be compared
             self.warn(context, ours, theirs, rate)
         return result
 
     def warn(
         self, context: Context, ours: Sequence[Group], theirs: Sequence[Group], rate: Interval
     ) -> None:
-        """Raise an alarm for what has changed far in answers that win: the win may be of that alone."""
+        """Raise an alarm if winning answers have changed a lot: the win may be due to that alone."""
         if rate.low <= 0.5:
             return
         # a judge leaves the task's own score as it is, which is then reported with its verdicts
@@ -123,8 +123,8 @@ def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> I
 
 
 def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str]) -> dict[str, str]:
-    """What has changed from their answers to ours, by the rules of training: figure by figure, with PARTS of the problems in place of
-    steps. Nothing where a gold, the first of `golds` that was measured, has risen; without one, only what has moved very far."""
+    """What has changed from their answers to ours, by the rules of training: metric by metric, with PARTS of the problems in place
+    of steps. Nothing if a gold metric, the first of `golds` that was measured, has risen; without one, only very large changes."""
     if len(ours) < 2 * PARTS:
         return {}
     monitor, rows = Monitor(), []
@@ -145,7 +145,7 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
 
 
 def decided(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Verdict]:
-    """The verdict of scores on each pair of samples, problem by problem; None where one of the two has none."""
+    """The verdict of the scores on each pair of samples, problem by problem; None if one of the two has no score."""
     groups = zip(ours, theirs, strict=True)
     return [
         _scored(one.score.value, other.score.value)
@@ -163,7 +163,7 @@ def _scored(ours: float | None, theirs: float | None) -> Verdict:
 def tally(
     verdicts: Sequence[Verdict], ours: Sequence[Group], theirs: Sequence[Group]
 ) -> dict[str, JSON]:
-    """How often ours wins: of the verdicts that were given, one for each pair of samples, problem by problem."""
+    """The win rate over the given verdicts, one for each pair of samples, problem by problem."""
     pairs = [
         (key, (len(one.response), len(other.response)))
         for key, mine, others in zip(prompts(ours), ours, theirs, strict=True)
@@ -185,7 +185,7 @@ def tally(
 
 
 def won_text(model: str, against: str, found: Mapping[str, JSON]) -> str:
-    """What `tally` found, in words."""
+    """The result of `tally` in words."""
     prompts = f" to {found['prompts']} prompts" if found["prompts"] < found["problems"] else ""
     said = f"{model} wins {Interval(*found['win_rate'])} of {found['problems']} answers{prompts} against {against}"
     more = [f"{found['ties']} ties"] if found["ties"] else []
@@ -195,7 +195,7 @@ def won_text(model: str, against: str, found: Mapping[str, JSON]) -> str:
 
 
 def _reward(groups: Sequence[Group]) -> list[float] | None:
-    """The mean score; None where hardly any answer has one, as with a judge for a task that cannot tell."""
+    """The mean score; None if hardly any answer has one, as with a judge for a task that cannot score."""
     kept = [g for g in groups if g.rewards]
     if len(kept) < 2:
         return None

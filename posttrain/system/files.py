@@ -1,5 +1,5 @@
-"""How files of a run directory are read and written. It may come from an untrusted source: links, pipes and devices in it are refused,
-and no more is read than fits. Files and folders appear whole or not at all: written under a temporary name, flushed, then renamed."""
+"""Reads and writes files of a run directory. It may come from an untrusted source: links, pipes and devices in it are refused, and
+reads are limited. Files and folders are written atomically: under a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same_folder() -> Iterator[None]:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, limit: int = MAX_FILE) -> IO[bytes]:
-    """The one way a file of a run directory is opened: a regular file, of at most `limit` bytes where it is read."""
+    """The only way to open a file of a run directory: a regular file, with at most `limit` bytes if it is read."""
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         handle = os.open(path, flags | safe, 0o644)
@@ -58,7 +58,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, limit: int = MAX_FILE) -> IO
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
-    """What a file of a run directory holds."""
+    """The contents of a file of a run directory."""
     with open_file(path, limit=limit) as file:
         return file.read(limit)
 
@@ -71,7 +71,7 @@ def read_text(path: Path, limit: int = MAX_FILE) -> str:
 
 
 def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The object that a JSON file of a run directory holds, or one line."""
+    """The object in a JSON file of a run directory; an error of one line if there is none."""
     try:
         found = json.loads(read_bytes(path, limit))
     except (ValueError, RecursionError) as error:
@@ -83,8 +83,8 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def check_tree(root: Path) -> None:
-    """Refuse a run directory with anything but files and folders in it: through a link, what is written there would go into a file of
-    the user's, and what is read would come from one."""
+    """Raise an error for a run directory with anything but files and folders: through a link, a write would change, and a read
+    would reveal, a file of the user's elsewhere."""
     pending = [str(root)] if os.path.isdir(root) else []
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -99,7 +99,7 @@ def check_tree(root: Path) -> None:
 
 @contextmanager
 def explained(directory: Path) -> Iterator[None]:
-    """Turn what a user can fix (a full disk, a directory that cannot be written) into one line; the rest propagates."""
+    """Turn errors that a user can fix (a full disk, a directory that cannot be written) into one line; others propagate."""
     try:
         yield
     except Exception as error:  # of safetensors and shutil too, which have kinds of their own
@@ -119,14 +119,14 @@ def explained(directory: Path) -> Iterator[None]:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model is that a directory stands for: that of a run is its export, that of a stage its model."""
+    """The folder of the model that a directory refers to: a run's export, or a stage's model."""
     inside = () if (path / "config.json").is_file() else (path / "export", path / "model")
     return next((folder for folder in inside if folder.is_dir()), path)
 
 
 def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
-    """Write a file (text as UTF-8), so that readers see the old or the new one, never a part. `durable`: it survives a power cut;
-    without it, a file that is written at every step does not wait for the disk."""
+    """Write a file (text as UTF-8) so that readers see the old or the new one, never a part. `durable` makes it survive a power
+    cut; without it, a file that is written at every step does not wait for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # of a process that was killed, or put there
@@ -145,8 +145,8 @@ def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
 
 @contextmanager
 def atomic_folder(target: Path, mark: str = "") -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` when the block ends without an error; whatever was there is removed
-    last, and comes back where the renaming fails. `mark` tells apart what several processes write at the same time.
+    """A new folder to fill, which replaces `target` if the block ends without an error. The previous folder is removed last, and
+    restored if the renaming fails. `mark` distinguishes what several processes write at the same time.
 
     A process that dies between the two renames leaves the earlier folder as `.NAME.old` and the new one as `.NAME.tmp`.
     """
@@ -173,7 +173,7 @@ def atomic_folder(target: Path, mark: str = "") -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
+    """Flush a file, or a folder's list of files, to the disk."""
     folder = path.is_dir()
     if folder and os.name == "nt":
         return  # Windows has no handle to flush a directory by

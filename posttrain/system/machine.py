@@ -23,14 +23,14 @@ def requested_threads() -> int:
 
 
 def check_threads(count: int, name: str) -> None:
-    """Refuse a number that would take all memory or bring the machine to a stop."""
+    """Raise an error for a number of threads that would exhaust the machine."""
     many = f"{name}={count} is more than {MAX_THREADS_A_CORE} for each of the {cores()} core(s)"
     fine = count <= MAX_THREADS_A_CORE * cores()
     require(fine, f"{many} that this process may use; use {cores()} or fewer")
 
 
 def require_posix(what: str, instead: str) -> None:
-    """Refuse on Windows what hands open files or signals to other processes, which it does not."""
+    """Raise an error on Windows, which cannot pass open files or signals to other processes."""
     require(sys.platform != "win32", f"{what} needs Linux or macOS, or WSL on Windows; {instead}")
 
 

@@ -1,4 +1,4 @@
-"""Processes forked from this one: each reads what it is asked from one pipe, answers through another, and ends with this process."""
+"""Forked worker processes: each reads requests from one pipe, answers through another, and ends with this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with the one that started it as one of several."""
+    """Make the kernel end this process with the one that started it."""
     parent = os.environ.get(STARTED)
     if parent is None or LIBC is None:
         return
@@ -76,7 +76,7 @@ def end(pid: int, into: int | None, out: int) -> None:
 
 
 def processor_time(pid: int) -> float:
-    """What a process has used of its cores, in ticks of the kernel; 0 where there is no /proc to say it."""
+    """The processor time that a process has used, in kernel ticks; 0 without /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             columns = file.read().rpartition(")")[2].split()
@@ -86,7 +86,7 @@ def processor_time(pid: int) -> float:
 
 
 def write_all(handle: int, data: bytes, deadline: float = math.inf) -> None:
-    """Into a pipe, whole; a TimeoutError where its other end has not taken it by the deadline."""
+    """Write all data into a pipe. TimeoutError if the other end has not read it by the deadline."""
     view = memoryview(data)
     while view:
         try:

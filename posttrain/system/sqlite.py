@@ -1,4 +1,4 @@
-"""Transactions of SQLite that take the write lock at once: one that begins by reading fails where another writes meanwhile."""
+"""SQLite transactions that take the write lock at once: one that begins by reading fails if another writes meanwhile."""
 
 from __future__ import annotations
 

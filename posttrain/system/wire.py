@@ -1,4 +1,4 @@
-"""What a sampler in another process is asked and answers, as lines of JSON: requests, completions, and pipes that carry them."""
+"""The protocol of a sampler in another process, as lines of JSON: requests, completions, and the pipes that carry them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SILENCE = 60.0  # seconds that one with work may use no processor time
 
 @dataclass(eq=False, kw_only=True)
 class PipedProcess:
-    """A process at the other ends of two pipes, what it was sent, and what it said."""
+    """A process at the other end of two pipes, with what it was sent and what it replied."""
 
     pid: int
     into: int
@@ -39,7 +39,7 @@ class PipedProcess:
     worked: tuple[float, float] = (-1.0, 0.0)
 
     def write(self, message: JSON, read: Callable[[], None]) -> None:
-        """Replies are read meanwhile: a process whose pipe is full would not read."""
+        """Write a message, and read replies meanwhile: a process whose output pipe is full would not read."""
         self.worked, view = (-1.0, time.monotonic()), memoryview(to_line(message))
         while view and not self.gone:
             readable, writable, _ = select.select([self.out], [self.into], [], LOOK)
@@ -52,7 +52,7 @@ class PipedProcess:
             self.gone |= not (readable or writable) and self.hangs()
 
     def close_pipes(self) -> None:
-        """Once: their numbers may be those of other files by then."""
+        """Close the pipes, once: later their numbers may belong to other files."""
         handles, self.into, self.out = (self.into, self.out), -1, -1
         for handle in handles:
             if handle >= 0:
@@ -66,12 +66,12 @@ class PipedProcess:
         return now - self.worked[1]
 
     def hangs(self) -> bool:
-        """Work may take any time; a lock that nobody will release takes no processor time."""
+        """Whether the process hangs. Work may take any time, but a deadlock uses no processor time."""
         return self.idle() > SILENCE
 
 
 class Channel:
-    """The end of two pipes in a process that answers: messages in, messages out. It ends with the process at the other end."""
+    """The worker's end of two pipes: messages in, messages out. It ends with the process at the other end."""
 
     def __init__(self, requests: int, replies: int):
         self.requests, self.replies = requests, replies
@@ -99,7 +99,7 @@ def to_line(message: JSON) -> bytes:
 
 
 def whole_lines(received: bytearray, piece: bytes) -> list[bytes]:
-    """Whole lines, of which `received` had the beginning; it keeps that of the next one.
+    """The whole lines received so far; `received` keeps the beginning of the next one.
 
     >>> rest = bytearray(b"[1")
     >>> whole_lines(rest, b", 2]\\n[3]\\n[4"), rest
@@ -114,7 +114,7 @@ def whole_lines(received: bytearray, piece: bytes) -> list[bytes]:
 
 
 def encode_completions(finished: Finished) -> JSON:
-    """The arrays of all completions one after the other: to encode each by itself took as long as to decode several tokens."""
+    """Encode the arrays of all completions concatenated: encoding each by itself took as long as decoding several tokens."""
     rows = [(r.session, r.turn, c.finish, len(c.ids)) for r, c in finished]
     texts = []
     for name, kind in ARRAYS:
@@ -137,7 +137,7 @@ def decode_completions(message: JSON) -> list[tuple[tuple[int, int], Completion]
 
 
 def encode_requests(requests: Sequence[Request]) -> JSON:
-    """Ids and settings that requests share are sent once."""
+    """Encode requests, sending ids and settings that they share once."""
     settings: dict[Sampling, int] = {}
     prompts: dict[tuple[int, ...], int] = {}
     rows = []

@@ -1,5 +1,5 @@
-"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs its own time limit and nothing else. So
-does an episode that an isolated task runs itself: it has a process of its own, from which it asks for the turns that it samples.
+"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs only its own time limit. An episode of
+an isolated task also has a process of its own, from which it requests the turns that it samples.
 
 One pool serves a whole run. A fork server starts with it, before CUDA is initialised and before threads, and inherits the tasks of the
 run as they are, also a user's own objects; workers are forked from it. Problems and responses go to them and scores come back as JSON
@@ -46,7 +46,7 @@ Exchange = Callable[[JSON], JSON]
 
 
 class Task(Protocol):
-    """What a pool asks of a task; see tasks/base.py."""
+    """The part of a task that a pool uses; see tasks/base.py."""
 
     @property
     def isolated(self) -> bool: ...
@@ -62,7 +62,7 @@ class Task(Protocol):
 
 
 class EpisodeTimeout(Exception):
-    """An episode in a worker process did not go on in time."""
+    """An episode in a worker process exceeded its time limit."""
 
 
 class WorkerDied(Exception):
@@ -71,13 +71,13 @@ class WorkerDied(Exception):
 
 @cache
 def stacks() -> BinaryIO:
-    """Where workers write the stacks of their threads when they get SIGUSR1; read by monitor/watchdog.py."""
+    """The file to which workers write the stacks of their threads on SIGUSR1; monitor/watchdog.py reads it."""
     return tempfile.TemporaryFile(buffering=0)
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A response that waits for a score or is being scored, or a message to an episode that waits for the next one of it."""
+    """A response that waits for a score or is being scored, or a message to an episode whose reply is awaited."""
 
     line: bytes
     seconds: float
@@ -152,8 +152,8 @@ class WorkerPool:
     async def converse(
         self, task: Task, problem: Problem, answer: Callable[[JSON], Awaitable[JSON]]
     ) -> JSON:
-        """Run an episode in a process of its own. What it asks is answered here, while it waits; what it returns at the end. It may
-        take `task.seconds` from one message to the next, then it is ended."""
+        """Run an episode in a process of its own. `answer` replies to its messages, while it waits. Returns the episode's result.
+        It may take `task.seconds` from one message to the next; then it is ended."""
         worker = self._free()
         worker.held = True
         line = _encode([-1 - self._number(task), *self._fields(problem)])
@@ -176,7 +176,7 @@ class WorkerPool:
 
     @property
     def runs_episodes(self) -> bool:
-        """Whether there are processes for episodes; else they run in this one."""
+        """Whether there are processes for episodes. Otherwise they run in this process."""
         return self._server is not None
 
     def _number(self, task: Task) -> int:
@@ -186,7 +186,7 @@ class WorkerPool:
         return same[0]
 
     def _fields(self, problem: Problem) -> list[JSON]:
-        """A problem as JSON; refused where a worker would get another one."""
+        """A problem as JSON; an error if a worker would receive a different one."""
         if self._encoded is None or self._encoded[0] is not problem:
             tree = {f.name: getattr(problem, f.name) for f in fields(problem)}
             changed = _changed_by_json(tree)
@@ -199,7 +199,7 @@ class WorkerPool:
         return self._encoded[1]
 
     def _assign(self) -> None:
-        """Give waiting jobs to free workers; there are at most `count`, those of episodes apart."""
+        """Assign waiting jobs to free workers, of which there are at most `count`, not counting those of episodes."""
         while self._waiting:
             if sum(w.job is not None and not w.held for w in self.workers) >= self.count:
                 return
@@ -248,7 +248,7 @@ class WorkerPool:
             self._assign()
 
     def _time(self, worker: _Worker) -> None:
-        """Give a worker the time of its job, or of an import, from now on."""
+        """Start the time limit of a worker's job, or of an import."""
         assert worker.job is not None
         if worker.timer is not None:
             worker.timer.cancel()
@@ -256,7 +256,7 @@ class WorkerPool:
         worker.timer = asyncio.get_running_loop().call_later(seconds, self._timeout, worker)
 
     def _timeout(self, worker: _Worker) -> None:
-        """The time of a score is over, unless a message came while this process was busy."""
+        """Handle the end of a score's time limit, unless a message came while this process was busy."""
         ended = worker.timer
         if select.select([worker.scores], [], [], 0)[0]:
             self._read(worker)
@@ -310,7 +310,7 @@ class WorkerPool:
 
 
 class _ForkServer:
-    """A process that was forked while this one was small, and from which workers are forked."""
+    """A process that was forked while this one was small, and that forks the workers."""
 
     def __init__(self, tasks: Sequence[Task]):
         stacks()  # opened here: workers inherit it
@@ -345,7 +345,7 @@ class _ForkServer:
             raise UserError(DIED) from None
 
     def close(self) -> None:
-        """Let it end what it was asked to end, then itself."""
+        """Let it end the workers that it was asked to end, then itself."""
         os.close(self._commands)
         select.select([self._output], [], [], END_SECONDS)  # closed when it has ended
         processes.end(self._pid, None, self._output)
@@ -353,7 +353,7 @@ class _ForkServer:
 
 
 def _serve_forks(tasks: Sequence[Task], commands: int, output: int, channel: socket.socket) -> None:
-    """The life of the fork server: 0 asks for a new worker, another number ends the worker of that process id."""
+    """The main loop of the fork server: 0 asks for a new worker, another number ends the worker of that process id."""
     with os.fdopen(commands, "rb", buffering=0) as lines:
 
         def live(requests: int, scores: int) -> None:
@@ -380,7 +380,7 @@ def _serve_forks(tasks: Sequence[Task], commands: int, output: int, channel: soc
 
 
 def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
-    """The life of a worker: a line in, a line out, until the pipe closes."""
+    """The main loop of a worker: a line in, a line out, until the pipe closes."""
     faulthandler.register(signal.SIGUSR1, file=stacks(), all_threads=True)
     processes.on_import.append(lambda begins: processes.write_all(scores, _encode(begins)))
     with os.fdopen(requests, "rb") as lines, asyncio.Runner() as runner:
@@ -410,7 +410,7 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
 
 
 def _encode(value: JSON) -> bytes:
-    """One line. Half a surrogate pair stays as it is, which \\u escapes would join with its neighbour."""
+    """Encode a value as one line. A lone surrogate stays as it is; \\u escapes would join it with its neighbour."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -419,7 +419,7 @@ def _decode(line: bytes | bytearray) -> JSON:
 
 
 def _changed_by_json(value: object, place: str = "") -> str:
-    """What in a tree would arrive as something else, in words; "" where nothing would.
+    """Which part of a tree JSON would change, in words; "" if none.
 
     >>> _changed_by_json({"facts": {"grades": {1: 0.5}}}), _changed_by_json({"facts": {"pair": (1, 2)}})
     ('facts.grades has the key 1 (int)', 'facts.pair is a tuple')

@@ -1,4 +1,4 @@
-"""The processes that run one program together, each on its share of the work. One process alone needs nothing of this.
+"""The processes that run one program together, each with its share of the work. The base class is one process alone.
 
 Every process (rank) runs the same stages. What is decided is decided from figures that all of them have, so that none goes on while
 another waits; `train/processes.py` has the version for several.
@@ -13,7 +13,7 @@ from posttrain.types import JSON
 
 
 class World:
-    """One process alone. What is exchanged is JSON that may hold NumPy arrays."""
+    """One process alone. Processes exchange JSON that may hold NumPy arrays."""
 
     rank = 0
     size = 1
@@ -22,7 +22,7 @@ class World:
 
     @property
     def shares(self) -> int:
-        """Into how many parts a step is cut."""
+        """The number of parts into which a step is cut."""
         return self.size // self.tensor
 
     @property
@@ -31,7 +31,7 @@ class World:
         return self.rank == 0
 
     def same(self, value: JSON) -> JSON:
-        """The value that the first process has."""
+        """The first process's value."""
         return value
 
     def gather(self, value: JSON) -> list[JSON]:
@@ -43,15 +43,16 @@ class World:
         return flag
 
     def share(self, count: int) -> range:
-        """Which of `count` things are this process's: neighbours, as many as others have, or one more."""
+        """The indices, of `count` items, that are this process's share: contiguous, and equal in number up to one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def begin(self, work: str, together: bool) -> str:
-        """Tell the others what comes next: `work`, which they do too, or leave to the first process and wait."""
+        """Tell the other processes what comes next: `work`, in which they take part, or for which they wait while the first process
+        does it."""
         return work
 
     def end(self) -> None:
-        """Wait until every process has done the work that was begun."""
+        """Wait until every process has finished the work."""
 
 
 ALONE = World()
@@ -65,7 +66,7 @@ def current() -> World:
 
 @contextmanager
 def using(world: World) -> Iterator[World]:
-    """Work with these processes while this lasts; with `ALONE`, without the others."""
+    """Work with these processes within the block; with `ALONE`, without the others."""
     global _current
     before, _current = _current, world
     try:

@@ -1,4 +1,4 @@
-"""What a task is: problems, an episode for each, and a score for what the policy wrote. It imports no torch."""
+"""The base class of a task: problems, episodes and scores. Tasks import no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.compose import as_score
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
-MAX_FAILURE = 500  # characters of an error in reward code that are kept
+MAX_FAILURE = 500  # the number of characters kept of an error in reward code
 # errors that end the run: a missing option, a judge that prefers a canary
 STOPS = (UserError, GuardStop)
 
-Given = Sequence[Message] | str | Sequence[int]  # what the policy reads before a turn
+Given = Sequence[Message] | str | Sequence[int]  # the input of a turn: messages, text or ids
 
 
 class EpisodeEnd(Exception):
-    """The policy has brought its episode to an end that has a name: a limit, an illegal move. An episode that does not catch it ends
-    there, and what was sampled is scored by the task, or has `score`; the name is its outcome."""
+    """Ends an episode because of what the policy did: it reached a limit or made an illegal move, for example. Unless `run` catches it,
+    the episode ends there. Its rollouts get `score` or, without one, the task's score; `outcome` names the end."""
 
     def __init__(self, outcome: str, score: Score | None = None) -> None:
         super().__init__(outcome)
@@ -31,7 +31,7 @@ class EpisodeEnd(Exception):
 
 
 class ContextFull(EpisodeEnd):
-    """A later turn would not fit into the positions of the model."""
+    """The next turn would exceed the model's context length."""
 
     def __init__(self, text: str) -> None:
         super().__init__("context full")
@@ -40,30 +40,30 @@ class ContextFull(EpisodeEnd):
 
 @dataclass(frozen=True, slots=True)
 class Limits(Checked):
-    """Where an episode ends that does not end by itself; 0 is no limit. Turns and tokens are those of one conversation. Each limit is
-    an ending with a name of its own: `turn limit`, `token limit`, `thinking limit`, `time limit`."""
+    """Limits at which an episode is ended; 0 is no limit. Turns and tokens count those of one conversation. The outcome names the
+    limit: `turn limit`, `token limit`, `thinking limit`, `time limit`."""
 
     where: ClassVar[str] = "a limit of an episode: "
 
     turns: Whole = 0
-    tokens: Whole = 0  # sampled in all turns; the last of them may be cut off
-    thinking: Whole = 0  # of these, in blocks of reasoning
-    seconds: NotNegative = 0.0  # since the episode began; it ends also in the middle of a turn
+    tokens: Whole = 0  # sampled in all turns together; the last turn may be cut off
+    thinking: Whole = 0  # sampled tokens within reasoning blocks
+    seconds: NotNegative = 0.0  # since the episode began; may end it in the middle of a turn
 
 
 NO_LIMITS = Limits()
 
 
 class Generate(Protocol):
-    """What a task's `run` is given: one conversation with the policy. Awaiting it samples a turn."""
+    """The `generate` argument of a task's `run`: one conversation with the policy. Awaiting a call samples a turn."""
 
     @property
     def template(self) -> str:
-        """The chat template of the policy's tokenizer; "" where it has none."""
+        """The chat template of the policy's tokenizer; "" if it has none."""
 
     @property
     def decoder(self) -> Any:
-        """Makes text of ids; its `tokenizer` is the policy's."""
+        """Decodes ids to text; its `tokenizer` is the policy's."""
 
     async def __call__(
         self,
@@ -73,92 +73,94 @@ class Generate(Protocol):
         tools: Sequence[JSON] | None = None,
         max_new_tokens: int = 0,
     ) -> Segment:
-        """Append what is given, which carries no loss, and return the turn that the policy samples after it.
+        """Append `given` to the conversation, without loss, and return the turn that the policy samples after it.
 
-        Messages are rendered with the chat template, after the first turn as the template continues a conversation; text and ids are
-        appended as they are. None is the task's own prompt. `last` says that no turn follows: nothing is kept for one. `tools` are
-        JSON schemas that the template shows with the messages of the first turn. A turn has at most `max_new_tokens`, or as many as
-        the stage's sampling says.
+        Messages are rendered with the chat template; after the first turn, as the template continues a conversation. Text and ids are
+        appended as they are. None stands for the task's own prompt. `last` says that no turn follows, so that the sampler need not keep
+        its cache. `tools` are JSON schemas that the template shows with the messages of the first turn. A turn has at most
+        `max_new_tokens` tokens; 0: the limit of the stage's sampling.
         """
 
     def reward(self, value: float) -> None:
-        """Pay the last turn: credit by turn. Payments of one turn add up; the score of the whole comes on top."""
+        """Add a reward to the last turn, for credit by turn. The score of the whole rollout is added to these."""
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Count something that happened: its mean over all rollouts is a metric."""
+        """Count an event. The mean over all rollouts becomes a metric."""
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
-        """The conversation so far as a rollout. Without a score the task's `score` or `score_group` gives it one, named `outcome`, for
-        the text of all turns or for `answer`."""
+        """Return the conversation so far as a rollout. Without `score`, the task's `score` or `score_group` scores it later, by
+        `answer` or else the text of all turns; `outcome` then replaces the outcome of that score."""
 
     def session(self, role: str) -> Generate:
-        """Another conversation of the same episode; its rollouts are compared with those of the same role."""
+        """Start another conversation in the same episode. Its rollouts are compared with those of the same role."""
 
 
 class Task(ABC):
-    """A frozen dataclass whose fields are its settings. Its own gold answers must score 1: `posttrain.tasks.base.validate`."""
+    """A frozen dataclass whose fields are its settings. Its own gold answers must score 1; `validate` checks that."""
 
     def __post_init__(self) -> None:
-        with suppress(NameError):  # a user's type that only a type checker imports
+        with suppress(
+            NameError
+        ):  # a user's annotation may name a type imported for type checking only
             check_fields(self, f"{self.known_as()}: ")
 
     @classmethod
     def known_as(cls) -> str:
-        """What it is called in the catalogue; a user's own by its class."""
+        """Its name in the catalogue; the class name for a user's own task."""
         package, _, module = cls.__module__.rpartition(".")
         return module if package.startswith("posttrain.") else cls.__name__
 
     def check(self, condition: bool, message: str) -> None:
-        """Refuse settings unless `condition` holds."""
+        """Raise an error about the settings unless `condition` holds."""
         if not condition:
             raise UserError(f"{self.known_as()}: {message}")
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties that a curriculum may move up through; one level where there is nothing to choose from."""
+        """The levels of difficulty that a curriculum may step through. Most tasks have one."""
         return (0,)
 
     @abstractmethod
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        """Problems of `split` ("train" or "test"; the two never share one), of one level or of the task's target level."""
+        """The problems of a split, "train" or "test", which never share a problem, at one level; None: at the task's target level."""
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        """The conversation so far, ready to be answered."""
+        """The messages that the policy answers."""
         return (Message("user", problem.question),)
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
-        """One episode; several are run at once. A task of several turns, with tools or with several roles writes its own. What it
-        raises is a named failure: not scored and counted. An episode that the policy brought to its end (a limit of turns, a malformed
-        call) is scored, with an outcome that says so: `EpisodeEnd`."""
+        """Run one episode; several run concurrently. A task with several turns, tools or roles overrides this. An error in it becomes a
+        named failure, which is counted and not scored. To end an episode because of what the policy did (too many turns, a malformed
+        call), raise `EpisodeEnd`: the episode is then scored."""
         await generate(last=True)
         return generate.rollout()
 
     def limits(self, problem: Problem) -> Limits:
-        """Where an episode of this problem ends that does not end by itself."""
+        """The limits of an episode of this problem."""
         return NO_LIMITS
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
-        """Roles of the messages that `run` gives after the first turn, to a policy with this chat template: one that cannot go on with
-        them is refused before the first stage."""
+        """The roles of the messages that `run` appends after the first turn, for a policy with this chat template. A template that
+        cannot continue with them is refused before the first stage."""
         return () if type(self).run is Task.run else ("user",)
 
     def tags(self, template: str) -> tuple[str, ...]:
-        """What a policy with this chat template must write to the letter: a warning says where it was never trained on these tokens."""
+        """Strings that a policy with this chat template must write exactly. A warning names those whose tokens were never trained."""
         return ()
 
     @property
     def resettable(self) -> bool:
-        """Whether several episodes of a problem begin in the same state. Those of another kind cannot be compared with each other."""
+        """Whether all episodes of a problem begin in the same state. Otherwise they cannot be compared with each other."""
         return True
 
     @abstractmethod
     def score(self, problem: Problem, response: str) -> Score:
-        """Judge a response. Parts are named; a response that cannot be judged is a failure, not a 0."""
+        """Score a response. If it cannot be scored, return `Score.failed`, not 0."""
 
     async def scored(self, problem: Problem, response: str) -> Score:
-        """The score of a response; what `score` raises becomes a named failure, which is counted and never a 0."""
+        """The score of a response. An error in `score` becomes a named failure, which is counted and is not 0."""
         try:
             with no_running_loop():
                 found: Any = self.score(problem, response)
@@ -170,49 +172,49 @@ class Task(ABC):
             return failed(error)
 
     def final(self, response: str) -> str | None:
-        """The final answer within a response, spelled in one way: what a majority is counted over. None where none can be found."""
+        """The final answer in a response, in a normal form, for majority votes. None if there is none."""
         return None
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        """Judge the responses to one problem together, where a score depends on the others; None: each by itself."""
+        """Score all responses to one problem together, if a score depends on the others. None: `score` scores each by itself."""
         return None
 
     @property
     def verifiable(self) -> bool:
-        """Whether a score says that a response is right, so that accuracy can be counted; else the mean reward is reported."""
+        """Whether a score tells if a response is right. Then accuracy is reported, else the mean reward."""
         return True
 
     @property
     def scores(self) -> bool:
-        """Whether it scores responses by itself; else the reward of the stage does."""
+        """Whether the task scores responses itself. Otherwise the reward of the stage does."""
         return True
 
     @property
     def isolated(self) -> bool:
-        """Whether to score in worker processes with a time limit: for rewards that are slow, or that might hang or crash."""
+        """Whether to score in worker processes with a time limit, for rewards that are slow or may hang or crash."""
         return False
 
     def isolates(self, problem: Problem) -> bool:
-        """The same of one problem, where they differ in it."""
+        """`isolated` for one problem, if problems differ."""
         return self.isolated
 
     def isolates_run(self, problem: Problem) -> bool:
-        """Whether `run` executes in a process of its own too, so that an endless one can be ended."""
+        """Whether `run` executes in a worker process, too, so that an endless episode can be ended."""
         return type(self).run is not Task.run and self.isolates(problem)
 
     async def run_remotely(self, problem: Problem, exchange: Callable[[JSON], JSON]) -> JSON:
-        """`run` in a worker process, whose conversations with the policy are messages to its parent."""
+        """Execute `run` in a worker process, which exchanges messages with its parent to sample turns."""
         from posttrain.tasks._remote import run
 
         return await run(self, problem, exchange)
 
     @property
     def seconds(self) -> float:
-        """The time limit of one isolated score, and of an isolated episode between two turns."""
+        """The time limit of one isolated score, and of an isolated episode from one turn to the next."""
         return 10.0
 
     def ready(self) -> tuple[str, ...]:
-        """Prepare what scoring needs, before workers are started, or refuse in words; returns lines to show."""
+        """Prepare what scoring needs, before workers start, or raise an error. Returns lines to show."""
         return ()
 
     def demonstration(self, problem: Problem) -> str:
@@ -220,21 +222,21 @@ class Task(ABC):
         return problem.answer
 
     def program(self, problem: Problem) -> tuple[str, str] | None:
-        """A Python program that computes the answer, and what it prints; None where none is known."""
+        """A Python program that computes the answer, and its output; None if there is none."""
         return None
 
     def shown_tools(self, template: str) -> list[JSON] | None:
-        """JSON schemas of tools that this chat template shows in its conversations; None where it shows none."""
+        """JSON schemas of the tools that this chat template shows in its conversations; None if it shows none."""
         return None
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """What supervised training learns from: the prompt and its demonstration; in an environment, the turns of an episode. Nothing
-        where this problem has no demonstration: it is left out."""
+        """The messages for supervised training: the prompt and its demonstration or, in an environment, the turns of an episode. Empty
+        if this problem has no demonstration; it is then left out."""
         return (*self.prompt(problem), Message("assistant", self.demonstration(problem)))
 
 
 async def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:
-    """The scores of all responses to a problem, where the task compares them; None where it scores each by itself."""
+    """The scores of all responses to a problem if the task compares them; None if it scores each by itself."""
     try:
         with no_running_loop():
             given: Any = task.score_group(problem, responses)
@@ -251,16 +253,16 @@ async def score_group(task: Task, problem: Problem, responses: Sequence[str]) ->
 
 
 def failed(error: BaseException) -> Score:
-    """The failure that an error of a task's code is counted as."""
+    """The failed score for an error in a task's code."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # its text is the user's code too
+    except Exception:  # the error's text may be user code, too
         text = type(error).__name__
     return Score.failed(text[:MAX_FAILURE])
 
 
 def validate(task: Task, split: str = "test", count: int = 50) -> None:
-    """Prove that the task scores its own demonstrations 1 and an empty response less, on every level."""
+    """Check that the task scores its own demonstrations 1 and an empty response less, at every level."""
     for level in task.levels:
         problems = task.problems(split, level)
         for problem in problems[: min(count, len(problems))]:

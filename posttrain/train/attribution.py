@@ -1,4 +1,4 @@
-"""What each unit of an update, and each of its tokens, adds to the gradient.
+"""How much each unit of an update, and each token, contributes to the gradient.
 
 The weights of a loss are those of the whole update, so that the gradient g is the sum of the gradients g_i of its units, each of which
 is a backward pass of that unit alone. The share of a unit is <g_i, g> / |g|^2: shares sum to 1, and that of a unit which pulls against
@@ -28,7 +28,7 @@ MAX_SPANS = 64  # backward passes for the tokens of one unit
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a unit: its sequences are first..last-1 of the batch."""
+    """The contribution of a unit: sequences first..last-1 of the batch."""
 
     first: int
     last: int
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens first..last-1 of sequence `sequence` of the batch, counted from its beginning."""
+    """Tokens first..last-1 of a sequence of the batch, counted from its beginning."""
 
     sequence: int
     first: int
@@ -47,7 +47,7 @@ class Span:
 
 
 def gradient(trainer: Trainer, backward: Callable[[], object]) -> dict[str, Tensor]:
-    """The gradient of the model that the algorithm trains which `backward` makes, by parameter. The trainer keeps none."""
+    """The gradient of the trained model, by parameter, that `backward` computes. The trainer keeps none of it."""
     _drop(trainer)
     backward()
     masters = trainer.optimizer.masters
@@ -64,7 +64,7 @@ def _drop(trainer: Trainer) -> None:
 def whole_gradient(
     trainer: Trainer, batch: Batch, added: Sequence[tuple[str, Addition]] = ()
 ) -> dict[str, Tensor]:
-    """The gradient of a prepared update, in the micro-batches in which it is trained on, with what roles add to it."""
+    """The gradient of a prepared update, computed in the same micro-batches as in training, including batches that roles add."""
     return gradient(trainer, lambda: trainer.accumulate(with_loss(batch), added, lambda: None))
 
 
@@ -79,7 +79,7 @@ def norm(tensors: Tensors) -> float:
 
 
 def unit_parts(trainer: Trainer, batch: Batch, whole: Tensors) -> Iterator[Part]:
-    """The part of every unit of a prepared update with the gradient `whole`."""
+    """The contribution of every unit of a prepared update, whose gradient is `whole`."""
     ends, squared, mask = unit_ends(batch), dot(whole, whole), host_mask(batch)
     for first, last in pairwise([0, *ends]):
         if not mask[batch.starts[first] : batch.starts[last]].any():
@@ -91,7 +91,7 @@ def unit_parts(trainer: Trainer, batch: Batch, whole: Tensors) -> Iterator[Part]
 
 
 def token_spans(trainer: Trainer, batch: Batch, part: Part, whole: Tensors) -> list[Span]:
-    """The share of every token of a unit; of neighbours together where the unit has more than MAX_SPANS tokens that count."""
+    """The contribution of every token of a unit, or of spans of neighbouring tokens if the unit has more than MAX_SPANS loss tokens."""
     piece, squared = take(batch, part.first, part.last), dot(whole, whole)
     slope = slopes(trainer, piece)
     counts_T = torch.stack([column.ne(0) for column in slope.values()]).any(0).cpu().numpy()
@@ -118,7 +118,7 @@ def token_spans(trainer: Trainer, batch: Batch, part: Part, whole: Tensors) -> l
 
 
 def divergences(trainer: Trainer, piece: Batch) -> list[tuple[Tensor, Tensor]]:
-    """([M], [M]) each: where the loss tokens are, and the weighted losses that are made of hidden states, not of outputs for tokens."""
+    """([M], [M]): positions of the loss tokens, and those weighted losses that depend on hidden states and not on per-token outputs."""
     outputs = trainer.outputs(piece)
     if len(outputs.predictions) < 2:  # there is no other model to diverge from
         return []
@@ -129,7 +129,7 @@ def divergences(trainer: Trainer, piece: Batch) -> list[tuple[Tensor, Tensor]]:
 
 
 def slopes(trainer: Trainer, piece: Batch) -> dict[str, Tensor]:
-    """[T] each: the derivative of the loss by every output for a token, such as its log-prob."""
+    """[T] each: the derivative of the loss with respect to every per-token output, such as the log-prob."""
     with torch.no_grad():
         outputs = trainer.outputs(piece)
     leaves = {name: c.detach().requires_grad_() for name, c in outputs.columns.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified on load, safetensors and JSON alone.
+"""Checkpoints in safetensors and JSON: written atomically, verified on load.
 
 A checkpoint is a directory `step-N` with `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last,
 `manifest.json` with the size and sha256 of each; where the state has arrays (rollouts that wait for their step), these are in
@@ -35,31 +35,31 @@ from posttrain.types import JSON
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer")
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-# of the state, in which a key with a name stands for each
+# the file of the state's arrays, and the key that stands for each in the JSON
 ARRAYS, ARRAY = ("arrays.safetensors", "@array")
 FORMAT = 2  # 2: state.json names the frozen models by their weights
 SHARDED = 3  # the same with files of several processes, and their number in the manifest
 READABLE = (1, 2, 3)
-PART_SECONDS = 1800.0  # for the other processes to write theirs
-# what reading a manifest that something else wrote may raise
+PART_SECONDS = 1800.0  # how long to wait for the other processes' parts
+# errors from reading a manifest that another program wrote
 UNREADABLE = (UserError, OSError, ValueError, KeyError, TypeError, AttributeError)
 OTHER = "the checkpoint is of another model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What is saved: weights, optimizer, generators, and everything else as JSON."""
+    """The contents of a checkpoint: weights, optimizer state, random generators, and everything else as JSON."""
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: JSON  # may hold NumPy arrays
-    rank: int = 0  # whose part this is, of how many
+    rank: int = 0  # the process of this part; of how many
     ranks: int = 1
 
 
 def without_arrays(state: JSON) -> tuple[JSON, dict[str, Tensor]]:
-    """A copy of a state as plain JSON, with names in the place of its arrays, and those.
+    """(a copy of a state as plain JSON, with names in place of its arrays; the arrays by name).
 
     >>> without_arrays({"ids": np.arange(2)})
     ({'ids': {'@array': '0'}}, {'0': tensor([0, 1])})
@@ -76,7 +76,7 @@ def without_arrays(state: JSON) -> tuple[JSON, dict[str, Tensor]]:
 
 
 def with_arrays(state: JSON, arrays: Mapping[str, Tensor]) -> JSON:
-    """What `without_arrays` took apart, with NumPy arrays."""
+    """The inverse of `without_arrays`, with NumPy arrays."""
     if isinstance(state, list):
         return [with_arrays(one, arrays) for one in state]
     if not isinstance(state, dict):
@@ -93,8 +93,8 @@ def file_names(ranks: int) -> list[str]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters that learn and persistent buffers by name, each once even where they are tied. What is frozen (all but the adapters
-    of LoRA) is in the model that training starts from."""
+    """Trained parameters and persistent buffers by name, each once even if tied. Frozen weights (with LoRA, all but the adapters)
+    are in the model that training starts from."""
     persistent = module.state_dict(keep_vars=True)
     tensors = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
     tensors |= {n: b.detach() for n, b in module.named_buffers() if n in persistent}
@@ -115,7 +115,7 @@ def restore_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def identity(module: nn.Module) -> str:
-    """The sha256 of a module's parameters and persistent buffers with their names, kinds and shapes: which model it is."""
+    """The sha256 of a module's parameters and persistent buffers with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -127,8 +127,8 @@ def identity(module: nn.Module) -> str:
 def save(
     directory: Path, checkpoint: Checkpoint, keep: int = 2, spare: Collection[Path] = ()
 ) -> Path:
-    """Publish `checkpoint` as directory/step-N, then drop all but the newest `keep` up to it, and those in `spare`. Of several
-    processes, one that is not the first leaves its part."""
+    """Publish `checkpoint` as directory/step-N, then remove all but the newest `keep` up to it and those in `spare`. A process
+    other than the first writes its part."""
     final, step, ranks = directory / f"step-{checkpoint.step}", checkpoint.step, checkpoint.ranks
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _write_tensors(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _take_part(part: Path, folder: Path, rank: int) -> None:
-    """Move what another process wrote into the checkpoint, once it is there."""
+    """Move the part that another process wrote into the checkpoint, as soon as it exists."""
     deadline = time.monotonic() + PART_SECONDS
     late = f"process {rank} has not written its part of a checkpoint within {PART_SECONDS:.0f} s; look at its disk, and resume"
     while not part.is_dir():
@@ -190,9 +190,9 @@ def _take_part(part: Path, folder: Path, rank: int) -> None:
 
 
 def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -> None:
-    """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are damaged, or of a future that was
-    given up: the run went back to before them, and a resume must not take them up again. Nothing goes while the newest is not whole,
-    and a checkpoint that cannot be removed costs space, not the run."""
+    """Keep the newest `keep` checkpoints up to `step`, which was just written. Later ones are removed: they are damaged, or the run
+    went back to a step before them, and a resume must not use them. Nothing is removed while the newest is incomplete. A checkpoint
+    that cannot be removed costs space and does not end the run."""
     found = steps(directory)
     past = [path for path in found if _number(path) <= step]
     if not past or not whole(past[0]):
@@ -200,7 +200,7 @@ def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         if path in spare:
             continue
-        # it disappears at once: a kill must not leave half of one behind
+        # renamed first, because a kill must not leave half of one behind
         going = path.with_name(f".{path.name}.gone")
         with suppress(OSError):
             path.rename(going)
@@ -238,7 +238,7 @@ def verify(path: Path) -> str | None:
 
 
 def whole(path: Path) -> bool:
-    """Whether all files are there in the sizes that the manifest says: `verify` without reading the tensors."""
+    """Whether all files exist with the sizes in the manifest: `verify` without reading the tensors."""
     try:
         manifest = read_json(path / MANIFEST)
         files, names = manifest["files"], file_names(manifest.get("ranks", 1))
@@ -248,8 +248,8 @@ def whole(path: Path) -> bool:
 
 
 def newest(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what was wrong with newer ones. The caller must hold the run's lock. One of a newer
-    format is refused: to go on without it would replace it."""
+    """The newest intact checkpoint, and what is wrong with newer ones. The caller must hold the run's lock. A checkpoint of a newer
+    format is an error: continuing without it would replace it."""
     _recover(directory)
     problems: list[str] = []
     for path in steps(directory):
@@ -283,13 +283,13 @@ def load(path: Path) -> Checkpoint:
         model, optimizer = (_joined(path, kind, ranks) for kind in KINDS)
         arrays = load_file(path / ARRAYS) if (path / ARRAYS).exists() else {}
         return Checkpoint(_number(path), model, optimizer, with_arrays(state, arrays))
-    # it verified, so it was made like this
+    # its checksums are right, so it was written like this
     except (SafetensorError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{path} is not a checkpoint: {str(error)[:200]}; remove it") from None
 
 
 def _joined(path: Path, kind: str, ranks: int) -> dict[str, Tensor]:
-    """The tensors of all processes, whole."""
+    """The tensors of all processes, joined."""
     found = load_file(path / f"{kind}.safetensors")
     parts = [load_file(path / f"{kind}-{rank}.safetensors") for rank in range(1, ranks)]
     for name in list(parts[0]) if parts else ():
@@ -302,7 +302,7 @@ def _number(path: Path) -> int:
 
 
 def _recover(directory: Path) -> None:
-    """Put back a checkpoint that was being replaced by one of the same step when the process died between the two renames."""
+    """Restore a checkpoint that was being replaced by another of the same step when the process died between the two renames."""
     for retired in directory.glob(".step-*.old"):
         final = directory / retired.name.removeprefix(".").removesuffix(".old")
         if not final.exists():
@@ -311,8 +311,8 @@ def _recover(directory: Path) -> None:
 
 
 def sweep(directory: Path, parts: bool = False) -> None:
-    """Remove what an interrupted save left behind; one process at a time writes to a run. `parts` of a checkpoint are what others may
-    be writing now."""
+    """Remove the leftovers of an interrupted save; only one process at a time writes to a run. `parts` are directories that other
+    processes may be writing now."""
     for pattern in (".step-*", ".part-*", "part-*") if parts else (".step-*",):
         for leftover in directory.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)

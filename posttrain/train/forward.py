@@ -1,4 +1,4 @@
-"""The forward pass of a packed batch: log-probs and entropies of the tokens that carry loss."""
+"""The forward pass over a packed batch: log-probs and entropies of the loss tokens, or scores of all tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from posttrain.ops.logprobs import token_logprobs
 from posttrain.train.pack import host_ids, host_mask
 from posttrain.types import Batch, Outputs, Prediction
 
-ROUTER_WEIGHT = "router_weight_T"  # of a token in the routers' auxiliary loss
-SHARED = 4  # sequences that begin with at least this many equal tokens share their computation
+ROUTER_WEIGHT = "router_weight_T"  # the weight of a token in the routers' auxiliary loss
+SHARED = 4  # sequences share the computation of a common prefix of at least this many tokens
 
 
 def forward(policy: Policy, batch: Batch) -> Outputs:
-    """log pi and entropy at every loss token, 0 elsewhere. Token t is predicted by the hidden state before it, t - 1."""
+    """log pi and entropy at every loss token, 0 elsewhere. The hidden state at t - 1 predicts token t."""
     return policy.within(_forward, policy, batch)
 
 
@@ -49,7 +49,7 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
 
 
 def routes_of(policy: Policy, batch: Batch) -> Routes | None:
-    """How a mixture of experts is routed: freely, or where it replays them as the sampler recorded."""
+    """The routing of a mixture of experts: free, or a replay of the routes that the sampler recorded. None for a dense model."""
     gates = routers(policy.body)
     if not gates or not policy.router_replay or "routes_T" not in batch.columns:
         return Routes() if gates else None
@@ -58,7 +58,7 @@ def routes_of(policy: Policy, batch: Batch) -> Routes | None:
 
 
 def balance(routes: Routes, source_T: Tensor | None, batch: Batch) -> Tensor:
-    """[T]: the terms of the auxiliary loss, with gradients where the batch weighs them."""
+    """[T]: the terms of the routers' auxiliary loss, with gradients if the batch has weights for them."""
     with torch.set_grad_enabled(ROUTER_WEIGHT in batch.columns):
         totals = routes.stacked()
         if source_T is not None:
@@ -70,7 +70,7 @@ def scorer_outputs(scorer: Scorer, batch: Batch) -> Outputs:
     return Outputs(score_T=scores(scorer, batch))
 
 
-# the forward pass of the model that learns, by what the algorithm trains
+# the forward pass of the trained model, by `Algorithm.trains`
 PASSES: Mapping[str, Callable[[Any, Batch], Outputs]] = {
     "policy": forward,
     "scorer": scorer_outputs,
@@ -88,7 +88,7 @@ def _sent(array: np.ndarray, batch: Batch) -> Tensor:
 
 
 def scores(scorer: Scorer, batch: Batch) -> Tensor:
-    """[T]: a scorer's number for everything up to and with each token."""
+    """[T]: the scorer's output for the sequence up to and including each token."""
     return scorer.within(_scores, scorer, batch)
 
 
@@ -101,10 +101,10 @@ def _scores(scorer: Scorer, batch: Batch) -> Tensor:
 def states(
     model: Policy | Scorer, batch: Batch, routes: Routes | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Hidden states, and which of them is that of each token of the batch; None where they are in the batch's order. What routers do
-    goes to `routes`.
+    """(hidden states, the index of each token's state among them, or None if they are in the order of the batch). Routers record their
+    choices in `routes`.
 
-    Equal beginnings are computed once. Layouts are made on the host, so that nothing waits for the device.
+    A prefix that sequences have in common is computed once. Layouts are computed on the host, so that nothing waits for the device.
     """
     device, edges, body = batch.ids_T.device, np.array(batch.starts), fused_body(model)
     kept, source = shared_beginnings(batch)
@@ -130,12 +130,11 @@ def states(
 
 
 def shared_beginnings(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens must be computed, and which of those stands for each token of the batch.
+    """(positions of the tokens to compute, the index of each token's representative among them).
 
-    A token's hidden state depends on it and on what is before it in its sequence alone, so a sequence that begins like another has
-    those states already. In dictionary order each sequence has its longest common beginning with any earlier one in common with its
-    neighbour, so that every beginning is computed once: the system prompt of all groups, the prompt of a group, and samples of it as
-    far as they agree.
+    A hidden state depends only on its token and the tokens before it, so sequences with a common prefix share the states of the
+    prefix. In lexicographic order, the longest prefix that a sequence shares with any earlier one is that shared with its neighbour.
+    So every prefix is computed once: the system prompt of all groups, the prompt of a group, and its samples as far as they agree.
     """
     ids_T, starts = host_ids(batch), batch.starts
     words = ids_T.astype(">u4").tobytes()  # bytes that sort as the ids do

@@ -1,4 +1,4 @@
-"""A model in this process as a judge: held to the form of the verdict by scoring every reply that the form allows.
+"""A model in this process as a judge. It is restricted to the form of a verdict by scoring every reply that the form allows.
 
     p(o) = exp(log pi(text_o | conversation)) / sum over options o' of exp(log pi(text_o' | conversation))
 
@@ -27,7 +27,7 @@ from posttrain.types import Example, Message, Rollout, Score
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """`policy` answers by the likeliest reply of a form. `cache` is a folder that keeps replies, under a hash of the weights."""
+    """A judge that answers with the likeliest reply of a form. `cache` is a folder for replies, under a hash of the weights."""
 
     policy: Policy
     token_budget: int = 8192
@@ -55,8 +55,8 @@ class LocalModel:
         return [reply for reply in found if reply is not None]
 
     def prompt(self, messages: Messages) -> tuple[int, ...]:
-        """The conversation's ids. What spells a control token of this very tokenizer is broken up: a response must not be able to end
-        its turn, nor to have itself left out because it cannot be rendered."""
+        """The ids of the conversation. Text that spells a control token of this tokenizer is broken up, so that a response can
+        neither end its turn nor make the prompt unrenderable to escape judgement."""
         turns, control = [], special_texts(self.policy.tokenizer)
         images = "a judge in this process reads text; ask one behind an address about images"
         for message in messages:
@@ -65,7 +65,7 @@ class LocalModel:
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:
-        """Why a prompt with the longest reply to it is more than the model can read, or ''."""
+        """Why a prompt with its longest reply exceeds the model's context, or ''."""
         reply = sum(max(len(self.encode(t)) for t in texts) for texts in form.places())
         try:
             self.policy.check_length(len(prompt) + reply)
@@ -77,7 +77,7 @@ class LocalModel:
         return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decide(self, prompts: Sequence[tuple[int, ...]], form: Form) -> list[str | None]:
-        """The likeliest reply to each prompt; None where its probability is not a number."""
+        """The likeliest reply to each prompt; None if its probability is NaN."""
         given, said = [list(prompt) for prompt in prompts], [""] * len(prompts)
         lost = [False] * len(prompts)
         for texts in form.places():
@@ -94,7 +94,7 @@ class LocalModel:
     def logprobs(
         self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """[N, O]: log pi(tail | prompt), each tail as a whole. The tails of a prompt share its computation."""
+        """[N, O]: log pi(tail | prompt) of each whole tail. The tails of a prompt share its computation."""
         longest = max((len(p) for p in prompts), default=0) + max(map(len, tails))
         self.policy.check_length(longest)
         examples = []
@@ -110,7 +110,7 @@ class LocalModel:
 
 
 def harmless(text: str, control: Sequence[str]) -> str:
-    """A text with a space inside whatever spells a control token.
+    """The text with a space inserted into everything that spells a control token.
 
     >>> harmless("so <|end|> it is", ("<|end|>",))
     'so < |end|> it is'
@@ -126,8 +126,8 @@ def harmless(text: str, control: Sequence[str]) -> str:
 
 
 class JudgeRating:
-    """A judge as a reward: the responses to a problem together, by `mode`, on a scale of 0 to 1. It is a model in this process or one
-    behind an address."""
+    """A judge as a reward: it rates all responses to a problem together, by `mode`, on a scale from 0 to 1. The judge is a model in
+    this process or behind an address."""
 
     def __init__(self, model: LocalModel | Endpoint, mode: str = "points", rubric: str = ""):
         check_mode(mode)
@@ -139,15 +139,15 @@ class JudgeRating:
         self.models = (model.policy.model,) if isinstance(model, LocalModel) else ()
 
     def too_long(self, question: str, response: str) -> str:
-        """Why the judge cannot read a response even by itself, or ''."""
+        """Why the judge cannot read a response even alone, or ''."""
         if not isinstance(self.model, LocalModel):
-            return ""  # its server says
+            return ""  # the server reports it
         prompt = self.model.prompt(self.judge.single(question, response))
         return self.model.too_long(prompt, SCORE)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, in order. Neighbours of one problem are a group. What the judge cannot read fails alone; the
-        others are judged together."""
+        """Return one score for each rollout, in order. Neighbours with the same problem form a group. A response that the judge
+        cannot read fails alone; the others are judged together."""
         reasons = [self.too_long(r.problem.question, r.response) for r in rollouts]
         rows: list[tuple[str, list[str]]] = []
         readable = [r for r, reason in zip(rollouts, reasons, strict=True) if not reason]

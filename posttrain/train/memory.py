@@ -1,4 +1,4 @@
-"""What training asks of a device's memory, and what checkpointing of activations gives back: estimates before, measures at hand."""
+"""Estimates of the device memory that training needs, with and without activation checkpointing, and of the memory that is free."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posttrain.models.routing import routers
 from posttrain.ops.device import device_bytes, free_bytes
 from posttrain.ops.logprobs import chunk_size, kept_room
 
-MARGIN = 0.08  # of the device's memory that an estimate leaves alone
+MARGIN = 0.08  # the share of the device's memory that an estimate leaves free
 # tokens of a micro-batch, of which the largest that fits is taken: larger products are no faster
 BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288)
-PLAIN_BUDGET = 8192  # where memory does not decide, or nothing larger fits
-SMALL_BUDGETS = (PLAIN_BUDGET, 4096, 2048, 1024)  # where even that does not
+PLAIN_BUDGET = 8192  # if memory is unknown, or nothing larger fits
+SMALL_BUDGETS = (PLAIN_BUDGET, 4096, 2048, 1024)  # tried in turn if even that does not fit
 SAFETY = 1.15  # an estimate, by which a budget is chosen, may be that much too small
 
 
@@ -30,7 +30,7 @@ def weight_bytes(policy: Network) -> float:
 
 
 def copied_bytes(policy: Network) -> float:
-    """Weights that the decoder for CUDA copies side by side: queries, keys and values, and both halves of a gated feed-forward
+    """Bytes of weights that the CUDA decoder copies next to each other: queries, keys and values, and gate and up of a feed-forward
     layer."""
     text = policy.model.config.get_text_config()
     if policy.device.type != "cuda" or not takes_fused_pass(policy):
@@ -41,14 +41,14 @@ def copied_bytes(policy: Network) -> float:
 
 
 def learning_bytes(policy: Network, count: int, moments: float) -> dict[str, float]:
-    """What `count` weights need besides themselves in order to learn, with `moments` bytes of the optimizer for each."""
+    """Bytes that training `count` weights needs besides the weights, with `moments` bytes of optimizer state for each."""
     masters = 0.0 if policy.dtype.itemsize == 4 else 4.0 * count
     states = {"float32 master weights": masters, "optimizer": moments * count}
     return {"gradients": 4.0 * count, **states}
 
 
 def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -> float:
-    """What is kept of a micro-batch for the backward pass.
+    """Bytes kept of a micro-batch for the backward pass.
 
     Of width H, feed-forward width I and key-value width K, a decoder layer keeps about 9 H + 4 I + 2 K numbers a token in
     transformers' own module (counted by the tensors that autograd saves; the layer at work needs 4 H + 4 I more for its gradients), and
@@ -71,7 +71,7 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
 
 
 def logits_bytes(policy: Network, tokens: int) -> float:
-    """Logits of a chunk of the tokens, which are never there for all of them, and their gradients; on CUDA also what is kept of them
+    """Bytes of the logits of one chunk and their gradients; logits of all tokens never exist at once. On CUDA also the values kept
     for the backward pass."""
     size = int(policy.model.config.get_text_config().vocab_size)
     chunk = min(tokens * size, chunk_size(policy.device))
@@ -81,7 +81,7 @@ def logits_bytes(policy: Network, tokens: int) -> float:
 
 
 def head_bytes(policy: Network) -> float:
-    """The gradient of a head that learns on CUDA: summed in float32 over chunks, then in the dtype of the weights."""
+    """Bytes of the gradient of a trained head on CUDA: summed in float32 over chunks, then in the dtype of the weights."""
     head = policy.model.get_output_embeddings()
     if policy.device.type != "cuda" or head is None or not head.weight.requires_grad:
         return 0.0
@@ -89,21 +89,21 @@ def head_bytes(policy: Network) -> float:
 
 
 def cache_bytes(policy: Network, rows: int, length: int) -> float:
-    """Keys and values of `rows` responses that reach `length` tokens each."""
+    """Bytes of the keys and values of `rows` responses of `length` tokens each."""
     text = policy.model.config.get_text_config()
     width = 2 * key_width(text) * text.num_hidden_layers
     return float(rows * length * width * policy.dtype.itemsize)
 
 
 def key_width(text: Any) -> int:
-    """The width of all keys of a layer, by the model's config."""
+    """The width of all keys of a layer, from the model's config."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(heads * width)
 
 
 def at_hand(device: torch.device) -> float | None:
-    """Bytes that a CUDA device has left for us; None elsewhere, where nobody can say, and where it is not here."""
+    """Free bytes of a CUDA device. None on other devices, where it is unknown, and if there is no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return max(0.0, free_bytes(device) - MARGIN * device_bytes(device))
@@ -112,8 +112,8 @@ def at_hand(device: torch.device) -> float | None:
 def step_bytes(
     models: Sequence[Network], learning: float, tokens: int, checkpointed: bool
 ) -> float:
-    """What a step takes beyond what is there once the optimizers are made: gradients and moments, which are `learning`, activations,
-    a chunk of logits."""
+    """Bytes that a step needs beyond what is allocated after the optimizers are made: gradients and moments (`learning`),
+    activations, and a chunk of logits."""
     activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
     return learning + logits_bytes(models[0], tokens) + head_bytes(models[0]) + activations
 
@@ -121,8 +121,8 @@ def step_bytes(
 def choose_budget(
     asked: int | str, need: Callable[[int], float], have: float | None, fixed: float = 0.0
 ) -> int:
-    """Tokens of a micro-batch: as asked, or for `auto` the most of which `need` says that they fit into what a device has. Of that,
-    `fixed` is known, and the rest an estimate.
+    """Tokens in a micro-batch: as asked or, for `auto`, the most that fit into `have` bytes by the estimate `need`. `fixed` bytes
+    of the need are known exactly.
 
     >>> [choose_budget(asked, float, have) for asked, have in ((700, 1e9), ("auto", 4e4), ("auto", 9.0), ("auto", None))]
     [700, 32768, 8192, 8192]
@@ -144,8 +144,8 @@ def choose_way(
     have: float | None,
     fixed: float = 0.0,
 ) -> tuple[int, bool]:
-    """Tokens of a micro-batch, and whether layers are checkpointed. Where `auto` finds no room for the usual number, checkpointing
-    comes first, then fewer tokens.
+    """(tokens in a micro-batch, whether layers are checkpointed). If `auto` finds no room for the usual number of tokens, it first
+    checkpoints, then takes fewer tokens.
 
     >>> need = lambda layered, tokens: (0.25 if layered else 1.0) * tokens
     >>> [choose_way("auto", "auto", need, have) for have in (4e4, 9e3, 7e3, 2e3, 1e2, None)]
@@ -161,7 +161,7 @@ def choose_way(
 
 
 def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:
-    """Whether layers are to be checkpointed: as the setting says, or where a step without would not fit.
+    """Whether to checkpoint layers: as set or, for `auto`, if a step would not fit otherwise.
 
     >>> [checkpointing_pays("auto", need, have) for need, have in ((2.0, 1.0), (1.0, 2.0), (9.0, None))]
     [True, False, False]
@@ -170,7 +170,7 @@ def checkpointing_pays(setting: str, need: float, have: float | None) -> bool:
 
 
 def set_checkpointing(model: nn.Module, on: bool) -> None:
-    """Have each decoder layer of a transformers model computed again in the backward pass, or not. Gradients are the same.
+    """Switch recomputation of each decoder layer in the backward pass on or off. Gradients are the same.
 
     transformers' own switch also puts a hook on the embeddings, which non-reentrant checkpointing does not need and which would
     keep the model from the fused pass.

@@ -1,5 +1,5 @@
-"""AdamW on float32 weights with moments of 32 or 8 bits, a learning-rate schedule, and global-norm clipping; and a model that learns by
-it, with its place in checkpoints."""
+"""AdamW on float32 weights with moments of 32 or 8 bits, a learning-rate schedule and global-norm clipping. `Learner` is a model
+with its optimizer and its names in checkpoints."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ NOT_COMPILED = (
     "another may be named), or leave optimizer.moments out"
 )
 DEFAULT_CXX = "clang++" if sys.platform == "darwin" else "g++"
-# one optimizer at a time takes gradients
+# only one optimizer at a time may take a module's gradients
 COLLECTORS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization(Checked):
-    """How weights move. The learning rate rises linearly over `warmup` steps, then follows `schedule` down to `final * lr`."""
+    """The settings of an optimizer. The learning rate rises linearly over `warmup` steps, then follows `schedule` down to `final *
+    lr`."""
 
     lr: Positive = 1e-6
     warmup: Annotated[int, Range(ge=0, text="a number of steps")] = 0
@@ -57,30 +58,30 @@ class Optimization(Checked):
     checkpointing: Literal["auto", "never", "layer"] = "auto"
     # Adam's, or int8: a quarter of the memory, rounded (needs torchao)
     moments: Literal["float32", "int8"] = "float32"
-    # of the load-balancing loss of a mixture of experts, added to the policy's; 0: none
+    # coefficient of the load-balancing loss of a mixture of experts, added to the policy's loss; 0: none
     router_aux_loss_coef: NotNegative = 0.0
 
     def warning(self, name: str, steps: int) -> str:
-        """What is wrong with a warm-up that does not end within `steps` steps; "" where it does. `name` is where the settings stand."""
+        """A warning if the warm-up does not end within `steps` steps, else "". `name` is the key of these settings."""
         if self.warmup <= steps:
             return ""
         ends = f"the learning rate ends at {self.rate(steps - 1, steps):.3g} and never reaches {self.lr:g}"
         return f"{name}.warmup is {self.warmup} steps and the stage has {steps}: {ends}; lower it to {steps}, or raise the steps"
 
     def ready(self, device: str) -> None:
-        """Refuse a machine that lacks what these settings need."""
+        """Raise an error if the machine lacks what these settings need."""
         if self.moments == "int8":
             require(importlib.util.find_spec("torchao") is not None, NO_TORCHAO)
             check_compiler(device)
 
     @property
     def plain_budget(self) -> int:
-        """Tokens of a micro-batch where no estimate of memory chooses them."""
+        """Tokens in a micro-batch if memory is not estimated."""
         return choose_budget(self.token_budget, float, None)
 
     @property
     def moment_bytes(self) -> float:
-        """Of both moments of one weight."""
+        """Bytes of both moments of one weight."""
         return 8.0 if self.moments == "float32" else 2.0 * (1 + 4 / BLOCK)
 
     def rate(self, step: int, steps: int) -> float:
@@ -101,8 +102,8 @@ class Optimization(Checked):
 
 
 class Optimizer:
-    """AdamW over a module's trainable parameters. Where those are not float32, float32 master copies are kept and updated,
-    gradients are summed into them in float32, and the rounded result is written back in place."""
+    """AdamW over the trainable parameters of a module. If these are not float32, it updates float32 master copies: gradients are
+    summed in float32, and the rounded result is written back in place."""
 
     def __init__(self, module: nn.Module, settings: Optimization):
         self.settings = settings
@@ -111,7 +112,7 @@ class Optimizer:
         }
         require(bool(self.parameters), "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
-        # what this process keeps of each: all of it, or where it is sharded a part, in the same memory
+        # this process's part of each: all of it, or its shard, in the same memory
         self.parts: dict[str, Tensor] = {n: own_part(p) for n, p in self.parameters.items()}
         self.masters: dict[str, Tensor] = {
             n: p.detach().float().clone() if narrow else p for n, p in self.parts.items()
@@ -142,7 +143,7 @@ class Optimizer:
 
     @staticmethod
     def _collect(master: Tensor) -> Callable[[Tensor], None]:
-        """Move a finished bf16 gradient into the float32 sum: adding micro-batches in bf16 would lose the small ones."""
+        """Add a finished bf16 gradient to the float32 sum. Adding micro-batches in bf16 would lose small gradients."""
 
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -161,7 +162,7 @@ class Optimizer:
         if not gradients and not self.sharded:
             return torch.zeros(())
         norms = [n.float() for n in torch._foreach_norm(gradients, 2.0)]
-        if self.sharded and current().tensor > 1:  # what several have counts once
+        if self.sharded and current().tensor > 1:  # values that several processes have count once
             there = [self.parameters[n] for n, m in self.masters.items() if m.grad is not None]
             norms = [n / math.sqrt(copies(like)) for n, like in zip(norms, there, strict=True)]
         found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -172,8 +173,8 @@ class Optimizer:
         return found
 
     def step(self, rate: float, norm: float | None = None) -> float:
-        """Clip to the global norm and update; returns the norm before clipping. A non-finite gradient changes nothing. `norm` is
-        the norm where the caller knows it already."""
+        """Clip to the global norm and update. Returns the norm before clipping; pass it as `norm` if it is known already. A
+        non-finite gradient changes nothing."""
         norm = float(self.norm()) if norm is None else norm
         if not math.isfinite(norm):
             self.zero()
@@ -191,7 +192,7 @@ class Optimizer:
         return norm
 
     def _update(self) -> None:
-        """Adam's step. That of torchao is compiled at first."""
+        """Make Adam's step. Torchao's step is compiled at its first call."""
         try:
             self.adam.step()
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -204,11 +205,11 @@ class Optimizer:
             tensor.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, by parameter name; of sharded weights, in the first process."""
+        """Everything that a resumed run needs, by parameter name. For sharded weights, only the first process returns it."""
         return of_first(self._tensors()) if self.sharded else dict(self._tensors())
 
     def own_state(self) -> dict[str, Tensor]:
-        """The same, of sharded weights the part of this process; what every process has is the first one's."""
+        """`state`, but for sharded weights only this process's part. Values that every process has are returned by the first."""
         first = current().first
         return {n: t for n, t in self._tensors(rows_of) if first or (self.sharded and t.ndim)}
 
@@ -226,7 +227,7 @@ class Optimizer:
                 yield from ((f"{key}{part}.{name}", tensor) for part, tensor in parts.items())
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Put saved moments and master weights back, bit for bit."""
+        """Restore saved moments and master weights, bit for bit."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 if f"master.{name}" in tensors:
@@ -249,7 +250,7 @@ class Optimizer:
 
         signed, kind = key == "exp_avg", (master.device, master.dtype)
         moment = OptimState8bit.zeros(master.shape, signed, BLOCK, *kind)
-        if saved is not None:  # of a run that began with float32
+        if saved is not None:  # the run began with float32 weights
             return moment.copy_(saved.to(master.device))  # type: ignore[no-any-return]
         moment.codes.copy_(tensors[f"{key}_codes.{name}"])
         moment.scale.copy_(tensors[f"{key}_scale.{name}"])
@@ -257,7 +258,8 @@ class Optimizer:
 
 
 class Learner:
-    """`name` is what messages, metrics and `Batch.resting` call it; `prefix` what its tensors' names begin with in a checkpoint."""
+    """A trained model with its optimizer. `name` identifies it in messages, metrics and `Batch.resting`; `prefix` begins the names
+    of its tensors in a checkpoint."""
 
     def __init__(
         self, name: str, network: Policy | Scorer, settings: Optimization, prefix: str = ""
@@ -271,19 +273,19 @@ class Learner:
 
     @property
     def state_bytes(self) -> float:
-        """Of gradients and moments."""
+        """Bytes of gradients and moments."""
         count = sum(p.numel() for p in self.optimizer.parts.values())
         return (4 + self.settings.moment_bytes) * count
 
     def weights(self) -> dict[str, Tensor]:
-        """Everything that learns, by its name in a checkpoint; of a sharded network, in the first process."""
+        """All trained weights, by their names in a checkpoint. For a sharded network, only the first process returns them."""
         if self.network.sharded is None:
             return self._named(checkpoint.weights(self.network.model))
         return self._named(of_first(self.network.sharded.weights()))
 
     def own_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What `weights` and `moments` give, of a sharded network the part of this process alone; what every process has is the first
-        one's."""
+        """`weights` and `moments`, but for a sharded network only this process's part. Values that every process has are returned
+        by the first."""
         first, sharded = current().first, self.network.sharded
         model = self.network.model if sharded is None else sharded.reshard()
         found = checkpoint.weights(model).items()
@@ -291,11 +293,11 @@ class Learner:
         return self._named(own), self._named(self.optimizer.own_state())
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state, by its name in a checkpoint."""
+        """The optimizer's state, by its names in a checkpoint."""
         return self._named(self.optimizer.state())
 
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
-        """Put back what `weights` and `moments` gave, under their own names, bit for bit."""
+        """Restore what `weights` and `moments` returned, by the same names, bit for bit."""
         if self.network.sharded is not None:
             self.network.sharded.reshard()
         checkpoint.restore_weights(self.network.model, weights)
@@ -306,13 +308,13 @@ class Learner:
 
 
 def of_first(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors in the host memory of the first process; the others help to put them together, and keep none."""
+    """Gather whole tensors in the host memory of the first process. The others take part and keep nothing."""
     return {name: tensor.cpu() for name, tensor in tensors if current().first}
 
 
 def check_compiler(device: str) -> None:
-    """Refuse a machine on which torch.compile, of which torchao makes its step, finds no compiler: for a CPU that of $CXX or else the
-    usual one for C++, for CUDA that of $CC or else gcc or clang, by which triton builds what launches its kernels."""
+    """Raise an error if torch.compile, which torchao's optimizer step needs, finds no compiler: on a CPU that of $CXX or the
+    default C++ compiler; on CUDA that of $CC, gcc or clang, with which triton builds its kernel launchers."""
     cuda = device.startswith("cuda")
     usual = ["gcc", "clang"] if cuda else [DEFAULT_CXX]
     names = os.environ.get("CC" if cuda else "CXX", "").split()[:1] or usual
@@ -321,7 +323,7 @@ def check_compiler(device: str) -> None:
 
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW whose moments are kept in 8 bits, in blocks with a scale each, where a tensor has 4,096 numbers or more."""
+    """AdamW with moments in 8 bits, in blocks with a scale each, for tensors of 4,096 numbers or more."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError:

@@ -1,4 +1,4 @@
-"""From rollouts or examples to flat tensors without padding, and from those to micro-batches."""
+"""Packs rollouts or examples into flat tensors without padding, and cuts these into mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.data.stream import permutation
 from posttrain.errors import require
 from posttrain.types import Batch, Example, Group, Rollout, Segment, part_column
 
-# the tensors among the fields of a batch, which are cut alike; `sequence_T` is numbered anew
+# the tensor fields of a batch, which are all cut alike; `sequence_T` is renumbered
 NAMES = [f.name for f in fields(Batch) if f.name.endswith(("_T", "_N"))]
 TENSORS = [name for name in NAMES if name not in ("sequence_T", "unit_N")]
 MASKS = "a sequence needs a mask of its own length, and its first token cannot carry loss: nothing predicts it"
@@ -29,9 +29,9 @@ def pack_groups(
     together: bool = False,
     parts: Sequence[str] = (),
 ) -> Batch:
-    """Lay the rollouts of all groups end to end. Tokens the policy sampled carry loss; those it was given do not.
+    """Concatenate the rollouts of all groups. Tokens that the policy sampled carry loss; given tokens do not.
 
-    `together` makes each group a unit, as for pairs and rankings. `parts` of the scores become columns.
+    `together` makes each group a unit, as for pairs and rankings. The named `parts` of the scores become columns.
     """
     rollouts = [r for group in groups for r in group.rollouts]
     number = [n for n, group in enumerate(groups) for _ in group.rollouts]
@@ -72,7 +72,7 @@ def pack_groups(
 
 
 def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor | None:
-    """The experts of all tokens, where they were recorded: -1 for what came after the last completion, and without one."""
+    """The recorded experts of all tokens, -1 where unknown: after the last completion, and in rollouts without routes."""
     width = next((r.routes.shape[1] for r in rollouts if r.routes is not None), 0)
     if not width:
         return None
@@ -84,7 +84,7 @@ def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor |
 
 
 def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
-    """A part of each score, NaN where there is no score; refused where a score has no such part."""
+    """The part `name` of each score, NaN for a rollout without a score. An error if a score has no such part."""
     for score in (r.score for r in rollouts if r.score.valid):
         known = ", ".join(score.parts) or "none"
         require(name in score.parts, f"parts: {name!r} is no part of the reward; it has {known}")
@@ -92,7 +92,7 @@ def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
 
 
 def _paid(sized: Sequence[tuple[Segment, int]]) -> np.ndarray:
-    """What each turn was paid, at its last token."""
+    """The reward of each turn, at its last token."""
     paid_T = np.zeros(sum(size for _, size in sized), np.float32)
     ends = np.cumsum([size for _, size in sized])
     for (segment, size), end in zip(sized, ends.tolist(), strict=True):
@@ -104,7 +104,7 @@ def _paid(sized: Sequence[tuple[Segment, int]]) -> np.ndarray:
 def pack_examples(
     examples: Sequence[Example], device: torch.device | str = "cpu", together: bool = True
 ) -> Batch:
-    """Lay examples end to end; those of one unit must be neighbours. Without `together` each is a unit of its own."""
+    """Concatenate examples. Those of one unit must be neighbours. Without `together`, each example is a unit of its own."""
     alone = not together or all(e.unit < 0 for e in examples)
     units = range(len(examples)) if alone else [e.unit for e in examples]
     lengths = [len(e.ids) for e in examples]
@@ -124,7 +124,7 @@ def pack_examples(
 
 
 def step_rewards(rollout: Rollout) -> np.ndarray | None:
-    """A score's step values at the tokens in which the steps end; NaN elsewhere. None where the score has no steps."""
+    """The values of a score's steps at the tokens where the steps end, NaN elsewhere. None if the score has no steps."""
     if not rollout.score.steps:
         return None
     step_T = np.full(len(rollout.ids), np.nan, np.float32)
@@ -192,18 +192,18 @@ def _sequences(lengths: Sequence[int]) -> Tensor:
 
 
 def host_ids(batch: Batch) -> np.ndarray:
-    """ids_T in host memory, without waiting for the device where the batch has them there."""
+    """ids_T in host memory. Waits for the device only if the batch holds no host copy."""
     return batch.ids_T.cpu().numpy() if batch.ids is None else batch.ids
 
 
 def host_mask(batch: Batch) -> np.ndarray:
-    """mask_T in host memory, as `host_ids`."""
+    """mask_T in host memory; see `host_ids`."""
     return batch.mask_T.cpu().numpy() if batch.mask is None else batch.mask
 
 
 def with_loss(batch: Batch) -> Batch:
-    """The batch without the units in which no token carries loss: they add nothing to a gradient whose weights are fixed.
-    Its mask is in host memory too."""
+    """The batch without units that have no loss token: the weights are fixed by now, so these units add nothing to the gradient.
+    The result holds a host copy of its mask."""
     mask = host_mask(batch)
     batch = batch if batch.mask is mask else batch.replace(mask=mask)
     loss_N = np.logical_or.reduceat(mask, batch.starts[:-1]) if batch.sequences else ()
@@ -244,7 +244,7 @@ def take(batch: Batch, first: int, last: int) -> Batch:
 
 
 def first_tokens(batch: Batch, tokens: int) -> Batch:
-    """The first units of a batch that have at most so many tokens together; at least one."""
+    """The first units of a batch, with at most `tokens` tokens together, but at least one unit."""
     ends = unit_ends(batch)
     held = [end for end in ends if batch.starts[end] <= tokens] or ends[:1]
     return batch if held[-1] == batch.sequences else take(batch, 0, held[-1])
@@ -277,9 +277,9 @@ def _select(
 
 
 def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
-    """Cut a step between units so that each piece has at most `token_budget` tokens; a longer unit stands alone.
+    """Cut a step between units into pieces of at most `token_budget` tokens. A longer unit is a piece of its own.
 
-    The weights were fixed for the whole step before this, so the pieces add up to the same gradient however they are cut.
+    The weights were computed for the whole step before, so the gradients of the pieces add up to the same sum however they are cut.
     """
     cuts, held = [0], 0
     units = unit_ends(batch)
@@ -294,8 +294,8 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
 
 
 def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
-    """Deal a rollout into up to `count` optimizer steps of whole groups, as equal in groups as can be. Which groups go together is
-    random by `seed`; within a step they keep their order."""
+    """Split a step into up to `count` mini-batches with nearly equal numbers of whole groups. `seed` decides which groups share a
+    mini-batch; within it they keep their order."""
     ends = _run_ends(batch.group_N.tolist())
     count = min(count, len(ends))
     if count == 1:
@@ -307,10 +307,10 @@ def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
 
 
 def unit_ends(batch: Batch) -> list[int]:
-    """After which sequence each unit ends."""
+    """The index after the last sequence of each unit."""
     return _run_ends(batch.unit_N)
 
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:
-    """Where each run of equal numbers ends."""
+    """The index after the last element of each run of equal numbers."""
     return list(accumulate(len(list(run)) for _, run in groupby(numbers)))

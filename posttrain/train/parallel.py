@@ -1,4 +1,4 @@
-"""What several processes do of one optimizer step: each its share of the units, and gradients and figures that are summed.
+"""Data parallelism within one optimizer step: each process takes its share of the units, and gradients and metrics are summed.
 
 The weights of a step are fixed before it is cut (one number per token decides the reduction), so that shares add up to the gradient of
 one process. Shares are neighbours: columns that a role fills are put together in the order of the ranks.
@@ -22,7 +22,7 @@ BUCKET = 1 << 25  # numbers that are summed at once
 
 
 def shares(batch: Batch, count: int) -> list[Batch]:
-    """The batch cut between units into `count` runs of neighbours, with about as many tokens each; some may be empty."""
+    """Cut the batch between units into `count` contiguous parts with about equal numbers of tokens; some may be empty."""
     ends = unit_ends(batch)
     cuts, place = [0], 0
     for number in range(1, count):
@@ -38,8 +38,9 @@ def shares(batch: Batch, count: int) -> list[Batch]:
 
 
 def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch], list[Batch]]:
-    """The micro-batches of this process, and those that add nothing. With `equal`, where every pass of a model is one of all
-    processes, there are as many passes in each: who has fewer repeats the shortest unit of the step, with a loss of 0 times it."""
+    """(micro-batches of this process, extra passes that add nothing). With `equal`, because all processes take part in every
+    forward pass of a sharded model, every process makes the same number of passes: one with fewer repeats the shortest unit of the
+    step with weight 0."""
     world = current()
     if world.shares == 1:
         return micro_batches(batch, token_budget), []
@@ -54,7 +55,7 @@ def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch
 
 
 def sum_gradients(optimizer: Optimizer) -> None:
-    """Put the sum over all processes into the gradients. A weight that none of them has a gradient for keeps none."""
+    """Sum the gradients over all processes. A weight without a gradient in any process keeps none."""
     if current().size == 1:
         return
     masters = list(optimizer.masters.values())
@@ -73,7 +74,7 @@ def sum_gradients(optimizer: Optimizer) -> None:
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one kind, in pieces of up to BUCKET numbers; a larger tensor is alone."""
+    """Group neighbouring tensors of one dtype into buckets of up to BUCKET numbers; a larger tensor is alone."""
     found: list[list[Tensor]] = []
     sizes = accumulate(t.numel() for t in tensors)
     last: tuple[int, torch.dtype | None] = (-1, None)
@@ -87,7 +88,7 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def sum_metrics(metrics: Sequence[Metric]) -> list[Metric]:
-    """Figures of the micro-batches of all processes."""
+    """Merge the metrics of the micro-batches of all processes."""
     world = current()
     if world.size == 1:
         return list(metrics)
@@ -99,7 +100,7 @@ def sum_metrics(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def join_columns(columns: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Columns of the whole batch, from those of each process's share."""
+    """Join the columns of all processes' shares into columns of the whole batch."""
     world = current()
     if world.size == 1:
         return dict(columns)

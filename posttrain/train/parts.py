@@ -1,5 +1,5 @@
-"""The part of a tensor that this process keeps where it is sharded (a DTensor), and the whole of it. Files have rows of its first
-dimension, as many from each process."""
+"""Shards of a tensor (a DTensor): the part that this process keeps, and the whole. In files, each process writes a block of rows of
+the first dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, in the same memory; a plain tensor itself."""
+    """This process's shard of a tensor, in the same memory; a plain tensor is returned as it is."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
@@ -30,7 +30,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """What of a whole tensor this process keeps, where `like` is sharded."""
+    """This process's shard of a whole tensor, sharded like `like`."""
     if not is_sharded(like):
         return tensor
     placed: Any = like
@@ -45,15 +45,14 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """What of the part of a sharded tensor, or of the tensor itself, this process writes into a checkpoint: its rows of the whole. All
-    processes must ask for it."""
+    """The rows of a tensor that this process writes to a checkpoint. All processes must call this."""
     if current().tensor == 1:
         return own_part(tensor)
     return _slice(whole(own_part(tensor), like), 0, current().size, current().rank).clone()
 
 
 def _slice(tensor: Tensor, dimension: int, count: int, number: int) -> Tensor:
-    """One of `count` slices, of which the last may be smaller or empty."""
+    """The slice `number` of `count` slices, of which the last may be smaller or empty."""
     length = tensor.shape[dimension]
     size = -(-length // count)
     start = min(size * number, length)
@@ -61,7 +60,7 @@ def _slice(tensor: Tensor, dimension: int, count: int, number: int) -> Tensor:
 
 
 def copies(like: Tensor) -> int:
-    """How many processes have the same part of a sharded tensor."""
+    """How many processes have the same shard of a tensor."""
     placed: Any = like
     sizes = enumerate(placed.placements)
     parts: int = prod(placed.device_mesh.size(n) for n, one in sizes if not one.is_replicate())
@@ -69,14 +68,14 @@ def copies(like: Tensor) -> int:
 
 
 def plain_network(network: N) -> N:
-    """A network with whole weights, for the first process to save: itself, or the plain twin of a sharded one, on the CPU."""
+    """A network with whole weights, for the first process to save: itself, or the plain copy of a sharded one, on the CPU."""
     if network.sharded is None:
         return network
     return network.sharded.copied(torch.device("cpu"), current().first)  # type: ignore[no-any-return]
 
 
 def gathering(policy: Policy, make: Callable[[Policy], Sampler]) -> Sampler:
-    """A sampler of the policy; of one with sharded weights, on a copy of them."""
+    """A sampler of the policy. If its weights are sharded, the sampler has a gathered copy of them."""
     if policy.sharded is None:
         return make(policy)
     from posttrain.train.sharding import GatheringSampler
@@ -86,7 +85,7 @@ def gathering(policy: Policy, make: Callable[[Policy], Sampler]) -> Sampler:
 
 
 def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A sharded tensor put together; or the tensor whose part this is, sharded as `like` is. All processes must ask for it."""
+    """Gather a sharded tensor, or the tensor whose shard this is, sharded like `like`. All processes must call this."""
     sharded: Any = tensor
     if like is not None and is_sharded(like):
         from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Several processes on one machine or more, as torchrun and `processes=N` start them: how they find each other, agree and exchange."""
+"""Several processes on one or more machines, as started by torchrun or `processes=N`: how they connect, agree and exchange data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from posttrain.types import JSON
 LONGEST_WAIT = float(os.environ.get("POSTTRAIN_WAIT", 1800))
 SERVER_SOCKET = "POSTTRAIN_SOCKET"  # the socket on which the first process of `processes=N` listens
 WAITS = 60.0  # seconds after which a waiting process looks whether the first one is still there
-# what gloo, NCCL and the store say when another process is gone
+# what gloo, NCCL and the store report when another process is gone
 GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "socket")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes(World):
-    """This process among `size`. What they say to each other goes through host memory; gradients go by the device's own way."""
+    """This process among `size`. Messages go through host memory; gradients use the device's own backend."""
 
     def __init__(self, rank: int, size: int, sharding: str, store: Any, tensor: int = 1):
         self.rank, self.size, self.sharding, self.store = rank, size, sharding, store
         self.tensor = tensor
-        self.works = 0  # that were begun
+        self.works = 0  # how many were begun
 
     def same(self, value: JSON) -> JSON:
         data = encode(value) if self.first else b""
@@ -67,7 +67,7 @@ class Processes(World):
         return work if together or self.first else "wait"
 
     def _wait_for_first(self, key: str) -> None:
-        """As long as the first process works alone; its end is noticed, because it keeps the store."""
+        """Wait as long as the first process works alone. Its end is noticed, because it holds the store."""
         self._alone = key
         while not self.first:
             with suppress(dist.DistStoreError):  # not yet
@@ -86,7 +86,7 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def encode(value: JSON) -> bytes:
-    r"""JSON whose NumPy arrays follow as they are: a line, then their bytes.
+    r"""Encode JSON with NumPy arrays: a line of JSON, then the bytes of the arrays.
 
     >>> decode(encode({"ids": np.arange(2), "text": "a\n"}))
     {'ids': array([0, 1]), 'text': 'a\n'}
@@ -121,12 +121,12 @@ def decode(data: bytes) -> JSON:
 
 
 def rank() -> int:
-    """Of this process, by what torchrun or `processes=N` has put into the environment; 0 where nobody has."""
+    """The rank of this process, which torchrun or `processes=N` sets in the environment; default 0."""
     return _number("RANK", 0)
 
 
 def size() -> int:
-    """The number of processes that were started together; 1 where nobody has started several."""
+    """The number of processes that were started together; default 1."""
     return _number("WORLD_SIZE", 1)
 
 
@@ -137,7 +137,7 @@ def _number(name: str, usual: int) -> int:
 
 
 def local_device(device: str) -> str:
-    """The device of this process: of several CUDA devices that of its place on the machine."""
+    """The device of this process: with several CUDA devices, the one of its rank on the machine."""
     if size() == 1 or not device.startswith("cuda"):
         return device
     local = _number("LOCAL_RANK", rank())
@@ -149,7 +149,7 @@ def local_device(device: str) -> str:
 
 
 def check_devices(count: int) -> None:
-    """Refuse more processes on this machine than it has CUDA devices."""
+    """Raise an error for more processes on this machine than CUDA devices."""
     here = torch.cuda.device_count()
     few = f"processes={count}: torch sees {here} CUDA device(s) here"
     advice = f"use processes={max(1, here)}, or device=cpu"
@@ -160,13 +160,13 @@ def check_devices(count: int) -> None:
 def joined(
     device: str, sharding: str, identity: Mapping[str, str], tensor: int = 1
 ) -> Iterator[World]:
-    """Work with the processes that were started together, until the block ends. Refuses processes whose `identity` differs: versions,
-    settings."""
+    """Work with the processes that were started together until the block ends. An error if their `identity` (versions, settings)
+    differs."""
     if size() == 1 and (sharding != "always" or "WORLD_SIZE" not in os.environ):
         with using(ALONE) as world:
             yield world
         return
-    rank()  # or refuse what is no number
+    rank()  # raises an error if it is not a number
     missing = [name for name in VARIABLES if name not in os.environ]
     text = f"{', '.join(missing)} is not in the environment; start the processes by torchrun or processes=N"
     require(not missing, text)
@@ -218,7 +218,7 @@ def _check_same(world: Processes, identity: Mapping[str, str]) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Tell the loss of another process from an error of this one."""
+    """Turn an error that the loss of another process caused into `PeerFailed`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,5 +1,4 @@
-"""Models as a reward: reward models, process reward models and models tuned by DPO rate whole batches of rollouts, packed, without
-gradient."""
+"""Models as rewards: reward models, process reward models and DPO-trained models rate packed batches of rollouts without gradient."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ TOKEN = "token:"
 
 @dataclass(eq=False)
 class ModelRating:
-    """The score of a rollout is a scorer's number at its last token, which has seen all of it: prompt, response and the token
-    that ended it, exactly as they were sampled. Several scorers are combined by `combine` with `weights` (see rewards/_models.py); then
-    the parts hold each member's score as `member/0`, `member/1`, ... and their standard deviation as `disagreement`.
+    """Scores a rollout by a scorer's output at its last token, over the exact sampled ids: prompt, response and the token that
+    ended it. Several scorers are combined by `combine` with `weights` (see rewards/_models.py); the parts then hold the score of
+    each member as `member/0`, `member/1`, ... and their standard deviation as `disagreement`.
 
     Ids are passed on as they are, so policy and scorers must have one vocabulary: it is checked between the members, and against
     the policy's where its `tokenizer` is given. A member whose number is not finite makes the score a failure, never a 0.
@@ -43,7 +42,7 @@ class ModelRating:
     k: float = 1.0
     token_budget: int = 8192
     tokenizer: Any = None
-    weights: Sequence[float] = field(default=(), kw_only=True)  # one for each scorer; (): all alike
+    weights: Sequence[float] = field(default=(), kw_only=True)  # one for each scorer; (): equal
 
     def __post_init__(self) -> None:
         require(len(self.scorers) > 0, "a rating needs at least one reward model")
@@ -59,11 +58,11 @@ class ModelRating:
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        """The networks, for a checkpoint to name them by their weights."""
+        """The networks; a checkpoint records a checksum of their weights."""
         return tuple(scorer.model for scorer in self.scorers)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, in order."""
+        """Return one score for each rollout, in order."""
         if not rollouts:
             return []
         ids = [rollout.ids for rollout in rollouts]
@@ -71,7 +70,7 @@ class ModelRating:
         return [self.score(values) for values in zip(*by_member, strict=True)]
 
     def score(self, values: Sequence[float]) -> Score:
-        """What the members' numbers say together."""
+        """Combine the outputs of the members into a score."""
         bad = [f"{number}: {value}" for number, value in enumerate(values) if not isfinite(value)]
         if bad:
             return Score.failed(f"reward model {', '.join(bad)} is not a finite score")
@@ -84,9 +83,9 @@ class ModelRating:
 
 @dataclass(eq=False)
 class ProcessRating(ModelRating):
-    """Process reward models as a reward: a step is worth the chance sigmoid(score) that it is right, read at the token in which it
-    ends, and a response as much as its worst step (Lightman et al. 2023 find that, or the product, best). The steps' values are
-    the score's `steps`, which `supervision=process` learns from. A response without text is one step, which ends with it.
+    """Process reward models as a reward. The value of a step is the probability sigmoid(score) that it is right, read at its last
+    token; the value of a response is that of its worst step (Lightman et al. 2023 find that, or the product, best). The values of
+    steps are the score's `steps`, from which `supervision=process` learns. A response without text is one step.
 
     Steps are split by rule, at every `separator` (a text or pattern:REGEX, see data/steps.py), or by token: `token:TEXT` ends a step
     in each token of that very text, as process reward models with a mark of their own have it, and reads their score there.
@@ -110,7 +109,7 @@ class ProcessRating(ModelRating):
         return [self.score_steps(rollout, scores) for rollout, scores in by_rollout]
 
     def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
-        """A response by its steps, each combined over the members."""
+        """Score a response by its steps, each combined over the members."""
         by_rule, token = self.token < 0, self.token
         try:
             steps = steps_of(rollout, self.separator) if by_rule else marked_steps(rollout, token)
@@ -141,7 +140,7 @@ def token_id(tokenizer: Any, text: str) -> int:
 
 
 def marked_steps(rollout: Rollout, token: int) -> list[Step]:
-    """The steps of a rollout that end in a token, and of each turn what follows the last of them."""
+    """The steps of a rollout that end with a token and, for each turn, the text after the last of them."""
     found = []
     for turn in turns_of(rollout):
         steps = [
@@ -161,7 +160,8 @@ def marked_steps(rollout: Rollout, token: int) -> list[Step]:
 def token_scores(
     scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192
 ) -> list[np.ndarray]:
-    """A scorer's number at every token of each sequence. Neighbours that begin alike, as those of a group, share that part."""
+    """The scorer's output at every token of each sequence. Neighbours with a common prefix, such as those of a group, share its
+    computation."""
     check_fits(scorer, sequences)
     scorer.model.eval()
     examples = [Example(ids, np.zeros(len(ids), bool)) for ids in sequences]
@@ -174,12 +174,13 @@ def token_scores(
 def last_scores(
     scorer: Scorer, sequences: Sequence[np.ndarray], token_budget: int = 8192
 ) -> list[float]:
-    """A scorer's number at the last token of each sequence."""
+    """The scorer's output at the last token of each sequence."""
     return [float(score_T[-1]) for score_T in token_scores(scorer, sequences, token_budget)]
 
 
 def check_fits(scorer: Scorer, sequences: Sequence[np.ndarray]) -> None:
-    """Refuse ids that the scorer has no embedding for, and lengths beyond its positions: it would fail, or write nonsense."""
+    """Raise an error for ids without an embedding in the scorer, and for sequences longer than its positions: it would fail or
+    return nonsense."""
     config = scorer.model.config.get_text_config()
     where = scorer.source or "the reward model"
     highest, longest = max(int(ids.max()) for ids in sequences), max(map(len, sequences))
@@ -208,7 +209,7 @@ class ImplicitRating:
         self.models = (policy.model, reference.model)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, with both log-probs as its parts."""
+        """Return one score for each rollout, with both log-probs as parts."""
         if not rollouts:
             return []
         own, others = (self.logprobs(model, rollouts) for model in (self.policy, self.reference))
@@ -222,7 +223,7 @@ class ImplicitRating:
         return scores
 
     def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
-        """log p(y | x) of what was sampled in each rollout."""
+        """log p(y | x) of the sampled tokens of each rollout."""
         groups = [Group(rollout.problem, (rollout,)) for rollout in rollouts]
         batch = pack_groups(groups, 1.0, policy.device)
         return sequence_logprobs(policy, batch, self.token_budget)
@@ -243,7 +244,7 @@ def sequence_logprobs(policy: Policy, batch: Batch, token_budget: int) -> list[f
 def token_logprobs(
     policy: Policy, rollouts: Sequence[Rollout], token_budget: int = 8192
 ) -> list[np.ndarray]:
-    """log p(y_t | x, y_<t) of every token that was sampled, at temperature 1, for each rollout."""
+    """log p(y_t | x, y_<t) of every sampled token of each rollout, at temperature 1."""
     policy.model.eval()
     batch = pack_examples([Example(r.ids, r.mask) for r in rollouts], policy.device)
     pieces = [forward(policy, piece).logprob_T for piece in micro_batches(batch, token_budget)]

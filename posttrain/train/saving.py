@@ -1,4 +1,4 @@
-"""Saving without waiting: a step pays for the copy of its tensors to host memory, and a thread writes them to the disk.
+"""Asynchronous checkpointing: a step copies its tensors to host memory, and a thread writes them to disk.
 
 One write is under way at a time; the next save waits for it. What goes wrong in the thread is raised by the next `check`, `save` or
 `finish`, so that a run never goes on for long believing in a checkpoint that is not there. A process that dies while it writes has the
@@ -30,9 +30,9 @@ LONGEST_WRITE = 1800.0  # seconds: a disk that has not taken a checkpoint by the
 
 @dataclass(frozen=True, kw_only=True)
 class Saving(Checked):
-    """How checkpoints are kept. `hook` is a program with its arguments, run without a shell after each checkpoint, for `hook_seconds`
-    at most: to copy it elsewhere. The checkpoint's directory takes the place of `{}`, or is one more argument. One that fails is a
-    warning, not an end; nobody waits for it but the end of the stage, and what it is copying is not removed."""
+    """Settings of checkpoints. `hook` is a program with arguments that runs without a shell after each checkpoint, for at most
+    `hook_seconds`, for example to copy it elsewhere. The checkpoint's directory replaces `{}`, or is the last argument. If it
+    fails, there is a warning. Only the end of the stage waits for it, and the checkpoint that it is copying is not removed."""
 
     where = "checkpoints: "
 
@@ -44,7 +44,7 @@ class Saving(Checked):
 
 
 class Store:
-    """The checkpoints of one stage. `events` gets one of each that is published, from the thread that wrote it."""
+    """The checkpoints of one stage. The writing thread emits an event for each published checkpoint."""
 
     def __init__(
         self, directory: Path, saving: Saving | None = None, events: Events | None = None
@@ -56,12 +56,12 @@ class Store:
         self._error: BaseException | None = None
         self._hooking: threading.Thread | None = None
         self._mutex = threading.Lock()
-        self._copying: list[Path] = []  # what the hook is at, and what it does next
+        self._copying: list[Path] = []  # the checkpoint that the hook copies, and the next one
         self.hook_failures = 0
         self._written_once = False
 
     def save(self, made: Checkpoint) -> None:
-        """Copy everything, then write it."""
+        """Copy everything, then write it in the background."""
         began = time.perf_counter()
         self._written()
         state = checkpoint.with_arrays(*checkpoint.without_arrays(made.state))  # a copy
@@ -77,8 +77,8 @@ class Store:
         self._thread.start()
 
     def keep(self, made: Checkpoint) -> None:
-        """Write the best step so far, apart from the checkpoints and before the step goes on. An earlier best goes, unless a checkpoint
-        names it: a run that resumes there must find it."""
+        """Write the best step so far, apart from the checkpoints and before the next step. The previous best is removed, unless a
+        checkpoint refers to it, because a run resumed there needs it."""
         named = []
         for path in self.published():
             with suppress(OSError, UserError, KeyError, TypeError):  # a damaged one names none
@@ -86,11 +86,11 @@ class Store:
         checkpoint.save(self.directory / "best", made, 1, named)
 
     def best(self, step: int) -> Path:
-        """Where `keep` writes a step."""
+        """The directory in which `keep` writes a step."""
         return self.directory / "best" / f"step-{step}"
 
     def check(self) -> None:
-        """Raise what went wrong in the background since the last call."""
+        """Raise an error that occurred in the background since the last call."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -99,7 +99,7 @@ class Store:
         """Wait until nothing is being written or copied."""
         self._written()
         if self._hooking is not None:
-            # one that runs and one that waits; each is ended after its limit
+            # one hook may run and one wait; each ends at its limit
             self._hooking.join(2 * self.saving.hook_seconds + 30)
             self._hooking = None
         self.check()
@@ -117,7 +117,7 @@ class Store:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """However the stage ends, the write that is under way is finished. An error of its own does not hide the one that ended it."""
+        """Finish the write in progress, however the stage ended. An error of the write does not hide the one that ended the stage."""
         try:
             self.finish()
         except Exception as second:
@@ -126,20 +126,20 @@ class Store:
             error.add_note(str(second))
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that verifies, and what was wrong with newer ones. What an interrupted save left is swept away."""
+        """The newest intact checkpoint, and what is wrong with newer ones. Removes leftovers of an interrupted save."""
         self.finish()
         found = checkpoint.newest(self.directory)
         checkpoint.sweep(self.directory, parts=True)
         return found
 
     def published(self) -> list[Path]:
-        """The checkpoints there are, newest first, with the one being written; whether that goes wrong is for `check` to say."""
+        """All checkpoints, newest first, including the one being written; `check` reports if that fails."""
         if self._thread is not None:
             self._thread.join(LONGEST_WRITE)
         return checkpoint.steps(self.directory)
 
     def _write(self, made: Checkpoint, waited: float) -> None:
-        """The thread's work. It imports nothing: a reward worker may be forked meanwhile, and would inherit the import lock."""
+        """The writing thread. It imports nothing: a reward worker may be forked meanwhile and would inherit the import lock."""
         try:
             began = time.perf_counter()
             spare = tuple(self._copying)
@@ -152,14 +152,14 @@ class Store:
             data = {"bytes": size, "seconds": round(seconds, 3), "waited": round(waited, 3)}
             stage = made.state.get("stage", "")
             self.events.emit("checkpoint", text, stage=stage, step=made.step, data=data)
-            self._written_once = True  # what all of them cost, a person reads one time
+            self._written_once = True  # the time of a checkpoint is reported once
             if self.saving.hook:
                 self._follow(path)
         except BaseException as error:  # raised again where somebody looks
             self._error = error
 
     def _follow(self, path: Path) -> None:
-        """Have the hook run for a checkpoint: now, or after the one it is at. Where it cannot keep up, it gets the newest."""
+        """Run the hook for a checkpoint, now or after its current run. If it cannot keep up, it gets only the newest."""
         with self._mutex:
             busy = bool(self._copying)
             self._copying = [*self._copying[:1], path]
@@ -197,7 +197,8 @@ class Store:
 
 
 def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
-    """Run a program without a shell, with no input and at most `seconds`; what went wrong, or None. What it started ends with it."""
+    """Run a program without a shell and without input, for at most `seconds`. Returns an error message or None. Processes that it
+    started end with it."""
     none = subprocess.DEVNULL
     try:
         process = subprocess.Popen(
@@ -221,5 +222,5 @@ def run_hook(command: tuple[str, ...], seconds: float) -> str | None:
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In host memory and nobody else's: training goes on with the originals while these are written."""
+    """Copies in host memory that nothing else uses: training continues with the originals while these are written."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""Weights that learn, spread over the processes (FSDP2): each keeps a part of every tensor with its gradient and moments.
+"""Sharded training with FSDP2: each process keeps a part of every trained tensor, with its gradient and moments.
 
 torch's `fully_shard` gathers the weights of a layer for its pass and sums gradients while the backward pass goes on. With
 tensor_parallel, the linear layers of a decoder layer are first divided over neighbours by torch's `parallelize_module`. What needs
@@ -42,8 +42,8 @@ from posttrain.train.memory import learning_bytes, weight_bytes
 from posttrain.train.parts import whole
 from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
 
-LAYER = "layers.*."  # of the names in a family's plan
-# those of a plan; a norm of the heads sees the heads of this process, the third dimension, and its weight's gradient is summed
+LAYER = "layers.*."  # prefix of module names in a family's plan
+# styles of such plans; a norm over heads sees the heads of this process (the third dimension), and its gradient is summed
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -51,11 +51,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
         SequenceParallel, sequence_dim=2, use_local_output=True
     ),
 }
-ROOM = 0.5  # of a device: weights, gradients and moments beyond this are spread
+ROOM = 0.5  # share of a device: weights, gradients and moments beyond this are sharded
 
 
 def wanted(network: Network, count: int, moments: float) -> bool:
-    """Whether the weights of a network that learns are to be spread: as set, or where they would take half of a GPU."""
+    """Whether to shard the weights of a trained network: as set, or if they would take half of a GPU."""
     world = current()
     if world.tensor > 1 or world.sharding != "auto" or network.device.type != "cuda":
         return world.tensor > 1 or world.sharding == "always"
@@ -65,7 +65,7 @@ def wanted(network: Network, count: int, moments: float) -> bool:
 
 
 def spread(network: Policy | Scorer, moments: float) -> None:
-    """Have a network that learns, with the weights of the first process, in all processes: whole, or a part in each."""
+    """Give all processes the first one's weights of a trained network: whole, or a shard in each."""
     learning = [p for p in network.model.parameters() if p.requires_grad]
     for parameter in learning:
         dist.broadcast(parameter.detach(), 0)
@@ -74,7 +74,7 @@ def spread(network: Policy | Scorer, moments: float) -> None:
 
 
 class Sharded:
-    """The sharded weights of a network, and a plain twin of it, which has no memory until it is asked for."""
+    """The sharded weights of a network, and a plain copy of its module, which takes no memory until it is needed."""
 
     def __init__(self, network: Policy | Scorer):
         model: Any = network.model
@@ -116,22 +116,22 @@ class Sharded:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def weights(self, every: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by name, one at a time; all processes must take them. Those that learn and persistent buffers, as
-        `checkpoint.weights`, or `every` parameter."""
+        """Yield whole weights by name, one at a time; all processes must take part. Yields trained weights and persistent buffers,
+        as `checkpoint.weights`, or with `every` all parameters."""
         model = self.reshard()
         found = dict(model.named_parameters()) if every else checkpoint.weights(model)
         for name, tensor in found.items():
             yield name, whole(tensor)
 
     def reshard(self) -> Any:
-        """The model with its sharded parameters in place: after a pass, some are whole."""
+        """Put the sharded parameters back in place: after a pass, some are whole."""
         for module in self.network.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return self.network.model
 
     def copied(self, device: torch.device, kept: bool = True) -> Policy | Scorer:
-        """The plain twin with whole weights on a device; where they are not to be `kept`, this process helps the others."""
+        """The plain copy of the network with whole weights on a device. A process with `kept` false only takes part in gathering."""
         twins = dict(self.plain.model.named_parameters())
         for name, weight in self.weights(every=True):
             if kept:
@@ -145,7 +145,7 @@ class Sharded:
 
 
 def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
-    """How the modules of a decoder layer are divided, by their names in it: as the model's family says in its configuration."""
+    """The tensor-parallel plan of a decoder layer, by module name, as the model's family defines it in its configuration."""
     config = model.config.get_text_config()
     given = getattr(config, "base_model_tp_plan", None) or {}
     found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
@@ -161,7 +161,8 @@ def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
 
 
 def _within(model: nn.Module, function: Any, *given: Any) -> tuple[list[Tensor], Any]:
-    """A pass that is not the module's forward. Tensors of the result are returned apart: the hooks of FSDP look for them."""
+    """Run a function of the weights as a forward pass. Tensors in its result are returned separately, because FSDP's hooks look for
+    them."""
     found = function(*given)
     tensors = list(found) if isinstance(found, tuple) else [found]
     if isinstance(found, Outputs):
@@ -170,7 +171,7 @@ def _within(model: nn.Module, function: Any, *given: Any) -> tuple[list[Tensor],
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:
-    """Put a new parameter in the place, or places, of an old one."""
+    """Replace a parameter wherever the model refers to it."""
     made = nn.Parameter(new, old.requires_grad)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -179,7 +180,7 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:
 
 
 class GatheringSampler:
-    """A sampler with a copy of sharded weights: `publish` gathers them, `release` gives the memory of the copy back."""
+    """A sampler with a copy of sharded weights: `publish` gathers them, `release` frees the copy."""
 
     def __init__(self, sampler: Sampler, policy: Policy, sharded: Sharded):
         self.sampler, self.policy, self.sharded = sampler, policy, sharded

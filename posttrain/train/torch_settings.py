@@ -7,8 +7,8 @@ import os
 import torch
 
 ONE_THREAD = 1_000_000  # parameters below which one thread is at least as fast as two (measured by benchmarks/threads.py)
-AVAILABLE = torch.get_num_threads()  # what torch found, before anyone changed it
-# of cuBLAS: buffers of a fixed size, so that it splits a matrix product in the same way every time
+AVAILABLE = torch.get_num_threads()  # torch's own default, before anything changed it
+# cuBLAS buffers of a fixed size, so that it splits a matrix product in the same way every time
 WORKSPACE = ":4096:8"
 
 

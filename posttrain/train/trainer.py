@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches forward and backward, one update."""
+"""The trainer: forward and backward over micro-batches, then one optimizer step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from posttrain.train.roles.base import Addition, Role
 from posttrain.types import Batch, Group, Metric, Outputs, Term
 
 Result = TypeVar("Result")
-SHOWN_TOKENS = 1 << 16  # of a step that are measured where nothing is learned from it
+SHOWN_TOKENS = 1 << 16  # of a step, for columns that serve monitoring alone
 
 
 class NonFinite(GuardStop):
-    """A loss or gradient that is not a number: nothing was updated. Holds the figures of the step that was not made."""
+    """A loss or a gradient is not finite, so nothing was updated. Holds the metrics of the failed update."""
 
     def __init__(self, what: str, metrics: Sequence[Metric], norm: float):
         advice = "look at the last rollouts, or lower the learning rate"
@@ -47,7 +47,7 @@ class NonFinite(GuardStop):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     metrics: tuple[Metric, ...]
     grad_norm: float
@@ -55,12 +55,12 @@ class Update:
 
 
 class Trainer:
-    """Holds the model that the algorithm trains (a policy or a scorer), with its optimizer, and the roles that the algorithm asks for,
-    of which some learn too.
+    """Holds the model that the algorithm trains (a policy or a scorer) with its optimizer, and the algorithm's roles, some of which are
+    trained, too.
 
-    `reserved_bytes` is memory of the device that others will take while it trains, such as the engine's cache: with it, with what is
-    free and with the tokens of the longest sequence, `token_budget: auto` and `checkpointing: auto` decide. `token_budget` is what was
-    chosen until memory runs out; then it is halved, once.
+    `token_budget: auto` and `checkpointing: auto` are decided from the free memory, the tokens of the longest sequence and
+    `reserved_bytes`, the device memory that others take during training, such as the engine's cache. If memory runs out later, the
+    token budget is halved, once.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class Trainer:
         own = Learner("policy", policy, settings)
         self.optimizer = own.optimizer
         self.learners = (own, *(role.learner for role in roles if role.learner is not None))
-        # then every pass is one of all processes
+        # with sharded weights, all processes must make the same number of passes
         self.sharded = any(learner.network.sharded is not None for learner in self.learners)
         self.events, self.reserved_bytes, self.longest = events or Events(), reserved_bytes, longest
         have = at_hand(policy.device)
         fixed = reserved_bytes + sum(learner.state_bytes for learner in self.learners)
-        asked = (settings.token_budget, settings.checkpointing)
-        chosen, layered = choose_way(*asked, self._need, have, fixed)
+        budget, checkpointing = settings.token_budget, settings.checkpointing
+        chosen, layered = choose_way(budget, checkpointing, self._need, have, fixed)
         self.first_budget = self.token_budget = min(map(int, current().gather(chosen)))
         if self.sharded and HALVED in os.environ and self.token_budget > 1:
             self.token_budget //= 2
         self.checkpointed = self._set_checkpointing(layered, have)
-        self.early = list[Metric]()  # figures of what was learned while columns were filled
-        self.learn_again: Callable[[], object] = lambda: None  # where its gradient was dropped
+        self.early = list[Metric]()  # metrics of roles that learned while they filled columns
+        self.learn_again: Callable[[], object] = lambda: None  # recomputes their dropped gradients
 
     def _need(self, checkpointed: bool, tokens: int) -> float:
-        """Bytes that a step with micro-batches of so many tokens takes, with what others take."""
+        """Bytes that a step with micro-batches of `tokens` tokens needs, including what others reserve."""
         networks = [learner.network for learner in self.learners]
         learning = sum(learner.state_bytes for learner in self.learners)
         tokens = max(tokens, self.longest)
@@ -119,10 +119,10 @@ class Trainer:
     def _within_memory(
         self, work: Callable[[], Result], before: Callable[[], object] = lambda: None
     ) -> Result:
-        """What `work` gives; where memory runs out in it, with all gradients dropped, those of `before` made again, and half the token
-        budget, once in the trainer's life. The weights of the loss are those of the whole step, so that smaller pieces add up to the
-        same gradient. All processes do so, where it happens in one; with sharded weights the others are in the middle of a pass, and
-        all are started again."""
+        """Return `work()`. If it runs out of memory, drop all gradients, halve the token budget, call `before` to recompute earlier
+        gradients, and repeat the work. This happens once in the trainer's life. The loss weights are those of the whole step, so
+        smaller micro-batches add up to the same gradient. If one process runs out of memory, all repeat. With sharded weights the
+        others are in the middle of a pass, so an error makes the launcher start all processes again."""
         found, seen = list[Result](), ""
         try:
             found.append(work())
@@ -139,7 +139,7 @@ class Trainer:
         if not current().any(bool(seen)):
             return found[0]
         found.clear()
-        self._drop()  # beyond the except: while the error is alive, so is the memory of the pass that failed
+        self._drop()  # outside the except block: the live error would keep the memory of the failed pass
         self.token_budget //= 2
         text = f"memory: out of memory in training ({seen or 'in another process'}); token_budget is halved to {self.token_budget}"
         text += " for the rest of the run, and the step is done again: the gradient is the same; the next time stops"
@@ -148,7 +148,7 @@ class Trainer:
         return work()
 
     def _drop(self) -> None:
-        """Forget all gradients, and give cached memory back."""
+        """Drop all gradients, and free cached memory."""
         for learner in self.learners:
             learner.optimizer.zero()
         if self.policy.device.type == "cuda":
@@ -162,9 +162,10 @@ class Trainer:
         groups: Sequence[Group] = (),
         state: State | None = None,
     ) -> Batch:
-        """Add the columns of the roles, before anything moves; `groups` are those of the batch's rollouts. `shown` says that these are
-        written down: some columns serve that alone, and are NaN beyond the first sequences, of which there are enough for a mean.
-        With the algorithm's `state`, a role that may learn meanwhile does so, last: the update of the step must follow."""
+        """Add the columns of the roles to the batch, before any update. `groups` are the groups of the batch's rollouts. `shown` says
+        that this step's rollouts are written: some columns serve that alone, and are computed for the first sequences only, enough for
+        a mean, and NaN beyond. With the algorithm's `state`, a role that may learn early does so, after the other roles; `update` must
+        follow."""
         for role in sorted(self.roles, key=lambda role: role.learner is not None):
             role.read(groups)
             if role.columns and batch.sequences and (shown or not role.only_shown):
@@ -186,13 +187,13 @@ class Trainer:
         return batch
 
     def _fill(self, role: Role, batch: Batch) -> list[Mapping[str, Tensor]]:
-        """The columns of this process's share."""
+        """Compute a role's columns for this process's share of the batch."""
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
         return [role.fill(piece) for piece in (*pieces, *idle)][: len(pieces)]
 
     @torch.enable_grad()
     def _learn(self, role: Role, learner: Learner, batch: Batch) -> list[Mapping[str, Tensor]]:
-        """The columns of this process's share, and its part of the role's gradient, which is then in the role's optimizer."""
+        """Compute a role's columns for this process's share of the batch and, in the same pass, the gradient of its loss."""
         learner.optimizer.zero()
         learner.network.model.train()
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
@@ -214,12 +215,12 @@ class Trainer:
     def update(
         self, batch: Batch, rate: float, meanwhile: Callable[[], object] = lambda: None
     ) -> Update:
-        """Forward and backward over the micro-batches of a prepared step and over what roles add to it, then one update. `meanwhile` is
-        called after each micro-batch, and after the last one while it says that there is more: a device computes while it runs,
-        because no result is waited for before.
+        """Run forward and backward over the micro-batches of a prepared step and over the batches that roles add, then make one
+        optimizer step. `meanwhile` does other work on the CPU: it is called after each micro-batch has been queued on the device, and
+        after the last one until it returns something false. Nothing waits for the device before that.
 
-        A step in which no token carries loss moves nothing, not even the optimizer's moments; one with `resting` learners (a policy
-        whose critic warms up) leaves those and their optimizers as they are.
+        If no token carries loss, nothing changes, not even the optimizer's moments. `resting` learners (the policy while its critic
+        warms up) and their optimizers stay as they are.
         """
         added = [(role.name, more) for role in self.roles if (more := role.draw()) is not None]
         live = with_loss(batch)
@@ -230,9 +231,9 @@ class Trainer:
         work = partial(self.accumulate, live, added, meanwhile)
         found = self._within_memory(work, self.learn_again)
         found[0][1].extend(self.early)
-        self.learn_again, self.early = lambda: None, []  # it holds the step
+        self.learn_again, self.early = lambda: None, []  # frees the batch that it refers to
         metrics = [Metric("trained", int(host_mask(live).sum()), 1)]
-        # beyond the work that may be done again: here processes wait for each other
+        # collectives come after the work that may be repeated
         for name, own in found:
             summed = of_one_update(parallel.sum_metrics(own))
             if name:
@@ -242,7 +243,7 @@ class Trainer:
         for learner in () if self.sharded else self.learners:
             parallel.sum_gradients(learner.optimizer)
         norms = [float(learner.optimizer.norm()) for learner in self.learners]
-        self._check(metrics, norms)  # of everyone, before anyone moves
+        self._check(metrics, norms)  # all learners, before any is updated
         for learner, norm in zip(self.learners, norms, strict=True):
             if learner is not self.learners[0]:
                 metrics.append(Metric(f"grad_norm/{learner.name}", norm, 1))
@@ -251,22 +252,22 @@ class Trainer:
         return Update(tuple(metrics), norms[0], True)
 
     def _balanced(self, batch: Batch) -> Batch:
-        """The batch with weights of the routers' auxiliary loss: the mean over sequences, times its coefficient."""
+        """Add the token weights of the routers' auxiliary loss: its mean over sequences, times the coefficient."""
         length_N = torch.tensor(batch.starts).diff()
         weight_N = self.settings.router_aux_loss_coef / (batch.sequences * length_N)
         return batch.replace(**{ROUTER_WEIGHT: weight_N.to(batch.ids_T.device)[batch.sequence_T]})
 
     def _rate(self, learner: Learner, rate: float) -> float:
-        """The others follow the schedule of the first learner, each at a rate of its own."""
+        """The learning rate of a learner. All follow the schedule of the first, scaled to their own rates."""
         first = learner is self.learners[0]
         return rate if first else rate / self.settings.lr * learner.settings.lr
 
     def accumulate(
         self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], object]
     ) -> list[tuple[str, list[Metric]]]:
-        """Forward and backward over all micro-batches of this process: its part of the step's gradient is in the optimizers. The
-        figures of the step, and by name those of what roles added."""
-        # layers are checkpointed in training mode alone; nothing else differs in it
+        """Run forward and backward over all micro-batches of this process, which accumulates its part of the gradient. Returns the
+        metrics of the step under the name "", and those of each batch that a role added under the role's name."""
+        # layers checkpoint activations only in training mode; nothing else depends on the mode
         for learner in self.learners:
             learner.network.model.train()
         found = [("", self._passes(batch, meanwhile))]
@@ -282,14 +283,14 @@ class Trainer:
         for piece in pieces:
             found += self.forward_backward(piece, *by)
             meanwhile()
-        while meanwhile():  # what is left of it: nothing waits for the last micro-batch yet
+        while meanwhile():  # the rest of it: nothing waits for the last micro-batch yet
             pass
         for piece in idle:
             self.forward_backward(piece, algorithm, 0.0)
         return found
 
     def _check(self, metrics: Sequence[Metric], norms: Sequence[float]) -> None:
-        """Raise NonFinite, with all gradients dropped, unless the losses and the norms of the gradients are finite."""
+        """If the loss or the norm of a gradient is not finite, drop all gradients and raise NonFinite."""
         others = (f"the norm of the {one.name}'s gradient" for one in self.learners[1:])
         figures = dict(zip(("the gradient's norm", *others), norms, strict=True))
         figures["the loss"] = sum(float(m.total) for m in metrics if m.name == "loss")
@@ -299,7 +300,7 @@ class Trainer:
                 raise NonFinite(f"{name} is {value}", metrics, sum(norms))
 
     def outputs(self, piece: Batch) -> Outputs:
-        """What the algorithm sees of a micro-batch, with gradients."""
+        """The outputs of the trained model and of the roles for a micro-batch, with gradients."""
         found = PASSES[self.algorithm.trains](self.policy, piece)
         for role in self.roles:
             if role.learner is None or role.learner.name not in piece.learned:
@@ -309,8 +310,9 @@ class Trainer:
     def forward_backward(
         self, piece: Batch, algorithm: Algorithm | None = None, factor: float = 1.0
     ) -> list[Metric]:
-        """Add one micro-batch's gradient; the loss is a plain sum, because the weights are those of the whole step. `algorithm` is
-        that of a batch which a role added, and sees the model that learns alone. A `factor` of 0 adds nothing."""
+        """Add the gradient of one micro-batch. Its loss is a plain sum, because the weights are normalised over the whole step.
+        `algorithm` is that of a batch which a role added; it sees the outputs of the trained model only. With `factor` 0 the pass
+        adds nothing: sharded processes need it to keep in step."""
         more: list[Metric] = []
         if algorithm is None:
             outputs = self.outputs(piece)
@@ -330,7 +332,7 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
-        """[T]: the first output of the model as it is now, a policy's log-probs or a scorer's scores: what an update saw."""
+        """[T]: the log-probs of the current policy, or the scores of the current scorer."""
 
         def passes() -> list[Tensor]:
             pieces = micro_batches(batch, self.token_budget)
@@ -341,7 +343,7 @@ class Trainer:
 
     @torch.no_grad()
     def checksum(self) -> int | None:
-        """A checksum of every weight that must not move: the sum of their bits as integers. None where there are none."""
+        """A checksum of all weights that must not change: the sum of their bits as integers. None if there are none."""
         for learner in self.learners if self.sharded else ():
             if learner.network.sharded is not None:
                 learner.network.sharded.reshard()
@@ -361,12 +363,12 @@ class Trainer:
         bits = (part.view(whole[part.element_size()]) for part in parts)
         sums = [one.sum(dtype=torch.int64).cpu() for one in bits]
         found = torch.stack([torch.zeros((), dtype=torch.int64), *sums]).sum()
-        if self.sharded:  # what is whole in every process is counted in the first
+        if self.sharded:  # unsharded weights are counted in the first process
             dist.all_reduce(found)
         return int(found)
 
     def weights(self) -> dict[str, Tensor]:
-        """Everything that is trained, by name."""
+        """All trained weights, by name."""
         return {name: t for learner in self.learners for name, t in learner.weights().items()}
 
     def moments(self) -> dict[str, Tensor]:
@@ -374,21 +376,21 @@ class Trainer:
         return {name: t for learner in self.learners for name, t in learner.moments().items()}
 
     def own_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Both, as this process writes them into a checkpoint: its part, where weights are sharded."""
+        """Weights and moments as this process writes them to a checkpoint: its shard, if weights are sharded."""
         weights, moments = dict[str, Tensor](), dict[str, Tensor]()
         for own, state in (learner.own_parts() for learner in self.learners):
             weights, moments = weights | own, moments | state
         return weights, moments
 
     def restore(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
-        """Put back what `weights` and `moments` gave, bit for bit."""
+        """Restore what `weights` and `moments` returned, bit for bit."""
         weights, moments = dict(weights), dict(moments)
         for learner in reversed(self.learners):  # the first, without a prefix, takes what is left
             learner.restore(_split(weights, learner.prefix), _split(moments, learner.prefix))
 
 
 def backward(terms: Sequence[Term], factor: float) -> list[Metric]:
-    """Add the gradient of `factor` times the terms' sum; their losses."""
+    """Backpropagate `factor` times the sum of the terms, and return their losses as metrics."""
     losses = [(term.name, (term.weight * term.loss).sum()) for term in terms]
     total = torch.stack([loss for _, loss in losses]).sum()
     (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]
@@ -397,8 +399,8 @@ def backward(terms: Sequence[Term], factor: float) -> list[Metric]:
 
 
 def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
-    """The figures of all micro-batches with each loss, which is a sum over them, as one figure that counts once: several updates of
-    a step then give the mean of their losses."""
+    """Metrics of one update. A loss is a sum over micro-batches: its parts become one metric with count 1, so that several updates of
+    a step average their losses."""
     losses: dict[str, Tensor | float] = {}
     rest = []
     for metric in metrics:
@@ -410,9 +412,9 @@ def of_one_update(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
-    """How far the trainer's log-probs are from those that were sampled with: the mean and the largest |log pi - log mu|, and
-    KL(mu || pi) by its k3 estimate, e^d - 1 - d with d = log pi - log mu. Tokens of older weights are meant to differ: they have a
-    mean of their own."""
+    """The difference between the trainer's log-probs and the sampler's: the mean and the largest |log pi - log mu|, and KL(mu || pi) by
+    its k3 estimate, e^d - 1 - d with d = log pi - log mu. Tokens that older weights sampled are expected to differ and have a separate
+    mean."""
     mask_T = piece.mask_T
     logprob_T, behaviour_T = logprob_T.where(mask_T, 0.0), piece.behaviour_T.where(mask_T, 0.0)
     apart_T, stale = (logprob_T - behaviour_T).abs(), []
@@ -432,8 +434,8 @@ def mismatch(logprob_T: Tensor, piece: Batch) -> list[Metric]:
 
 
 def rerouted(outputs: Outputs, piece: Batch) -> list[Metric]:
-    """The share of loss tokens for which the sampler's experts are replayed, and of those the share of layers in which the trainer
-    would have taken others."""
+    """The share of loss tokens for which the sampler's experts are replayed and, for these, the share of layers in which the trainer's
+    routers would choose others."""
     loss = piece.mask_T.sum()
     if "rerouted_T" not in outputs.columns:
         return [Metric("router/replayed", 0.0, loss)]
@@ -445,6 +447,6 @@ def rerouted(outputs: Outputs, piece: Batch) -> list[Metric]:
 
 
 def _split(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Take the tensors whose names begin with `prefix` out, under their names without it."""
+    """Remove the tensors whose names begin with `prefix`, and return them without it."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}

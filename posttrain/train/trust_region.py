@@ -23,7 +23,7 @@ class TrustRegion(Checked):
     delta: Positive = 0.01  # the largest mean KL from the policy before the step, in nats
     damping: NotNegative = 0.01  # added to the diagonal of the Fisher matrix
     iterations: Count = 10  # of conjugate gradients
-    halvings: Count = 10  # of the step, before it is given up
+    halvings: Count = 10  # how often the step is halved before it is given up
     accept: Share = 0.1  # the least share of the improvement that the gradient promises
 
 

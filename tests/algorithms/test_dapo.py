@@ -62,7 +62,7 @@ class Draws:
     def __init__(self, teach: list[bool]):
         self.teach, self.asked = teach, []
 
-    def __call__(self, task: object, sampler: object, decoder: object, problems: Sequence[Problem], *_: object):
+    def __call__(self, task: object, sampler: object, decoder: object, problems: Sequence[Problem], *_: object, **__: object):
         self.asked.append(len(problems))
         taken, self.teach = self.teach[: len(problems)], self.teach[len(problems) :]
         return [scored(1, 0) if teaches else scored(1, 1) for teaches in taken]

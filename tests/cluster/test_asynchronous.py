@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from posttrain.algorithms.raft import RAFT
 from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous
 from posttrain.cluster.remote import RemoteSampler
-from posttrain.collect import Rollouts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.engine.engine import Engine
 from posttrain.errors import GuardStop, UserError
@@ -231,10 +231,8 @@ def test_staleness_0_is_the_plain_run_to_the_bit(algorithm: Algorithm, tmp_path:
     stage = stage_of(algorithm)
     plain = train(stage, tmp_path / "plain", own=False)
 
-    def ahead(self: RLStage, *given: Any) -> Rollouts:
-        return Asynchronous(*given, staleness=Staleness(batch=self.prompts), steps=self.steps)
-
-    monkeypatch.setattr(RLStage, "rollouts", ahead)
+    ahead = partial(Asynchronous, staleness=Staleness(batch=stage.prompts), steps=stage.steps)
+    monkeypatch.setattr("posttrain.stages.rl.Rollouts", ahead)
     same = train(stage, tmp_path / "same", own=False)
     assert figures_of(same) == figures_of(plain) and len(figures_of(plain)) == 6
     assert all(row.figures["staleness/max"] == 0 for row in same.metrics()[1:] if "staleness/max" in row.figures)
@@ -302,7 +300,7 @@ def test_a_checkpoint_holds_groups_that_wait_as_they_were_sampled(tmp_path: Path
 
     def stop(loop: Loop, row: Row) -> bool:
         assert isinstance(loop.source, Asynchronous)
-        with loop.source.quiet():
+        with loop.source.drained():
             loop.save()
         loop.checkpoints.finish()
         kept.append(dict(loop.source.ready))

@@ -1,4 +1,4 @@
-"""The critic: a scorer that learns the value of each state, with an optimizer of its own."""
+"""The critic: a scorer, with its own optimizer, that learns the value of each state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.types import Batch, Outputs
 
 
 class Critic(Role):
-    """Values before the step as a column, and values that learn as an output."""
+    """Fills the column of values before the update, and returns values with gradient for every micro-batch."""
 
     name = "critic"
     columns = ("value_T",)
@@ -35,8 +35,8 @@ class Critic(Role):
         adapters: int | None,
         own_body: bool,
     ) -> float:
-        """Bytes of a critic of the policy's size with the activations of so many tokens: `adapters` is the number of weights that learn
-        with LoRA, `own_body` whether the frozen body is not the policy's own."""
+        """Bytes of a critic of the policy's size, with the activations of `tokens` tokens. `adapters` is the number of LoRA weights;
+        `own_body` says that the frozen body is not shared with the policy."""
         count = policy.parameters if adapters is None else adapters
         weights = weight_bytes(policy) if adapters is None or own_body else 0.0
         added = 0.0 if adapters is None else float(policy.dtype.itemsize * count)
@@ -54,6 +54,6 @@ class Critic(Role):
 
 
 def values(critic: Scorer, batch: Batch) -> Tensor:
-    """[T]: the critic's value of the state in which each loss token was chosen, which is all that precedes it; 0 elsewhere."""
+    """[T]: the critic's value of the state before each loss token, 0 elsewhere."""
     score_T = scores(critic, batch)
     return torch.cat([score_T.new_zeros(1), score_T[:-1]]).where(batch.mask_T, 0.0)

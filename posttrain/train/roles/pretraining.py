@@ -1,4 +1,4 @@
-"""Pretraining text that is mixed into every update, so that the policy stays good at it (InstructGPT's ptx)."""
+"""Adds a loss on pretraining text to every update, so that the policy keeps its abilities (InstructGPT's ptx)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.types import JSON, Batch
 
 
 class TextSource(Protocol):
-    """Gives batches of text; its position is saved with every checkpoint."""
+    """Draws batches of text. Its position is saved with every checkpoint."""
 
     def draw(self, together: bool) -> Batch: ...
 

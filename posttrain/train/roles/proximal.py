@@ -1,4 +1,4 @@
-"""The policy as the step begins."""
+"""The proximal policy: the policy at the start of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.types import Batch
 
 
 class Proximal(Role):
-    """The policy's own log-probs before the first update of a step: one more forward pass, and no memory."""
+    """Log-probs of the policy before the first update of a step. Costs one forward pass, and no second model."""
 
     name = "proximal"
     columns = ("proximal_T",)

@@ -1,4 +1,4 @@
-"""The model that a policy is to stay near: frozen, or following it."""
+"""The reference: the model that the policy should stay close to, frozen or following the policy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from posttrain.types import JSON, Batch, Metric
 
 
 class Reference(Role):
-    """Log-probs of the same tokens at the same temperature. A `watched` one serves the metric `kl` alone; with `every_step` the KL of
-    whole responses is measured too, in each step."""
+    """Log-probs of the same tokens at the same temperature. A `watched` reference serves the metric `kl` only. With `every_step`
+    the KL of whole responses is also measured in each step."""
 
     name = "reference"
     columns = ("reference_T",)
@@ -33,7 +33,7 @@ class Reference(Role):
         return {"reference_T": forward(self.policy, piece).logprob_T}
 
     def metrics(self, filled: Batch) -> tuple[Metric, ...]:
-        """KL over the sampled tokens, where no term of the loss uses it; and of responses, sum_t log mu - log ref."""
+        """The KL over the sampled tokens, if no term of the loss reports it, and that of whole responses, sum_t log mu - log ref."""
         if "reference_T" not in filled.columns:
             return ()
         found = []
@@ -52,7 +52,7 @@ class Reference(Role):
 
 
 class MovingReference(Reference):
-    """A reference that follows the policy (TR-DPO, arXiv:2404.09656): after every step, or every so many,
+    """A reference that follows the policy (TR-DPO, arXiv:2404.09656), after every step or every k steps:
 
         ema > 0      theta_ref <- ema theta_ref + (1 - ema) theta
         every = k    theta_ref <- theta, after step k, 2 k, ...
@@ -86,7 +86,7 @@ class MovingReference(Reference):
             weight.copy_(mean)
 
     def state(self) -> JSON:
-        """Every weight as bits, because NumPy has no bfloat16."""
+        """All weights as bytes, because NumPy has no bfloat16."""
         weights = dict(self.policy.model.named_parameters()) | self.means
         return {
             name: w.detach().cpu().flatten().view(torch.uint8).numpy()
@@ -103,6 +103,6 @@ class MovingReference(Reference):
 
 
 def kl_of(batch: Batch) -> Tensor:
-    """[T]: KL from the reference at the sampled tokens, by the k3 estimate; NaN in sequences where it was not measured."""
+    """[T]: the KL to the reference at the sampled tokens, by the k3 estimate; NaN in sequences where it was not computed."""
     kl_T = kl_estimate("k3", batch.behaviour_T, batch.reference_T)
     return kl_T.where(batch.mask_T | batch.reference_T.isnan(), 0.0)

@@ -1,4 +1,4 @@
-"""A frozen model whose distribution the policy is to learn."""
+"""The teacher: a frozen model whose distribution the policy learns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from posttrain.train.pack import host_ids, host_mask, pack_examples
 from posttrain.train.roles.base import Role
 from posttrain.types import Batch, Example, Group, Outputs, Problem
 
-# what a teacher reads in place of the policy's prompts
+# makes the teacher's prompts, in place of the policy's
 Prompts = Callable[[Sequence[Problem]], Sequence[Sequence[int]]]
 
 
 class Teacher(Role):
-    """Hidden states that predict the loss tokens and the head for them, for every micro-batch: `Outputs.predictions["teacher"]`.
-    A divergence is computed from them in chunks (ops/divergence.py); [T, V] probabilities are never stored. Or, `by_token`, its
-    log-probs of the loss tokens as a column, once a step.
+    """For every micro-batch, the hidden states that predict the loss tokens, and the head: `Outputs.predictions["teacher"]`. A
+    divergence is computed from them in chunks (ops/divergence.py); probabilities [T, V] are never stored. With `by_token`, instead,
+    its log-probs of the loss tokens as a column, once a step.
 
     With `prompts` it reads the same responses after a prompt of its own.
     """
@@ -32,7 +32,7 @@ class Teacher(Role):
     def __init__(self, policy: Policy, by_token: bool = False, prompts: Prompts | None = None):
         self.policy, self.frozen, self.prompts = policy, policy.model, prompts
         self.columns = ("teacher_T",) if by_token else ()
-        # of each rollout of the step: how long the policy's prompt is, and what stands in its place
+        # for each rollout of the step: the length of the policy's prompt, and the ids that replace it
         self.instead: list[tuple[int, np.ndarray]] = []
 
     def read(self, groups: Sequence[Group]) -> None:

@@ -180,7 +180,7 @@ def test_the_step_that_a_critic_learned_early_is_not_kept_after_the_update(monke
     kept, plain = list[ref[torch.Tensor]](), Trainer._learn
 
     def learn(trainer: Trainer, role: Any, learner: Any, batch: Any) -> Any:
-        kept.append(ref(batch.paid_by_token_T))
+        kept.append(ref(batch.token_reward_T))
         return plain(trainer, role, learner, batch)
 
     monkeypatch.setattr(Trainer, "_learn", learn)
