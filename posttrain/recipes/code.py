@@ -43,7 +43,7 @@ def code(
     A program has `wall` seconds for all of its tests in `sandbox` (docs/rewards-code.md). Without a model a toy on a CPU: a small one
     that has learned to write three-line functions from demonstrations of which half have a bug.
 
-    The reward is 1 where every test passes, else 0. The prompt shows one assertion of an MBPP problem, in which form arguments come;
+    The reward is 1 where every test passes, else 0; of a real model, also 0 for an answer that does not end (`truncated = "zero"`). The prompt shows one assertion of an MBPP problem, in which form arguments come;
     the others are kept back.
     """
     held_out: Task
@@ -64,6 +64,7 @@ def code(
         name="before_greedy", model=first, task=held_out, problems=problems, sampling=greedy
     )
     measured = replace(once, name="before", samples=samples, sampling=Sampling(tokens))
+    algorithm = GRPO(group=group, beta=0.0, clip_high=0.28, reduction="token_mean")
     rl = RLStage(
         name="rl",
         model=first,
@@ -72,13 +73,7 @@ def code(
         seconds=seconds,
         prompts=given(prompts, 32 if real else 8),
         sampling=Sampling(tokens),
-        algorithm=GRPO(
-            group=group,
-            beta=0.0,
-            clip_high=0.28,
-            reduction="token_mean",
-            truncated="zero" if real else "keep",  # a program that does not end is paid nothing
-        ),
+        algorithm=replace(algorithm, truncated="zero") if real else algorithm,
         optimizer=Optimization(
             lr=given(lr, 8e-6 if real else 1e-3),
             warmup=3,
