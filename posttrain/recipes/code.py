@@ -43,8 +43,8 @@ def code(
     A program has `wall` seconds for all of its tests in `sandbox` (docs/rewards-code.md). Without a model a toy on a CPU: a small one
     that has learned to write three-line functions from demonstrations of which half have a bug.
 
-    The reward is 1 where every test passes, else 0; of a real model, also 0 for an answer that does not end (`truncated = "zero"`). The prompt shows one assertion of an MBPP problem, in which form arguments come;
-    the others are kept back.
+    The reward is 1 where every test passes, else 0; of a real model, also 0 for an answer that does not end
+    (`truncated = "zero"`). The prompt shows one assertion of an MBPP problem, in which form arguments come; the others are kept back.
     """
     held_out: Task
     real, made = bool(model), list[Stage]()
