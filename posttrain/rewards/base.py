@@ -17,14 +17,15 @@ from typing import Any
 
 from posttrain import catalogue
 from posttrain.errors import UserError, require, unknown
-from posttrain.rewards._functions import PREFIX, Function, Mix, given, of_file
+from posttrain.rewards._functions import PREFIX, Function, Mix, columns_of, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
 from posttrain.trust import code_place
-from posttrain.types import JSON
+from posttrain.types import JSON, Problem
 
 Options = Mapping[str, JSON]
 TEXTS = ("prompt", "response", "answer")  # what every reward is called with
+ASKED = ("required", "positional")  # of a function: the parameters that options may fill
 # a prompt, response and answer with which every reward refuses options out of range
 TRIAL = ("1+1=", "", "2")
 LISTS = (tuple, list)
@@ -89,20 +90,29 @@ def own_function(name: str, options: Options) -> Mix | None:
     return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
-def check_function(name: str, options: Options, columns: Mapping[str, JSON]) -> None:
-    """Refuse a function of the user's that does not exist, is none, or has parameters that no row of these `columns` can fill. Nothing
-    in its file is run: what the source does not say (a name that is imported or made) is found when it is called."""
+def check_function(name: str, options: Options, problems: Sequence[Problem]) -> list[str]:
+    """Refuse a function of the user's that does not exist, is none, or has parameters that no row of these problems can fill; what
+    those stand for that have names of their own. Nothing in its file is run: what the source does not say (a name that is imported or
+    made) is found when it is called."""
+    columns = [*columns_of(problems[0])]
+    looked = problems if isinstance(problems, list | tuple) else problems[:1]
+    answered = "answer" in columns or any(problem.answer for problem in looked)
     if name.startswith(PREFIX):
-        for function in given(name).functions:
-            function.check([*columns])
+        functions = given(name).functions
+        for function in functions:
+            function.check(columns, answered)
+        return [line for function in functions if (line := function.said(columns))]
     elif (place := code_place(name)) is not None:
         found = check_code(name, *place)
         if found is not None:
             for key in options:
                 if key not in found.names and not found.takes_all:
                     raise unknown(f"option of the reward {name}:", key, found.names)
-            rest = [key for key in found.required if key not in options]
-            replace(found, required=tuple(rest)).check([*columns])
+            left = {k: tuple(n for n in getattr(found, k) if n not in options) for k in ASKED}
+            found = replace(found, **left)
+            found.check(columns, answered)
+            return [line for line in [found.said(columns)] if line]
+    return []
 
 
 def check_code(name: str, path: Path, attribute: str) -> Function | None:

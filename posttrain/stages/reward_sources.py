@@ -23,7 +23,7 @@ from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating
 from posttrain.rewards._asking import EndpointSettings, endpoint
-from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
+from posttrain.rewards._functions import PREFIX, Mix, finished
 from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
@@ -123,8 +123,8 @@ class FunctionReward(RewardSource):
         require(found, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
 
     def ready(self, task: Task) -> None:
-        for problem in task.problems("train")[:1]:
-            check_function(self.reward, self.options, columns_of(problem))
+        if problems := task.problems("train"):
+            check_function(self.reward, self.options, problems)
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         found = own_function(self.reward, self.options)
