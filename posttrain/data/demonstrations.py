@@ -20,7 +20,15 @@ from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
 # of other conventions: the model would learn to answer without what they hold
-NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
+NEEDED = {
+    "system",
+    "functions",
+    "function_call",
+    "weight",
+    "chat_template_kwargs",
+    "history",
+    "context",
+}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
 # who speaks in a ShareGPT conversation, by the role of ours
 SPEAKERS = {"system": "system", "human": "user", "user": "user"}
@@ -105,7 +113,7 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     """The columns of a row that are not read. Those that the model would be shown elsewhere are refused."""
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
-        hint = "write it into the messages or remove it"
+        hint = "write it into the prompt or the messages, or remove it"
         require(not record[name], f"{where}: the column {name} would be dropped; {hint}")
     return extra
 

@@ -19,6 +19,7 @@ from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
 Tools = list[dict[str, JSON]] | None  # what a conversation may call, as JSON schemas
+KINDS = "one JSON object a line, a list of them in a .json file, or .csv, .tsv, .parquet"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 Row = tuple[str, dict[str, Any]]  # where it is from, for messages, and what it holds
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
@@ -41,7 +42,8 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     found, size, packed = False, 0, str(file).endswith((".gz", ".parquet"))
     for where, record in _records(Path(file).expanduser(), f"{file}", lists):
         found, kind = True, type(record).__name__
-        require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
+        talk = '; a conversation is {"messages": [...]}' if isinstance(record, list) else ""
+        require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}{talk}")
         spelled = json.dumps(record, ensure_ascii=False, default=str)
         size += len(spelled)
         large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
@@ -143,7 +145,9 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg}") from error
+        first = where.endswith(" line 1")  # the file may be no JSONL at all
+        hint = f"; rows are {KINDS}" if first else ""
+        raise UserError(f"{where}: not JSON: {error.msg}{hint}") from error
     except ValueError as error:
         raise UserError(f"{where}: not JSON: a number of too many digits") from error
     except RecursionError as error:
@@ -153,15 +157,18 @@ def _parsed(text: str, where: str) -> Any:
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     """A conversation as a file writes it, checked. Everything that a message holds is kept but null and empty values."""
     or_text = "" if where.endswith("messages") else ", or text"
-    require(
-        isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages{or_text}"
-    )
+    found = "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:40]!r}"
+    fine = isinstance(value, list) and len(value) > 0
+    require(fine, f"{where}: expected a list of messages{or_text}, not {found}")
     messages = []
     for number, item in enumerate(value):
         at = f"{where}: message {number}"
         require(isinstance(item, dict), f"{at} is not an object")
         role, content = item.get("role"), item.get("content")
-        require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
+        known = f"expected one of {', '.join(ROLES)}"
+        if {"from", "value"} <= item.keys():
+            known = "turns with from and value are read in the column conversations of sft rows"
+        require(role in ROLES, f"{at} has role {role!r}; {known}")
         more = more_of(item)
         if "tool_calls" in more:
             more["tool_calls"] = _parse_calls(more["tool_calls"], at)

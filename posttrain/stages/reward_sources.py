@@ -98,7 +98,7 @@ class TaskReward(RewardSource):
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
-        text = f"{where}: the task scores nothing by itself; give it a reward (task.reward), or name reward models as reward"
+        text = f"{where}: the task scores nothing by itself; give it a reward (task.reward; in Python reward=FUNCTION), or name reward models as reward"
         require(task.scores, text)
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:

@@ -168,6 +168,22 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
             b'{"mesages": [], "id": 1}',
             "line 2: a row of mesages, id has no.* nearest is messages, with messages: rename mesages to messages",
         ),
+        (
+            b'{"instruction": "a", "context": "b", "response": "c"}',
+            "line 2: .* nearest is alpaca, .*: rename response to output, context to input;",
+        ),
+        (b'{"conversation": []}', "line 2: .* nearest is sharegpt, .*: rename conversation to conversations;"),
+        (
+            b'{"data": [{"prompt": "a"}]}',
+            "line 2: .* data holds a list of objects: if they are the rows, write that list alone",
+        ),
+        (b'{"prompt": "a", "completion": 3}', "line 2: completion: expected a list of messages, or text, not int '3'"),
+        (b'{"prompt": "a", "completion": "b", "context": "c"}', "line 2: the column context would be dropped"),
+        (b'[{"role": "user", "content": "a"}]', "line 2: expected a JSON object, not list; a conversation is"),
+        (
+            b'{"messages": [{"from": "human", "value": "a"}]}',
+            "line 2: .* with from and value are read in the column conversations",
+        ),
         (b'{"Instruction": "a", "output": "b"}', "line 2: .* nearest is alpaca, .*: rename Instruction to instruction;"),
         (b'{"chosen": "a", "rejected": "b"}', "line 2: a row of chosen, rejected is one of pairs; use the stage preference"),
         (b'{"instruction": 1, "output": "b"}', "line 2: instruction is not a string"),

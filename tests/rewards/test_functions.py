@@ -48,8 +48,8 @@ def test_a_function_gets_the_parameters_that_it_declares() -> None:
     called(partial(lambda response, k: keep(response, k), k=2))
     called(columns)
     assert seen == [
-        ("ask", "said", ["gold"]), ("said", "x", 3), ("said",), ("ask", "said"), ("ask", "said", ["gold"]), ("said",), ("said", ["gold"]),
-        ("said", 2),
+        ("ask", "said", ["gold"]), ("said", "x", 3), ("said",), ("ask", "said"), ("ask", "said", ["gold"]), ("said",),
+        ("said", ["gold"]), ("said", 2),
         ("said", {"prompt": "ask", "answer": ["gold"], "style": "x"}),
     ]  # fmt: skip
     assert called(len).value == 4.0
