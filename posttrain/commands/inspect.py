@@ -319,10 +319,10 @@ def prompt_ids(
     tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
 ) -> tuple[int, ...]:
     """A prompt as the model reads it."""
-    from posttrain.data.chat import render_prompt
+    from posttrain.data.chat import render_prompt, text_ids
 
     if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
-        ids = tuple(tokenizer(prompt)["input_ids"])
+        ids = tuple(text_ids(tokenizer, prompt))
     else:
         turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
         ids = tuple(render_prompt(tokenizer, turns))

@@ -98,8 +98,9 @@ class TaskReward(RewardSource):
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
-        text = f"{where}: the task scores nothing by itself; give it a reward (task.reward; in Python reward=FUNCTION), or name reward models as reward"
-        require(task.scores, text)
+        text = f"{where}: the task scores nothing by itself; give it a reward"
+        places = "task.reward, in Python reward=FUNCTION"
+        require(task.scores, f"{text} ({places}), or name reward models as reward")
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         return None

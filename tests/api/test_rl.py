@@ -52,6 +52,22 @@ def test_grpo_on_four_prompts_and_a_function_gives_a_trained_run() -> None:
     assert isinstance(again, pt.Run) and again.metrics == run.metrics
 
 
+def test_a_base_model_without_a_chat_template_reads_prompts_as_they_are() -> None:
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+    from posttrain.stages.base import PRINTABLE
+
+    tokenizer = character_tokenizer(PRINTABLE)
+    tokenizer.chat_template = None
+    how = {**SMALL, "model": (tiny_model(tokenizer, "nano", 0), tokenizer), "steps": 1}
+    run = pt.grpo(prompts=FOUR, reward=vowels, **how)
+    arrays = Reader(run.directory).arrays("rl", 1)
+    assert arrays is not None
+    for number, row in enumerate(run.rollouts()):
+        text = tokenizer.decode(arrays.sequence(number)["ids"], skip_special_tokens=True)
+        assert text.startswith(row["question"] + row["response"])
+    assert pt.evaluate(run, prompts=FOUR, reward=vowels, max_new_tokens=4)["problems"] == 4
+
+
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:
     how = {**SMALL, "steps": 4}
     pt.grpo(prompts=FOUR, reward=vowels, out="whole", **how)

@@ -140,6 +140,9 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
     (example,) = from_file(write(tmp_path, {"prompt": "12+34=", "completion": "46"}), tokenizer)
     assert tokenizer.decode(example.ids) == "12+34=46<|im_end|>"
     assert tokenizer.decode(example.ids[example.mask]) == "46<|im_end|>"
+    turns = {"prompt": [{"role": "user", "content": "12+34="}], "completion": [{"role": "assistant", "content": "46"}]}
+    (same,) = from_file(write(tmp_path, turns), tokenizer)
+    assert same.ids.tolist() == example.ids.tolist() and same.mask.tolist() == example.mask.tolist()
     (example,) = from_file(write(tmp_path, {"prompt": "", "completion": "46"}), tokenizer)
     assert example.mask.tolist()[0] is False
 
