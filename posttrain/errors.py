@@ -53,7 +53,7 @@ class OutOfMemory(Exception):
 _NAMES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED: dict[str, str] = _NAMES["renamed"]
-# Names of TRL and transformers that people type here, and what they are called here; a text with a space explains it.
+# Names of TRL, transformers and others that people type here, and what they are called here; a text with a space explains it.
 ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
 
 

@@ -55,7 +55,9 @@ class ReusedSamples:
     is exactly 1, nothing is clipped, and nothing is computed for it. More updates cost one forward pass of the rollout.
     """
 
-    dual_clip: float = 0.0  # how often the ratio counts where the advantage is negative; 0: always
+    dual_clip: float = (
+        0.0  # the largest ratio that counts where the advantage is negative; 0: no limit
+    )
     correction: Correction = "none"
     cap: Positive = DEFAULT_CAP
     drop: Drop = "none"

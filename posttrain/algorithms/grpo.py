@@ -28,7 +28,8 @@ class GRPO(PolicyGradient):
     of a group are normalised together, and a token's advantage is the sum over the steps that end at it or later. `kl` names the
     estimator (see ops/kl.py: the paper's k3 has the gradient of the forward KL; `corrected` has that of the reverse KL).
     `scale = "none"` and `reduction = "constant_mean"` remove the biases that Dr. GRPO points out; `reduction = "token_mean"` and a
-    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not say how std divides: `ddof = 1` is torch's.
+    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not say how std divides: `ddof = 1` divides by
+    n - 1, as torch does.
     `pass_k` > 1 has advantages of pass@k (ops/advantages.py), by which k answers are rewarded together where one of them is right
     (a reward of at least `solved`), so that a prompt is explored further than its likeliest answer; k = 1 is the mean.
     `parts` names parts of a composed reward, each of which is normalised within the group on its own and weighed by

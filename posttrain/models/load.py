@@ -88,6 +88,8 @@ def locate(name: str, weights: bool = True) -> Path:
         return path
     advice = "give the model directory that holds it, or a .gguf file"
     require(not path.exists(), f"{name} is a file; {advice}")
+    made = f"{name} is made from nothing where a stage trains it, and can do nothing yet"
+    require(not name.startswith("tiny:"), f"{made}; give the run of such a stage")
     advice = "check the path (a model on the hub is named org/name)"
     require(HUB_NAME.fullmatch(name) is not None, f"there is no model directory {name}; {advice}")
     return fetch(name, HUB_FILES if weights else SMALL_FILES)
@@ -207,9 +209,8 @@ def outline(name: str, score: bool = False) -> Reader:
     directory.check_directory(path, weights=Path(name).expanduser().is_dir())
     with quiet():
         config = read_config(path)
-        causal = any(str(one).endswith("ForCausalLM") for one in config.architectures or ())
-        advice = "train one with a reward_model stage and name that"
-        require(not (score and causal), f"{name} is a language model, no reward model; {advice}")
+        if score:
+            check_kind(name, config, score)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         return Reader(read_tokenizer(path), name, limit)
 
@@ -326,6 +327,7 @@ def read_directory(
         # before transformers makes something for every layer
         bounds.check_numbers(where, directory.read_json(folder / "config.json"), *sizes)
         config = read_config(folder)
+        check_kind(str(folder), config, score)
         bounds.check_size(where, kind, config, *sizes)
         model, report = kind.from_pretrained(
             folder,
@@ -346,6 +348,18 @@ def read_directory(
         report["missing_keys"] = {*report["missing_keys"]} - {"score.weight"}
     check_report(str(folder), report)
     return model, tokenizer
+
+
+def check_kind(name: str, config: PretrainedConfig, score: bool) -> None:
+    """Refuse a language model where a reward model is wanted (`score`), and the reverse."""
+    ends = "ForCausalLM" if score else "ForSequenceClassification"
+    other = any(str(one).endswith(ends) for one in config.architectures or ())
+    advice = "train one with a reward_model stage and name that"
+    found = f"{name} is a language model, no reward model; {advice}"
+    mute = (
+        f"{name} is a reward model, which scores responses and writes none; name a language model"
+    )
+    require(not other, found if score else mute)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

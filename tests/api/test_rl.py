@@ -103,6 +103,23 @@ def test_a_result_of_an_untrained_run_trains_it_and_stop_ends_it_early() -> None
         pt.rl(prompts=FOUR, reward=vowels, **SMALL).__del__()
 
 
+def test_a_run_that_was_left_is_not_done_and_goes_on_where_it_was_loaded() -> None:
+    how = {**SMALL, "steps": 3, "checkpoint_every": 1, "reward": "length"}
+    whole = pt.rl(prompts=FOUR, out="whole", **how).train()
+    run = pt.rl(prompts=FOUR, out="left", **how)
+    next(run.steps())
+    thread = run._stepper._thread
+    del run
+    gc.collect()
+    thread.join(30)
+    left = pt.load("left")
+    assert isinstance(left, pt.Run) and "not ended" in repr(left) and "not ended" in repr(left.stop())
+    assert left.train().metrics[-1]["step"] == 3 and "done" in repr(left) and "done" in repr(whole)
+    assert Path("left/export/model.safetensors").read_bytes() == Path("whole/export/model.safetensors").read_bytes()
+    with pytest.raises(pt.UserError, match="there is no run and no model nowhere"):
+        pt.load("nowhere")
+
+
 def test_an_error_in_the_thread_of_steps_is_raised_where_they_are_taken() -> None:
     run = pt.rl(prompts=FOUR, reward=lambda response: "good", **SMALL)
     with pytest.raises(
@@ -197,6 +214,9 @@ def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) 
     assert isinstance(rm.score("n1", "aa"), float)
     with pytest.raises(pt.UserError, match="reward model, which writes nothing"):
         rm.sample("n1")
+    assert "posttrain sample" not in capsys.readouterr().out
+    with pytest.raises(pt.UserError, match="is a reward model, which scores responses and writes none; name a language model"):
+        pt.sample(str(rm.directory), "n1")
     how = {key: value for key, value in SMALL.items() if key not in ("group", "beta")}
     run = pt.ppo(prompts=FOUR, reward=rm, held_out=1, **how)
     assert {"loss/value", "value/error"} <= run.metrics[-1].keys()
