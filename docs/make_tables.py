@@ -282,7 +282,8 @@ def trl_page() -> str:
         "",
     ]
     lines += table(["TRL", "here"], [[f"`{trainer}`", f"`{call}`"] for trainer, call in TRAINERS.items()])
-    lines += ["", "What the arguments are called. One of these names as a key is refused, with the same words; a few are of other libraries.", ""]
+    named = "One of these names as a key is refused, with the same words; a few are of other libraries."
+    lines += ["", f"What the arguments are called. {named}", ""]
     rows = [[f"`{name}`", called.removeprefix(f"{name} is ").removeprefix("called ").removesuffix(" here")]
             for name in ELSEWHERE if (called := called_here(name))]  # fmt: skip
     lines += table(["TRL", "here"], rows)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from posttrain import catalogue
 from posttrain.cli.base import add_json, print_json, print_lines
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import require, unknown
 
 KINDS = ("recipes", "stages", "algorithms", "tasks", "tools", "rewards", "formats")
 
@@ -27,10 +27,11 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.data.formats import FORMATS
 
     if options.kind and options.kind not in KINDS:
-        found = [k for k in KINDS[:-1] if options.kind in catalogue.names(k.removesuffix("s"))]
-        named = f"{options.kind} is one of the {found[0]}" if found else ""
-        hint = f"{named}: posttrain list {found[0]} {options.kind}" if found else ""
-        raise UserError(hint) if found else unknown("kind", options.kind, KINDS)
+        name = options.kind
+        for kind in KINDS[:-1]:
+            known = name in catalogue.names(kind.removesuffix("s"))
+            require(not known, f"{name} is one of the {kind}: posttrain list {kind} {name}")
+        raise unknown("kind", name, KINDS)
     if options.name:
         every = f"list formats shows every format; leave {options.name} out"
         require(options.kind != "formats", every)
@@ -38,8 +39,8 @@ def call(options: argparse.Namespace) -> None:
         if options.json:
             print_json([asdict(key) for key in found])
         else:
-            known = catalogue.describe(options.kind.removesuffix("s"))
-            print_lines(f"{options.name}: {e.summary}" for e in known if e.name == options.name)
+            listed = catalogue.describe(options.kind.removesuffix("s"))
+            print_lines(f"{options.name}: {e.summary}" for e in listed if e.name == options.name)
             print_lines(line for key in found for line in key.lines())
         return
     kinds = [options.kind] if options.kind else KINDS

@@ -294,8 +294,8 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row keeps the prompt: apart, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     same = type(chosen) is type(rejected)
-    said = isinstance(chosen, str | list)
-    require(same and said, "chosen and rejected must both be text, or both lists of messages")
+    fine = same and isinstance(chosen, str | list)
+    require(fine, "chosen and rejected must both be text, or both lists of messages")
     if prompt is None and isinstance(chosen, str):
         asked = meant("prompt", record)
         hint = f"; rename {asked} to prompt" if asked else ""

@@ -222,7 +222,8 @@ def read_set(
     """The rows of the file `data`, or of the one in the folder `data` that is called one of `files`; else those of a split of the hub's
     `dataset`."""
     if not data:
-        rows = load_hub(dataset, config, split, "", task)
+        advice = "; or name a folder that holds the files: task.data=FOLDER"
+        rows = load_hub(dataset, config, split, "", task, advice)
         return [(f"{dataset} {split} row {number}", row) for number, row in enumerate(rows)]
     path = Path(data).expanduser()
     require(path.exists(), f"{task}: there is no folder or file {data}")
@@ -242,15 +243,15 @@ def find_file(folder: str, stems: Sequence[str], task: str) -> str:
 
 @lru_cache(maxsize=8)
 def load_hub(
-    dataset: str, config: str, split: str, revision: str, task: str
+    dataset: str, config: str, split: str, revision: str, task: str, advice: str = ""
 ) -> tuple[dict[str, Any], ...]:
-    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote."""
+    """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or what `save_to_disk` wrote.
+    `advice` ends the line that says why it cannot be read."""
     try:
         import datasets
     except ImportError:
-        hint = "" if task == "hub" else "; or name a folder that holds the files: task.data=FOLDER"
         needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
-        raise UserError(f"{task}: {needs}{hint}") from None
+        raise UserError(f"{task}: {needs}{advice}") from None
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
@@ -265,7 +266,7 @@ def load_hub(
             whole = datasets.load_dataset(path, config or None, revision=revision or None)
     except Exception as error:  # the network, a hub's answer, files of others: none of them ours
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(f"{task}: cannot load {dataset}: {reason}") from error
+        raise UserError(f"{task}: cannot load {dataset}: {reason}{advice}") from error
     if not hasattr(whole, "keys"):
         whole = {"train": whole}
         hint = "no splits; leave test_split empty to hold out a share of it"

@@ -25,7 +25,6 @@ from posttrain.types import JSON, Problem
 
 Options = Mapping[str, JSON]
 TEXTS = ("prompt", "response", "answer")  # what every reward is called with
-ASKED = ("required", "positional")  # of a function: the parameters that options may fill
 # a prompt, response and answer with which every reward refuses options out of range
 TRIAL = ("1+1=", "", "2")
 LISTS = (tuple, list)
@@ -108,8 +107,9 @@ def check_function(name: str, options: Options, problems: Sequence[Problem]) -> 
             for key in options:
                 if key not in found.names and not found.takes_all:
                     raise unknown(f"option of the reward {name}:", key, found.names)
-            left = {k: tuple(n for n in getattr(found, k) if n not in options) for k in ASKED}
-            found = replace(found, **left)
+            required = tuple(key for key in found.required if key not in options)
+            positional = tuple(key for key in found.positional if key not in options)
+            found = replace(found, required=required, positional=positional)
             found.check(columns, answered)
             return [line for line in [found.said(columns)] if line]
     return []

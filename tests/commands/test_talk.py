@@ -126,6 +126,9 @@ def test_chat_reads_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert cli.main(["chat", str(run), *SHORT]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/new\n"))
+    assert cli.main(["chat", str(run), *SHORT]) == 0
+    assert capsys.readouterr().out == "/new begins another conversation; an empty line or Ctrl-D ends it.\n"
 
 
 def test_labels_are_kept_at_once_and_continued(
