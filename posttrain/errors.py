@@ -77,6 +77,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
 
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
+    >>> str(unknown("algorithm", "PPO", ["ppo", "sft"]))
+    "unknown algorithm 'PPO'; did you mean 'ppo'?"
     >>> str(unknown("key", "judge_rubric", ["steps"], ["rl"]))
     "unknown key 'judge_rubric'; an earlier version had it, use reward.rubric, with reward.name=judge"
     """
@@ -86,7 +88,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
     choices = sorted(set(known))
     if (called := called_here(name)) and name not in choices:
         return UserError(f"unknown {kind} {name!r}; {called}")
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    lowered = {choice.lower(): choice for choice in choices}
+    near = [lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]
     hint = f"known: {', '.join(choices)}" if choices else "none exist here"
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"

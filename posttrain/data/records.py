@@ -124,7 +124,8 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
         raise UserError(f"{file} line {number}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {file}: {reason}") from error
+        hint = "; name a file in it" if path.is_dir() else ""
+        raise UserError(f"cannot read {file}: {reason}{hint}") from error
 
 
 def _entries(lines: Iterable[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
