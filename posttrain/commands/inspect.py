@@ -257,6 +257,10 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
     pairs = dict(map(config_tree.pair, settings))
+    known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
+    for key in pairs:
+        if key not in known:
+            raise unknown("key of sample", key, known)
     options = _options(pairs, SampleOptions, "sample")
     return options, config_tree.from_tree(pairs, Sampling, "sample")
 
