@@ -290,7 +290,7 @@ def trl_page() -> str:
         "",
         "## Arguments",
         "",
-        "If you pass one of TRL's names, the error gives the hint of this table.",
+        "If you pass one of these names, the error gives the hint of this table; a few are of other libraries.",
         "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults differ from TRL's:",
         "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) list every key.",
         "",

@@ -21,7 +21,7 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError
 from posttrain.models.load import Loaded, load
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.pipeline import fresh
@@ -90,15 +90,13 @@ def train(path: str, steps: int, run: Path) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         print(__doc__)
         return 2
     path, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) == 3 else 3
     try:
         began = time.perf_counter()
         loaded = load(path, dtype="float32")
-        advice = "add a chat_template.jinja file to the model directory, or use an instruction-tuned model"
-        require(bool(loaded.tokenizer.chat_template), f"{path}: the tokenizer has no chat template; {advice}")
         print(f"loaded {path} in {time.perf_counter() - began:.1f} s")
         describe(loaded)
         policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, path)

@@ -53,7 +53,8 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"posttrain has no {name}; {hint}")
         found = getattr(import_module(f"posttrain.algorithms.{plain[name.lower()]}"), name)
     else:
-        raise AttributeError(f"posttrain has no {name}")
+        listed = ", ".join(_PLACES["posttrain.api.functions"].split())
+        raise AttributeError(f"posttrain has no {name}; its functions are {listed}: docs/python.md")
     globals()[name] = found
     return found
 

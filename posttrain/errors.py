@@ -53,7 +53,7 @@ class OutOfMemory(Exception):
 _NAMES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Names of earlier versions, and what to use instead: keys of a stage, task or algorithm, parameters of a recipe, names of rewards.
 RENAMED: dict[str, str] = _NAMES["renamed"]
-# Names of TRL and transformers that people type here, and what they are called here; a text with a space explains it.
+# Names of TRL, transformers and others that people type here, and what they are called here; a text with a space explains it.
 ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
 
 
@@ -77,6 +77,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
 
     >>> str(unknown("recipe", "quickstrat", ["quickstart"]))
     "unknown recipe 'quickstrat'; did you mean 'quickstart'?"
+    >>> str(unknown("algorithm", "PPO", ["ppo", "sft"]))
+    "unknown algorithm 'PPO'; did you mean 'ppo'?"
     >>> str(unknown("key", "judge_rubric", ["steps"], ["rl"]))
     "unknown key 'judge_rubric'; an earlier version had it, use reward.rubric, with reward.name=judge"
     """
@@ -86,7 +88,8 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
     choices = sorted(set(known))
     if (called := called_here(name)) and name not in choices:
         return UserError(f"unknown {kind} {name!r}; {called}")
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    lowered = {choice.lower(): choice for choice in choices}
+    near = [lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]
     hint = f"known: {', '.join(choices)}" if choices else "none exist here"
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"

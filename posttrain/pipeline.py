@@ -40,7 +40,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages._check import check_stages
 from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
-from posttrain.stages._side_by_side import stage_answers
+from posttrain.stages._side_by_side import answering_models, stage_answers
 from posttrain.stages.base import (
     Context,
     check_names,
@@ -478,13 +478,14 @@ def conclude(settings: Settings, context: Context, drawn: bool, curves: bool) ->
     ]
     lines += [f"alarm:    {printable(line)}" for line in alarm_lines(run.events())]
     quoted = shlex.quote(str(folder))
+    answering = bool(answering_models(folder, results))
     exported, written = (folder / "export").is_dir(), any((folder / "rollouts").glob("*/*"))
     places = {
         f"plot:     {folder / 'plot.png'}": drawn,
         f"pass@k:   {folder / 'pass_at_k.png'}": curves,
         f"model:    {folder / 'export'} (a plain transformers checkpoint)": exported,
         f"rollouts: posttrain show {quoted}": written,
-        f"answers:  posttrain sample {quoted} PROMPT --stages": exported,
+        f"answers:  posttrain sample {quoted} PROMPT --stages": exported and answering,
         f"took {console.duration(float((run.summary or {}).get('seconds', 0)))}": True,
         f"try next: {printable(recipe.next_command)}": bool(recipe.next_command),
     }

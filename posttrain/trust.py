@@ -29,7 +29,7 @@ ADDRESS = re.compile(
     r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?"
 )
 WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
-TRUST_IT = "pass --allow-code if you trust it"
+TRUST_IT = "pass --allow-code if you trust it (in Python allow_code=True)"
 
 
 @dataclass(frozen=True, slots=True)

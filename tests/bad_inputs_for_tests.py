@@ -386,7 +386,12 @@ MODELS = [
         "sft: rows.jsonl line 1: this tokenizer has no chat template",
         "put chat_template.jinja",
     ),
-    case("no-chat-template-rl", [RL | {"model": "./plain"}], "rl.task: ", "this tokenizer has no chat template"),
+    case(
+        "no-chat-template-turns",
+        [RL | {"model": "./plain", "task": {"name": "calculator"}}],
+        "rl.task: this tokenizer has no chat template",
+        "put chat_template.jinja",
+    ),
     case(
         "other-vocabulary",
         [DPO | {"reference": "./letters"}],

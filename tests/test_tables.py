@@ -47,7 +47,7 @@ def test_the_algorithms_page_is_generated(make: ModuleType) -> None:
 
 def test_the_page_for_users_of_trl_is_generated_and_names_what_exists(make: ModuleType) -> None:
     assert committed("trl") == make.trl_page(), STALE.format("trl")
-    known = {"tokenizer", "weights", "reward"}  # arguments of pt.rl
+    known = {"tokenizer", "weights", "reward", "callback"}  # arguments of pt.rl
     for kind in ("stage", "algorithm"):
         for name in catalogue.names(kind):
             for key in keys.keys_of(kind, name):

@@ -56,7 +56,7 @@ class ReusedSamples:
     is clipped and no extra pass is needed. With more updates, pi_prox costs one forward pass over the rollouts.
     """
 
-    # the ratio counts at most this often where the advantage is negative; 0: no bound
+    # the largest ratio that counts where the advantage is negative; 0: no bound
     dual_clip: float = 0.0
     correction: Correction = "none"
     cap: Positive = DEFAULT_CAP

@@ -28,12 +28,14 @@ class GRPO(PolicyGradient):
     of a group are normalised together, and a token's advantage is the sum over the steps that end at it or later. `kl` names the
     estimator (see ops/kl.py: the paper's k3 has the gradient of the forward KL; `corrected` has that of the reverse KL).
     `scale = "none"` and `reduction = "constant_mean"` remove the biases that Dr. GRPO points out; `reduction = "token_mean"` and a
-    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not give the divisor of std: `ddof = 1` is torch's.
+    larger `clip_high` are DAPO's. beta = 0 needs no reference model. The paper does not give the divisor of std: `ddof = 1` divides
+    by n - 1, as torch does.
     `pass_k` > 1 uses the advantages of pass@k (ops/advantages.py): k answers are rewarded together if at least one of them is right
     (its reward is at least `solved`), which favours exploration over the single likeliest answer; k = 1 is the mean.
     `parts` names parts of a composed reward. Each is normalised within the group separately and weighted by `part_weights` (GDPO,
     ops/advantages.py); the reward's own sum of its parts is then not used.
-    A response that the length limit cut off stays in the loss and in its group's baseline, with the reward that it got.
+    A response that the length limit cut off stays in the loss and in its group's baseline, with the reward that it got, unless
+    `truncated` says otherwise.
     Use it with verifiable rewards, where several samples of a prompt differ in score.
     """
 

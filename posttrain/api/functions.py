@@ -85,12 +85,18 @@ def rl(
 
 
 def grpo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
-    """Train with GRPO to the end: `rl(..., algorithm="grpo").train()`."""
+    """Train `model` on `prompts` with GRPO and a `reward`, to the end: `rl(...).train()`, whose docstring has what each may be.
+
+    >>> grpo("tiny:nano", ["Name a colour."], len, steps=100, group=8, lr=1e-6, max_new_tokens=64)  # doctest: +SKIP
+    """
     return rl(model, prompts, reward, algorithm="grpo", **settings).train()
 
 
 def ppo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -> Run:
-    """Train with PPO, with a reference and a critic, to the end: `rl(..., algorithm="ppo").train()`."""
+    """Train `model` on `prompts` with PPO and a critic, to the end: `rl(...).train()`, whose docstring has what each may be.
+
+    >>> ppo("tiny:nano", ["Name a colour."], len, steps=100, lr=1e-6, max_new_tokens=64)  # doctest: +SKIP
+    """
     return rl(model, prompts, reward, algorithm="ppo", **settings).train()
 
 
@@ -217,8 +223,10 @@ def run(
 
 
 def load(place: str | Path) -> Run | Model:
-    """Open a run by its directory, or a model by its path or hub name."""
+    """Open a run by its directory, or a model by its path or hub name. `load(DIRECTORY).train()` continues a run that was killed."""
     found = Path(place).expanduser()
+    none = f"there is no run and no model {place}; check the path (on the hub it is org/name)"
+    require("/" in str(place) or found.exists(), none)
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
 
 

@@ -74,6 +74,10 @@ class Files:
         if several and all(isinstance(item, Mapping) and [*item] == ["file"] for item in data):
             data = [item["file"] for item in data]
         if several and all(isinstance(item, str | Path) for item in data):
+            texts = [t for t in data if not _hub_name(t) and not Path(t).expanduser().exists()]
+            advice = 'of texts make rows: {"text": ...}'
+            files = f"{what}: a list of texts is one of files, and there is no file {data[0]!r}"
+            require(len(texts) < len(data), f"{files}; {advice}")
             return tuple(self.path(item, what) for item in data)
         return (self.path(data, what),)
 

@@ -19,7 +19,7 @@ from posttrain.rewards._functions import PREFIX
 from posttrain.runs import read
 from posttrain.runs.html import run_html
 from posttrain.runs.index import Index
-from posttrain.runs.layout import Row
+from posttrain.runs.layout import SUMMARY, Row
 from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
 from posttrain.stages.base import Stage, exported
@@ -57,7 +57,8 @@ class Run:
         self._loaded: Any = None
 
     def __repr__(self) -> str:
-        state = "not begun" if self._settings else "at a step" if self._stepper else "done"
+        ended = "done" if (self.directory / SUMMARY).is_file() else "not ended"
+        state = "not begun" if self._settings else "at a step" if self._stepper else ended
         return f"<Run {self.directory}: {state}>"
 
     def _repr_html_(self) -> str | None:
@@ -78,13 +79,17 @@ class Run:
 
     # training
 
-    def train(self) -> Run:
-        """Train to the end from the current step, and return the run."""
+    def train(self, allow_code: bool = False) -> Run:
+        """Train to the end from the current step, and return the run. A run that was loaded and has not ended is continued as by
+        `posttrain resume`; `allow_code`: trust what its directory names."""
         if self._stepper is not None:
             for _ in self.steps():
                 pass
         elif self._settings is not None:
             self._work()(self._report)
+        elif not (self.directory / SUMMARY).is_file():
+            pipeline.resume(self.directory, allow_code)
+            self._loaded = None
         return self
 
     def _work(self) -> Callable[[OnStep], None]:
@@ -120,7 +125,7 @@ class Run:
         """End the training after the current step. The model so far becomes the run's model."""
         if self._stepper is not None:
             self._stepper.last = True
-        return self.train()
+        return self.train() if self._stepper or self._settings else self
 
     def extend(self, allow_code: bool = False, **settings: Any) -> Run:
         """Train for longer, as if it had been set so from the start: `extend(steps=200)` or, with several stages,

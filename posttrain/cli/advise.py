@@ -28,6 +28,7 @@ def call(options: argparse.Namespace) -> None:
             print_json(titles, indent=None)
         else:
             print_lines(f"{name:<10} {title}" for name, title in titles.items())
+            print_lines([f"choose a goal, and say what you have: {EXAMPLE}"])
         return
     have = [word for word in options.have.split(",") if word]
     found = advise(" ".join(options.goal), have, options.compute)

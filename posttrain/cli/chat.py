@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from posttrain.cli.base import add_model, add_settings, print_lines
 
@@ -19,8 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def call(options: argparse.Namespace) -> None:
     from posttrain.commands.inspect import chat
 
-    for answer in chat(options.model, typed("> "), options.settings):
+    for answer in chat(options.model, asked(typed("> ")), options.settings):
         print_lines(answer.text.splitlines() or [""])
+
+
+def asked(lines: Iterable[str]) -> Iterator[str]:
+    """What is said to the model, and /new. Another word after a slash is mistaken for a command: it says what there is."""
+    for line in lines:
+        if re.fullmatch(r"/[a-z]+", line.strip()) and line.strip() != "/new":
+            print_lines([(__doc__ or "").partition(". ")[2]])
+        else:
+            yield line
 
 
 def typed(prompt: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ EXAMPLE = "posttrain compare runs/quickstart-1 runs/quickstart-2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN")
-    parser.add_argument("second", type=Path, metavar="RUN")
+    parser.add_argument("second", type=Path, metavar="OTHER")
     parser.add_argument("--stage", default="", help="the evaluation; ONE:OTHER for two names")
     parser.add_argument("--out", type=Path, help="the picture; default: compare-RUN-RUN.png here")
     add_json(parser)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from posttrain import catalogue
 from posttrain.cli.base import add_json, print_json, print_lines
-from posttrain.errors import require
+from posttrain.errors import require, unknown
 
 KINDS = ("recipes", "stages", "algorithms", "tasks", "tools", "rewards", "formats")
 
@@ -16,7 +16,7 @@ EXAMPLE = "posttrain list stages sft"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", choices=KINDS)
+    parser.add_argument("kind", nargs="?", metavar="{" + ",".join(KINDS) + "}")
     text = "one of them, or a FILE.py:NAME: every key with its type, default and meaning"
     parser.add_argument("name", nargs="?", help=text)
     add_json(parser)
@@ -26,6 +26,12 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.commands import keys
     from posttrain.data.formats import FORMATS
 
+    if options.kind and options.kind not in KINDS:
+        name = options.kind
+        for kind in KINDS[:-1]:
+            known = name in catalogue.names(kind.removesuffix("s"))
+            require(not known, f"{name} is one of the {kind}: posttrain list {kind} {name}")
+        raise unknown("kind", name, KINDS)
     if options.name:
         every = f"list formats shows every format; leave {options.name} out"
         require(options.kind != "formats", every)
@@ -33,6 +39,8 @@ def call(options: argparse.Namespace) -> None:
         if options.json:
             print_json([asdict(key) for key in found])
         else:
+            listed = catalogue.describe(options.kind.removesuffix("s"))
+            print_lines(f"{options.name}: {e.summary}" for e in listed if e.name == options.name)
             print_lines(line for key in found for line in key.lines())
         return
     kinds = [options.kind] if options.kind else KINDS

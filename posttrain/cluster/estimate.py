@@ -197,7 +197,7 @@ class Layout:
             how += f", a sequence over {self.context} (context parallelism, planned)"
         if self.tensor:
             copies = self.gpus // self.tensor
-            how += f"; {copies} copies for generation on {self.tensor} GPU(s) each"
+            how += f"; {copies} {'copy' if copies == 1 else 'copies'} for generation on {self.tensor} GPU(s) each"
         if self.tensor > 1:
             how += " (by vLLM, planned)"
         if self.offloaded:
@@ -363,10 +363,17 @@ def textbook_lines(gpu: GPU) -> list[str]:
         if need is None or need > low:
             verdict = "does not fit in the fewer"
         if found is not None:
-            days = found.step * work.steps / 86400
-            fits += f"; {work.steps} steps on {low} take {days:.1f} days"
+            fits += f"; {work.steps} steps on {low} take {_long(found.step * work.steps)}"
         lines.append(f"  {name}: said {said} GPUs; {fits} ({verdict})")
     return lines
+
+
+def _long(seconds: float) -> str:
+    """
+    >>> _long(86400 * 11.2), _long(1800)
+    ('11.2 days', '0.5 hours')
+    """
+    return f"{seconds / 86400:.1f} days" if seconds >= 86400 else f"{seconds / 3600:.1f} hours"
 
 
 def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
@@ -400,7 +407,7 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
         *([_memory_line("generation", found.generation, gpu)] if found.generation else []),
         f"time: {seconds:.0f} s a step (training {found.train:.0f} s, generation {found.generate:.0f} s, other {OTHER - 1:.0%}), "
         f"{tokens / seconds / gpus:,.0f} tokens/s a GPU",
-        f"{work.steps} steps: {days:.1f} days, {days * 24 * gpus:,.0f} GPU hours, about ${days * 24 * gpus * gpu.price:,.0f} "
+        f"{work.steps} steps: {_long(days * 86400)}, {days * 24 * gpus:,.0f} GPU hours, about ${days * 24 * gpus * gpu.price:,.0f} "
         f"at ${gpu.price:g} an hour (an assumption)",
         f"assumed: {assumed}, +{OTHER - 1:.0%} for scoring and weight updates; real runs differ by a factor of up to 2",
         *textbook_lines(gpu),

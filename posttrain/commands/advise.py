@@ -298,6 +298,8 @@ def lines(advice: Advice) -> list[str]:
     """The advice as text."""
     have, machine = ", ".join(advice.have) or "nothing", COMPUTE[advice.compute].title
     text = [f"goal: {GOALS[advice.goal].title}; at hand: {have}; on {machine}", ""]
+    if not advice.have:
+        text[1:] = ["(what you have is said by --have; posttrain advise --help lists it)", ""]
     if advice.chain:
         text += ["do:  " + " -> ".join(s if s == a else f"{s} ({a})" for s, a in advice.chain), ""]
     text += ["because", *(f"  - {reason}" for reason in advice.reasons), ""]

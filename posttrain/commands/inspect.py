@@ -257,6 +257,10 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
     pairs = dict(map(config_tree.pair, settings))
+    known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
+    for key in pairs:
+        if key not in known:
+            raise unknown("key of sample", key, known)
     options = _options(pairs, SampleOptions, "sample")
     return options, config_tree.from_tree(pairs, Sampling, "sample")
 
@@ -319,10 +323,10 @@ def prompt_ids(
     tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
 ) -> tuple[int, ...]:
     """A prompt as the model reads it."""
-    from posttrain.data.chat import render_prompt
+    from posttrain.data.chat import render_prompt, text_ids
 
     if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
-        ids = tuple(tokenizer(prompt)["input_ids"])
+        ids = tuple(text_ids(tokenizer, prompt))
     else:
         turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
         ids = tuple(render_prompt(tokenizer, turns))

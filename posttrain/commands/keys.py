@@ -191,7 +191,7 @@ class Source:
         if isinstance(kind, ast.Name):
             known = getattr(errors, text, None)
             if known is not None and get_args(known):
-                return f"{get_args(known)[0].__name__} {known.__metadata__[0]}"
+                return _bounded(get_args(known)[0].__name__, known.__metadata__[0])
             found = self.find(text)
             alias = found is not None and not isinstance(found[1], ast.ClassDef)
             return found[0].type_text(found[1]) if alias and found else text  # type: ignore[arg-type]
@@ -209,10 +209,14 @@ class Source:
                 return self.type_text(parts[0])
             given = {w.arg: w.value for w in getattr(call, "keywords", ()) if w.arg}
             known = {k: ast.literal_eval(v) for k, v in given.items() if _literal(v)}
-            return f"{self.type_text(parts[0])} {Range(**known)}".strip()
+            return _bounded(self.type_text(parts[0]), Range(**known))
         if head == "tuple":
             return f"list of {self.type_text(parts[0])}"
         return text
+
+
+def _bounded(kind: str, bounds: Range) -> str:
+    return kind if str(bounds) == str(Range()) else f"{kind} {bounds}"
 
 
 def _literal(node: ast.expr) -> bool:
@@ -249,7 +253,7 @@ def documented(docstring: str, key: str) -> str:
     if key in meanings():
         return meanings()[key]
     flat = " ".join(" ".join(plain).partition(">>>")[0].split())
-    sentences = re.split(r"(?<=[.:;]) (?=[A-Z`])", flat)
+    sentences = re.split(r"(?<!Dr[.])(?<=[.:;]) (?=[A-Z`])", flat)
     found = next((s.rstrip(".:;") for s in sentences if re.search(rf"`{key}[`= ]", s)), "")
     return textwrap.shorten(found, 160, placeholder=" ...")
 

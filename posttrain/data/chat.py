@@ -1,4 +1,5 @@
-"""Converts conversations to token ids with the tokenizer's own chat template, with loss on the assistant's text only.
+"""Converts conversations to token ids with the tokenizer's own chat template, with loss on the assistant's text only. Without a
+template, a prompt that is a single user message is read as its text.
 
 Which tokens are the assistant's is taken from the template's `{% generation %}` blocks where it has them. Elsewhere it is found
 by rendering: the conversation up to a turn, with the generation prompt, must begin the conversation with that turn; what was
@@ -31,6 +32,7 @@ Rendering = Callable[[Sequence[Message]], object]
 
 # fields that link a tool's answer to its call; a template that writes both in order need not show them
 LINKS = ("tool_call_id", "name")
+NO_TEMPLATE = "this tokenizer has no chat template; take a chat model, or put chat_template.jinja into the model's folder"
 REPLY = "reply0marker"  # stands for an assistant's turn where only what follows it is rendered
 
 
@@ -62,10 +64,23 @@ def render_prompts(
     listed = list(prompts)
     for where, messages in listed:
         _Template(tokenizer, where, tools).check(messages)
+    if not tokenizer.chat_template:
+        return [tuple(text_ids(tokenizer, messages[0].content)) for _, messages in listed]
     asked = [([m.row() for m in messages], True) for _, messages in listed]
     found = zip(listed, render_template(tokenizer, asked, tools), strict=True)
     texts = [_rendered(where, result)[0] for (where, _), result in found]
     return list(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+
+
+def is_text(messages: Sequence[Message], tools: Tools = None) -> bool:
+    """Whether a prompt needs no chat template: it is one message of the user, and nothing else."""
+    return len(messages) == 1 and messages[0].role == "user" and not messages[0].more and not tools
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that is to be continued: with the token that opens every text, without one that would close it."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def render_turn(
@@ -97,6 +112,7 @@ def check_continues(tokenizer: Tokenizer, roles: Iterable[str]) -> None:
     """Raise an error for a chat template that renders an earlier turn of the assistant differently once a message of these roles
     follows: training continues from the sampled ids, and a server that renders the conversation would show others."""
     for role in roles:
+        require(bool(tokenizer.chat_template), NO_TEMPLATE)
         problem = _not_continued(tokenizer, len(tokenizer), str(tokenizer.chat_template), role)
         require(not problem, problem)
 
@@ -282,14 +298,16 @@ class _Template:
     def check(self, messages: Sequence[Message]) -> None:
         where, tools = self.where, self.tools
         require(len(messages) > 0, f"{where}: an empty conversation")
-        plain = f"{where}: this tokenizer has no chat template; take a chat model, or put chat_template.jinja into the model's folder"
-        require(bool(self.tokenizer.chat_template), plain)
+        plain = not self.tokenizer.chat_template
+        require(not plain or is_text(messages, tools), f"{where}: {NO_TEMPLATE}")
         said = [(f"a {m.role} message contains", (m.content, *_strings(m.more))) for m in messages]
         for what, texts in (*said, ("the tools contain", tuple(_strings(tools)))):
             for control in special_texts(self.tokenizer):
                 if any(control in text for text in texts):
                     spelled = f"the control token {control!r} as text; rewrite it"
                     raise UserError(f"{where}: {what} {spelled}")
+        if plain:
+            return
         hint = "use a template that does, or remove"
         shown = not tools or self.render(messages) != replace(self, tools=None).render(messages)
         require(shown, f"{where}: the chat template does not show the tools; {hint} them")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.data.chat import Tokenizer, render_example
+from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
@@ -20,7 +20,15 @@ from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
 # columns of other formats: without them the model would learn to answer from less than it should see
-NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs", "history"}
+NEEDED = {
+    "system",
+    "functions",
+    "function_call",
+    "weight",
+    "chat_template_kwargs",
+    "history",
+    "context",
+}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
 # speakers in a ShareGPT conversation, and our roles
 SPEAKERS = {"system": "system", "human": "user", "user": "user"}
@@ -105,7 +113,7 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     """The columns of a row that are not read. Columns that the model would see in another format are an error."""
     extra = record.keys() - set(known)
     for name in sorted(extra & NEEDED):
-        hint = "write it into the messages or remove it"
+        hint = "write it into the prompt or the messages, or remove it"
         require(not record[name], f"{where}: the column {name} would be dropped; {hint}")
     return extra
 
@@ -171,19 +179,18 @@ def completion_example(
     prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
 ) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
-    plain = isinstance(prompt, str) and isinstance(completion, str) and not tools
-    if plain and not tokenizer.chat_template:
-        ids = list(tokenizer(prompt)["input_ids"])
-        if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers close every text
-            ids.pop()
-        rest = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-        return plain_example(ids + rest, len(ids), tokenizer)
 
     def turns(said: Any, role: str, name: str) -> tuple[Message, ...]:
         given = [{"role": role, "content": said}] if isinstance(said, str) else said
         return parse_messages(given, f"{where}: {name}")
 
     before, after = turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
+    said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
+    plain = said and is_text(before, tools)
+    if plain and not tokenizer.chat_template:
+        ids = text_ids(tokenizer, before[0].content)
+        rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
+        return plain_example(ids + rest, len(ids), tokenizer)
     return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 
 

@@ -19,7 +19,10 @@ SFT = "sft, pretrain"
 ALIKE = {
     "prompt": "question query problem instruction input user human",
     "completion": "answer response output solution target assistant reply",
-    "messages": "conversation chat dialog dialogue turns message",
+    "instruction": "task",
+    "input": "context passage",
+    "output": "answer response completion target reply",
+    "messages": "chat dialog dialogue turns message",
     "text": "content document sentence body",
     "chosen": "preferred accepted better winner positive",
     "rejected": "dispreferred worse loser negative",
@@ -89,12 +92,16 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     renames = {f.name: _renames(f, row) for f in known.values()}
 
     def likeness(f: Format) -> float:
-        return 1 - (len(f.missing(row)) - 0.9 * len(renames[f.name])) / len(f.fields)
+        needed = [field for field in renames[f.name] if field in f.fields]
+        return 1 - (len(f.missing(row)) - 0.9 * len(needed)) / len(f.fields)
 
     nearest = max(known.values(), key=likeness)
     if likeness(nearest) == 0:
         names = ", ".join(f"{f.name} ({f.shown()})" for f in known.values())
-        return UserError(f"{none}: {names}; see 'posttrain list formats'")
+        rows = [k for k, v in row.items() if _objects(v)] if isinstance(row, Mapping) else []
+        alone = " holds a list of objects: if they are the rows, write that list alone"
+        inner = "".join(f"; {name}{alone}" for name in rows[:1])
+        return UserError(f"{none}: {names}{inner}; see 'posttrain list formats'")
     found = renames[nearest.name]
     advice = f"rename {', '.join(f'{was} to {to}' for to, was in found.items())}" if found else ""
     added = [f.replace("|", " or ") for f in nearest.missing(row) if f not in found]
@@ -103,8 +110,17 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     return UserError(f"{none}; {near}; see 'posttrain list formats'")
 
 
+def _objects(value: JSON) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def meant(field: str, row: Collection[str]) -> str:
+    """The column of a row that another convention has in place of ours; "" where there is none."""
+    return next((name for name in row if name.lower() in ALIKE[field].split()), "")
+
+
 def _renames(format: Format, row: Collection[str]) -> dict[str, str]:
-    """For missing fields, the column of a row that seems to be meant."""
+    """For missing fields, the column of a row that seems to be meant; of optional ones where it has the other convention's name."""
     free = {name.lower(): name for name in row if name not in format.columns}
     found: dict[str, str] = {}
     for field in format.missing(row):
@@ -112,4 +128,7 @@ def _renames(format: Format, row: Collection[str]) -> dict[str, str]:
         near = [n for word in choices for n in difflib.get_close_matches(word, free, 1, 0.8)]
         if near:
             found[field] = free.pop(near[0])
+    for field in set(format.optional) & ALIKE.keys() - set(row):
+        if was := meant(field, free.values()):
+            found[field] = was
     return found

@@ -27,7 +27,7 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
-from posttrain.data.formats import PREFERENCES, revealed, unrecognised
+from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder, unknown_tokens
@@ -295,9 +295,12 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row stores the prompt: separately, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     same = type(chosen) is type(rejected)
-    require(same, "chosen and rejected must both be text, or both be messages")
+    fine = same and isinstance(chosen, str | list)
+    require(fine, "chosen and rejected must both be text, or both lists of messages")
     if prompt is None and isinstance(chosen, str):
-        chosen, rejected = _dialogue(chosen), _dialogue(rejected)
+        asked = meant("prompt", record)
+        hint = f"; rename {asked} to prompt" if asked else ""
+        chosen, rejected = _dialogue(chosen, hint), _dialogue(rejected, hint)
     if not isinstance(chosen, list):
         return _given_prompt(prompt), chosen, rejected
     shared = 0
@@ -320,11 +323,11 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     return _given_prompt(prompt), chosen, rejected
 
 
-def _dialogue(text: str) -> list[dict[str, str]]:
-    """Anthropic's format of a conversation as one text."""
+def _dialogue(text: str, hint: str) -> list[dict[str, str]]:
+    """Anthropic's format of a conversation as one text; `hint` says what another text lacks."""
     parts = DIALOGUE.split(text)
     turns = not parts[0].strip() and len(parts) > 3
-    require(turns, "no prompt, and chosen or rejected is text without turns")
+    require(turns, f"no prompt, and chosen or rejected is text without turns{hint}")
     roles = {"Human": "user", "Assistant": "assistant"}
     said = zip(parts[1::2], parts[2::2], strict=True)
     return [{"role": roles[who], "content": text} for who, text in said]

@@ -20,6 +20,7 @@ from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
 Tools = list[dict[str, JSON]] | None  # tools that a conversation may call, as JSON schemas
+KINDS = "one JSON object a line, a list of them in a .json file, or .csv, .tsv, .parquet"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 Row = tuple[str, dict[str, Any]]  # (origin, for messages; contents)
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
@@ -42,7 +43,8 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     found, size, packed = False, 0, str(file).endswith((".gz", ".parquet"))
     for where, record in _records(Path(file).expanduser(), f"{file}", lists):
         found, kind = True, type(record).__name__
-        require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}")
+        talk = '; a conversation is {"messages": [...]}' if isinstance(record, list) else ""
+        require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}{talk}")
         spelled = json.dumps(record, ensure_ascii=False, default=str)
         size += len(spelled)
         large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
@@ -126,7 +128,8 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
         raise UserError(f"{file} line {number}: not UTF-8 text") from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {file}: {reason}") from error
+        hint = "; name a file in it" if path.is_dir() else ""
+        raise UserError(f"cannot read {file}: {reason}{hint}") from error
 
 
 def _entries(lines: Iterable[tuple[str, str]], file: str) -> Iterator[tuple[str, Any]]:
@@ -147,7 +150,9 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg}") from error
+        first = where.endswith(" line 1")  # the file may be no JSONL at all
+        hint = f"; rows are {KINDS}" if first else ""
+        raise UserError(f"{where}: not JSON: {error.msg}{hint}") from error
     except ValueError as error:
         raise UserError(f"{where}: not JSON: a number of too many digits") from error
     except RecursionError as error:
@@ -157,15 +162,18 @@ def _parsed(text: str, where: str) -> Any:
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     """Parse and check a conversation as files write it. All fields of a message are kept, except null and empty ones."""
     or_text = "" if where.endswith("messages") else ", or text"
-    require(
-        isinstance(value, list) and len(value) > 0, f"{where}: expected a list of messages{or_text}"
-    )
+    found = "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:40]!r}"
+    fine = isinstance(value, list) and len(value) > 0
+    require(fine, f"{where}: expected a list of messages{or_text}, not {found}")
     messages = []
     for number, item in enumerate(value):
         at = f"{where}: message {number}"
         require(isinstance(item, dict), f"{at} is not an object")
         role, content = item.get("role"), item.get("content")
-        require(role in ROLES, f"{at} has role {role!r}; expected one of {', '.join(ROLES)}")
+        known = f"expected one of {', '.join(ROLES)}"
+        if {"from", "value"} <= item.keys():
+            known = "turns with from and value are read in the column conversations of sft rows"
+        require(role in ROLES, f"{at} has role {role!r}; {known}")
         more = more_of(item)
         if "tool_calls" in more:
             more["tool_calls"] = _parse_calls(more["tool_calls"], at)
@@ -219,7 +227,8 @@ def read_set(
     """The rows of the file `data`, or of the file in the folder `data` with one of the names in `files`; else those of a split of
     the hub's `dataset`."""
     if not data:
-        rows = load_hub(dataset, config, split, "", task)
+        advice = "; or name a folder that holds the files: task.data=FOLDER"
+        rows = load_hub(dataset, config, split, "", task, advice)
         return [(f"{dataset} {split} row {number}", row) for number, row in enumerate(rows)]
     path = Path(data).expanduser()
     require(path.exists(), f"{task}: there is no folder or file {data}")
@@ -239,16 +248,15 @@ def find_file(folder: str, stems: Sequence[str], task: str) -> str:
 
 @lru_cache(maxsize=8)
 def load_hub(
-    dataset: str, config: str, split: str, revision: str, task: str
+    dataset: str, config: str, split: str, revision: str, task: str, advice: str = ""
 ) -> tuple[dict[str, Any], ...]:
     """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or a folder written by
-    `save_to_disk`."""
+    `save_to_disk`. `advice` ends the line that says why it cannot be read."""
     try:
         import datasets
     except ImportError:
-        hint = "" if task == "hub" else "; or name a folder that holds the files: task.data=FOLDER"
         needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
-        raise UserError(f"{task}: {needs}{hint}") from None
+        raise UserError(f"{task}: {needs}{advice}") from None
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
@@ -263,7 +271,7 @@ def load_hub(
             whole = datasets.load_dataset(path, config or None, revision=revision or None)
     except Exception as error:  # the network, a hub's answer, files of others: none of them ours
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(f"{task}: cannot load {dataset}: {reason}") from error
+        raise UserError(f"{task}: cannot load {dataset}: {reason}{advice}") from error
     if not hasattr(whole, "keys"):
         whole = {"train": whole}
         hint = "no splits; leave test_split empty to hold out a share of it"

@@ -88,6 +88,8 @@ def locate(name: str, weights: bool = True) -> Path:
         return path
     advice = "give the model directory that holds it, or a .gguf file"
     require(not path.exists(), f"{name} is a file; {advice}")
+    made = f"{name} is made from nothing where a stage trains it, and can do nothing yet"
+    require(not name.startswith("tiny:"), f"{made}; give the run of such a stage")
     advice = "check the path (a model on the hub is named org/name)"
     require(HUB_NAME.fullmatch(name) is not None, f"there is no model directory {name}; {advice}")
     return fetch(name, HUB_FILES if weights else SMALL_FILES)

@@ -31,6 +31,8 @@ from posttrain.types import JSON, Problem, Score
 PREFIX = "python:"
 TEXTS = ("prompt", "response", "answer")  # in this order where a function names none of them
 LISTS = ("prompts", "completions")
+# names by which functions written for TRL and verl ask for the same texts
+SAME = {"completion": "response", "solution_str": "response", "ground_truth": "answer"}
 COLUMNS = "columns"  # the fact of a problem that holds its row
 _prints: dict[str, JSON] = {}  # of rewards and tools of this process
 _given: dict[str, Mix] = {}  # functions of this process, by the name that a setting calls them
@@ -84,14 +86,29 @@ class Function:
         in_place = all(name == text or name not in TEXTS for name, text in places)
         return in_place and (len(own) == len(self.required) or len(self.positional) == len(TEXTS))
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Refuse parameters that no row can fill."""
-        known = {*(LISTS if self.batched else (*TEXTS, "completion")), "answer", *columns}
+    def check(self, columns: Sequence[str], answered: bool = True) -> None:
+        """Refuse parameters that no row can fill. `answered`: some row has an answer."""
+        known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
-        require(
-            not missing or (self.in_order(known) and not self.batched),
-            f"reward {self} asks for {', '.join(missing)}, which is neither "
-            f"{', '.join(LISTS if self.batched else TEXTS)} nor a column of the data ({', '.join(columns) or 'it has none'})",
+        ordered = self.in_order(known) and not self.batched
+        has = f"a column of the data ({', '.join(columns) or 'it has none'})"
+        texts = ", ".join(LISTS if self.batched else TEXTS)
+        asks = f"reward {self} asks for {', '.join(missing)}, which is neither {texts} nor {has}"
+        require(not missing or ordered, asks)
+        gold = [n for n in self.required if SAME.get(n, n) == "answer" and n not in columns]
+        if ordered and TEXTS.index("answer") < len(self.required):
+            gold = [self.positional[TEXTS.index("answer")]]
+        asks = f"reward {self} asks for {', '.join(gold)}, but no row has an answer"
+        require(not gold or answered, f"{asks}: answer=NAME says which is {has}")
+
+    def said(self, columns: Sequence[str]) -> str:
+        """What its parameters stand for, where that is their order alone and there are several; else ""."""
+        count = len(self.positional)
+        if count < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
+            return ""
+        pairs = zip(self.positional, TEXTS, strict=False)
+        return f"reward {self} is called with " + ", ".join(
+            f"{n} = the {text}" for n, text in pairs
         )
 
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
@@ -124,8 +141,10 @@ class Function:
 
     def _single(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         problem, columns = problems[0], columns_of(problems[0])
-        texts = {"prompt": problem.question, "response": responses[0], "completion": responses[0]}
-        values = {**columns, "answer": answer_of(problem), **texts}
+        texts = {"prompt": problem.question, "response": responses[0], "answer": answer_of(problem)}
+        same = {name: texts[text] for name, text in SAME.items()}
+        # a column may be called as an answer is, never as a response
+        values = {**same, **columns, **texts, **{n: same[n] for n in same if SAME[n] == "response"}}
         if self.in_order(values):
             count = len(self.positional)
             order = TEXTS[:count] if count > 1 else ("response",)

@@ -17,11 +17,11 @@ from typing import Any
 
 from posttrain import catalogue
 from posttrain.errors import UserError, require, unknown
-from posttrain.rewards._functions import PREFIX, Function, Mix, given, of_file
+from posttrain.rewards._functions import PREFIX, Function, Mix, columns_of, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
 from posttrain.trust import code_place
-from posttrain.types import JSON
+from posttrain.types import JSON, Problem
 
 Options = Mapping[str, JSON]
 TEXTS = ("prompt", "response", "answer")  # the arguments of every reward
@@ -89,20 +89,30 @@ def own_function(name: str, options: Options) -> Mix | None:
     return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
-def check_function(name: str, options: Options, columns: Mapping[str, JSON]) -> None:
-    """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these `columns` can
-    fill. Its file is parsed and not run: what the source does not show (an imported or computed name) is found when it is called."""
+def check_function(name: str, options: Options, problems: Sequence[Problem]) -> list[str]:
+    """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these problems can
+    fill. Returns what parameters with names of the user's own stand for. Its file is parsed and not run: what the source does not show
+    (an imported or computed name) is found when it is called."""
+    columns = [*columns_of(problems[0])]
+    looked = problems if isinstance(problems, list | tuple) else problems[:1]
+    answered = "answer" in columns or any(problem.answer for problem in looked)
     if name.startswith(PREFIX):
-        for function in given(name).functions:
-            function.check([*columns])
+        functions = given(name).functions
+        for function in functions:
+            function.check(columns, answered)
+        return [line for function in functions if (line := function.said(columns))]
     elif (place := code_place(name)) is not None:
         found = check_code(name, *place)
         if found is not None:
             for key in options:
                 if key not in found.names and not found.takes_all:
                     raise unknown(f"option of the reward {name}:", key, found.names)
-            rest = [key for key in found.required if key not in options]
-            replace(found, required=tuple(rest)).check([*columns])
+            required = tuple(key for key in found.required if key not in options)
+            positional = tuple(key for key in found.positional if key not in options)
+            found = replace(found, required=required, positional=positional)
+            found.check(columns, answered)
+            return [line for line in [found.said(columns)] if line]
+    return []
 
 
 def check_code(name: str, path: Path, attribute: str) -> Function | None:

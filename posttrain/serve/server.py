@@ -80,7 +80,7 @@ class Address:
         except (OSError, OverflowError) as error:
             found.close()
             where = f"cannot listen on {self.host}:{self.port}: {error}"
-            raise UserError(f"{where}; give another port= or host=") from None
+            raise UserError(f"{where}; give another port (0: any that is free) or host") from None
         return found
 
 

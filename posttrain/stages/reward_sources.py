@@ -23,7 +23,7 @@ from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating
 from posttrain.rewards._asking import EndpointSettings, endpoint
-from posttrain.rewards._functions import PREFIX, Mix, columns_of, finished
+from posttrain.rewards._functions import PREFIX, Mix, finished
 from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
@@ -100,8 +100,9 @@ class TaskReward(RewardSource):
 
     def check(self, where: str, task: Task, group: int, alone: bool) -> None:
         super().check(where, task, group, alone)
-        text = f"{where}: the task scores nothing by itself; give it a reward (task.reward), or name reward models as reward"
-        require(task.scores, text)
+        text = f"{where}: the task scores nothing by itself; give it a reward"
+        places = "task.reward, in Python reward=FUNCTION"
+        require(task.scores, f"{text} ({places}), or name reward models as reward")
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating | None:
         return None
@@ -125,8 +126,8 @@ class FunctionReward(RewardSource):
         require(found, f"{where}: reward.reward is FILE.py:NAME, not {self.reward!r}")
 
     def ready(self, task: Task) -> None:
-        for problem in task.problems("train")[:1]:
-            check_function(self.reward, self.options, columns_of(problem))
+        if problems := task.problems("train"):
+            check_function(self.reward, self.options, problems)
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
         found = own_function(self.reward, self.options)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import PREFIX, columns_of, given, then
+from posttrain.rewards._functions import PREFIX, given, then
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.code import patience
@@ -164,8 +164,8 @@ class Judged(_questions.Questions):
         lines = []
         for name, options in self.rewards():
             if code_place(name) is not None or name.startswith(PREFIX):
-                for problem in self.problems("train")[:1]:
-                    check_function(name, options, columns_of(problem))
+                if problems := self.problems("train"):
+                    lines += check_function(name, options, problems)
             elif name == "judge":
                 check_judge(**options)
             elif name == "code":

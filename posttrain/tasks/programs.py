@@ -1,4 +1,6 @@
-"""Small functions to write, graded by running them: `+3 *2` asks for
+"""Small functions to write, from a list of operations, graded by running them.
+
+`+3 *2` asks for
 
     def f(x):
      x=x+3

@@ -50,7 +50,8 @@ class Prompts(Jsonl):
     ) -> Problem:
         asked = question or next((column for column in ASKED if column in row), "")
         has = ", ".join(map(str, row)) or "nothing"
-        require(bool(asked), f"{where}: no column prompt, question or messages; it has {has}")
+        lacking = f"{where}: no column prompt, question or messages; it has {has}"
+        require(bool(asked), f"{lacking}; question=NAME names the column of the prompt")
         gold = answer or ("answer" if row.get("answer") is not None else "")
         return make_problem(row, where, name, asked, gold, answer_after if gold else "", True)
 

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from posttrain.data.chat import render_prompt, special_texts
+from posttrain.data.chat import NO_TEMPLATE, render_prompt, special_texts
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
 from posttrain.rewards._asking import Endpoint, Form, Messages, Replies, Reply, Unanswered, Usage
@@ -62,6 +62,8 @@ class LocalModel:
         for message in messages:
             require(isinstance(message["content"], str), images)
             turns.append(Message(message["role"], harmless(message["content"], control)))
+        template = bool(self.policy.tokenizer.chat_template)
+        require(template, f"the judge: {NO_TEMPLATE}")
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:

@@ -157,6 +157,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share, 0 for none, or a number of prompts"),
     ({"prompts": ["a"], "reward": lambda prompt, style: 0}, r"reward lambda .* asks for style, .* nor a column of the data \(prompt\)"),
+    ({"prompts": [{"prompt": "a", "gold": "b"}], "reward": lambda response, answer: 0}, r"asks for answer, .* \(prompt, gold\)"),
     ({"prompts": ["a"], "reward": "mahts"}, "unknown reward 'mahts'; did you mean 'math'"),
     ({"prompts": ["a"], "reward": 3}, "a reward is a function or the name of one, not 3"),
     ({"prompts": ["a"], "reward": [len, max], "weights": [1]}, "weights: 1 for 2 rewards"),
@@ -178,6 +179,13 @@ def test_what_is_wrong_is_refused_in_one_line_and_nothing_is_left(given: dict[st
         pt.rl(**how).train()
     assert "\n" not in str(refused.value)
     assert not [*tmp_path.rglob("*.jsonl")]
+
+
+def test_a_list_of_texts_is_no_data_for_sft() -> None:
+    with pytest.raises(
+        pt.UserError, match="a list of texts is one of files, and there is no file '1.1=2'; of texts make rows:"
+    ):
+        pt.sft("tiny:nano", ["1+1=2", "2+2=4"])
 
 
 def test_a_recipe_by_name_and_stages_in_a_list() -> None:

@@ -73,6 +73,22 @@ def test_a_reward_may_leave_the_folder_and_switch_gradients_off(tmp_path: Path) 
     assert (tmp_path / "here" / "export").is_dir() and list((tmp_path / "here" / "checkpoints").rglob("step-1"))
 
 
+def test_a_base_model_without_a_chat_template_reads_prompts_as_they_are() -> None:
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+    from posttrain.stages.base import PRINTABLE
+
+    tokenizer = character_tokenizer(PRINTABLE)
+    tokenizer.chat_template = None
+    how = {**SMALL, "model": (tiny_model(tokenizer, "nano", 0), tokenizer), "steps": 1}
+    run = pt.grpo(prompts=FOUR, reward=vowels, **how)
+    arrays = Reader(run.directory).arrays("rl", 1)
+    assert arrays is not None
+    for number, row in enumerate(run.rollouts()):
+        text = tokenizer.decode(arrays.sequence(number)["ids"], skip_special_tokens=True)
+        assert text.startswith(row["question"] + row["response"])
+    assert pt.evaluate(run, prompts=FOUR, reward=vowels, max_new_tokens=4)["problems"] == 4
+
+
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:
     how = {**SMALL, "steps": 4}
     pt.grpo(prompts=FOUR, reward=vowels, out="whole", **how)
@@ -106,6 +122,23 @@ def test_a_result_of_an_untrained_run_trains_it_and_stop_ends_it_early() -> None
     assert not thread.is_alive(), "nobody can ask for another step"
     with pytest.warns(ResourceWarning, match=r"never begun: call \.train"):
         pt.rl(prompts=FOUR, reward=vowels, **SMALL).__del__()
+
+
+def test_a_run_that_was_left_is_not_done_and_goes_on_where_it_was_loaded() -> None:
+    how = {**SMALL, "steps": 3, "checkpoint_every": 1, "reward": "length"}
+    whole = pt.rl(prompts=FOUR, out="whole", **how).train()
+    run = pt.rl(prompts=FOUR, out="left", **how)
+    next(run.steps())
+    thread = run._stepper._thread
+    del run
+    gc.collect()
+    thread.join(30)
+    left = pt.load("left")
+    assert isinstance(left, pt.Run) and "not ended" in repr(left) and "not ended" in repr(left.stop())
+    assert left.train().metrics[-1]["step"] == 3 and "done" in repr(left) and "done" in repr(whole)
+    assert Path("left/export/model.safetensors").read_bytes() == Path("whole/export/model.safetensors").read_bytes()
+    with pytest.raises(pt.UserError, match="there is no run and no model nowhere"):
+        pt.load("nowhere")
 
 
 def test_an_error_in_the_thread_of_steps_is_raised_where_they_are_taken() -> None:
@@ -202,6 +235,9 @@ def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) 
     assert isinstance(rm.score("n1", "aa"), float)
     with pytest.raises(pt.UserError, match="reward model, which writes nothing"):
         rm.sample("n1")
+    assert "posttrain sample" not in capsys.readouterr().out
+    with pytest.raises(pt.UserError, match="is a reward model, which scores responses and writes none; name a language model"):
+        pt.sample(str(rm.directory), "n1")
     how = {key: value for key, value in SMALL.items() if key not in ("group", "beta")}
     run = pt.ppo(prompts=FOUR, reward=rm, held_out=1, **how)
     assert {"loss/value", "value/error"} <= run.metrics[-1].keys()

@@ -46,8 +46,10 @@ def test_each_end_has_its_code_and_one_line(
     ("words", "said"),
     [
         (["evall", "m"], "unknown command 'evall'; did you mean 'eval'?"),
-        (["list", "algoritms"], "unknown kind of 'posttrain list' 'algoritms'; did you mean 'algorithms'?"),
-        (["list", "recipies", "--json"], "unknown kind of 'posttrain list' 'recipies'; did you mean 'recipes'?"),
+        (["list", "algoritms"], "unknown kind 'algoritms'; did you mean 'algorithms'?"),
+        (["list", "grpo"], "grpo is one of the algorithms: posttrain list algorithms grpo"),
+        (["compare", "runs/one"], "the following arguments are required: OTHER"),
+        (["list", "recipies", "--json"], "unknown kind 'recipies'; did you mean 'recipes'?"),
         (["run"], "the following arguments are required: recipe; see 'posttrain run --help'"),
         (["eval", "m"], "one of the arguments --task --harness is required; see 'posttrain eval --help'"),
         (["doctor", "--jsn"], "unknown argument '--jsn'; see 'posttrain doctor --help'"),

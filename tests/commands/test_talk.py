@@ -122,10 +122,19 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(run: Path, monkeypatch: p
         next(inspect.chat(str(run), ["Hello"], ["group=2"]))
 
 
+def test_an_unknown_key_of_sample_is_refused_with_all_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", str(run), "1+1=", "n=3"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown key of sample 'n'; known: device, group, max_new_tokens, " in said and "seed, temperature" in said
+
+
 def test_chat_reads_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert cli.main(["chat", str(run), *SHORT]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/new\n"))
+    assert cli.main(["chat", str(run), *SHORT]) == 0
+    assert capsys.readouterr().out == "/new begins another conversation; an empty line or Ctrl-D ends it.\n"
 
 
 def test_labels_are_kept_at_once_and_continued(

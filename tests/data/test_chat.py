@@ -173,10 +173,19 @@ def test_a_template_that_drops_earlier_thinking_is_refused_only_where_it_matters
         render_example(tokenizer, (*thinking, *thinking), "conversation 7")
 
 
-def test_a_tokenizer_without_a_template_is_refused_in_one_line() -> None:
+def test_a_tokenizer_without_a_template_reads_one_message_as_text_and_no_conversation() -> None:
+    tokenizer = byte_level(None)
+    assert render_prompt(tokenizer, [Message("user", "ab")]) == tuple(tokenizer("ab")["input_ids"])
     with pytest.raises(UserError, match="no chat template") as caught:
-        render_prompt(byte_level(None), TALK[:2])
+        render_prompt(tokenizer, TALK[:2])
     assert "\n" not in str(caught.value)
+    for prompt, tools in (([Message("user", "ab")], [{"name": "f"}]), ([Message("assistant", "ab")], None)):
+        with pytest.raises(UserError, match="no chat template"):
+            render_prompt(tokenizer, prompt, tools=tools)
+    with pytest.raises(UserError, match="a user message contains the control token"):
+        render_prompt(tokenizer, [Message("user", f"ab{tokenizer.all_special_tokens[0]}")])
+    with pytest.raises(UserError, match="no chat template"):
+        check_continues(tokenizer, ["tool"])
 
 
 def test_what_a_template_refuses_is_said() -> None:

@@ -140,6 +140,9 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
     (example,) = from_file(write(tmp_path, {"prompt": "12+34=", "completion": "46"}), tokenizer)
     assert tokenizer.decode(example.ids) == "12+34=46<|im_end|>"
     assert tokenizer.decode(example.ids[example.mask]) == "46<|im_end|>"
+    turns = {"prompt": [{"role": "user", "content": "12+34="}], "completion": [{"role": "assistant", "content": "46"}]}
+    (same,) = from_file(write(tmp_path, turns), tokenizer)
+    assert same.ids.tolist() == example.ids.tolist() and same.mask.tolist() == example.mask.tolist()
     (example,) = from_file(write(tmp_path, {"prompt": "", "completion": "46"}), tokenizer)
     assert example.mask.tolist()[0] is False
 
@@ -167,6 +170,22 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
         (
             b'{"mesages": [], "id": 1}',
             "line 2: a row of mesages, id has no.* nearest is messages, with messages: rename mesages to messages",
+        ),
+        (
+            b'{"instruction": "a", "context": "b", "response": "c"}',
+            "line 2: .* nearest is alpaca, .*: rename response to output, context to input;",
+        ),
+        (b'{"conversation": []}', "line 2: .* nearest is sharegpt, .*: rename conversation to conversations;"),
+        (
+            b'{"data": [{"prompt": "a"}]}',
+            "line 2: .* data holds a list of objects: if they are the rows, write that list alone",
+        ),
+        (b'{"prompt": "a", "completion": 3}', "line 2: completion: expected a list of messages, or text, not int '3'"),
+        (b'{"prompt": "a", "completion": "b", "context": "c"}', "line 2: the column context would be dropped"),
+        (b'[{"role": "user", "content": "a"}]', "line 2: expected a JSON object, not list; a conversation is"),
+        (
+            b'{"messages": [{"from": "human", "value": "a"}]}',
+            "line 2: .* with from and value are read in the column conversations",
         ),
         (b'{"Instruction": "a", "output": "b"}', "line 2: .* nearest is alpaca, .*: rename Instruction to instruction;"),
         (b'{"chosen": "a", "rejected": "b"}', "line 2: a row of chosen, rejected is one of pairs; use the stage preference"),

@@ -197,10 +197,11 @@ LABEL = {"prompt": "hi", "completion": "a", "label": True}
 REFUSED = [
     (GOOD, {"prompt": "hi", "chosen": "a"}, "line 2: no rejected in a row of pairs$"),
     (GOOD, {"chosen": "a", "rejected": "b"}, "line 2: no prompt, and chosen or rejected is text without turns"),
+    (GOOD, {"question": "hi", "chosen": "a", "rejected": "b"}, "line 2: no prompt, and .* turns; rename question to prompt$"),
     (GOOD, {**GOOD, "prompt": ""}, "line 2: no prompt, or an empty one"),
     (GOOD, {**GOOD, "rejected": None}, "line 2: no rejected in a row of pairs"),
     (GOOD, {**GOOD, "rejected": [NO]}, "line 2: chosen and rejected must both be"),
-    (GOOD, {**GOOD, "chosen": 3, "rejected": 4}, "line 2: completion: expected a list of messages, or text"),
+    (GOOD, {**GOOD, "chosen": 3, "rejected": 4}, "line 2: chosen and rejected must both be text, or both lists of messages"),
     (GOOD, {**GOOD, "margin": math.nan}, "line 2: margin must be a finite number, not nan"),
     (GOOD, {**GOOD, "margin": "2"}, "line 2: margin must be a finite number, not '2'"),
     (GOOD, {**GOOD, "margin": 10**400}, "line 2: margin must be a finite number, not 1000"),

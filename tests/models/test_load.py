@@ -102,6 +102,7 @@ def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     assert "is named org/name" in refusal("nowhere")
     assert "there is no GGUF file nowhere/at-all.gguf" in refusal("nowhere/at-all.gguf")
     assert "the model name is empty" in refusal(" ")
+    assert "tiny:nano is made from nothing where a stage trains it" in refusal("tiny:nano")
 
 
 def test_a_file_is_not_a_directory(saved: Path) -> None:

@@ -44,10 +44,12 @@ def test_a_function_gets_the_parameters_that_it_declares() -> None:
     called(lambda p, r: keep(p, r))
     called(lambda question, response, truth: keep(question, response, truth))
     called(lambda text: keep(text))
+    called(lambda solution_str, ground_truth, **rest: keep(solution_str, ground_truth))
     called(partial(lambda response, k: keep(response, k), k=2))
     called(columns)
     assert seen == [
-        ("ask", "said", ["gold"]), ("said", "x", 3), ("said",), ("ask", "said"), ("ask", "said", ["gold"]), ("said",), ("said", 2),
+        ("ask", "said", ["gold"]), ("said", "x", 3), ("said",), ("ask", "said"), ("ask", "said", ["gold"]), ("said",),
+        ("said", ["gold"]), ("said", 2),
         ("said", {"prompt": "ask", "answer": ["gold"], "style": "x"}),
     ]  # fmt: skip
     assert called(len).value == 4.0
@@ -124,6 +126,25 @@ def test_several_are_summed_with_weights_and_one_without_a_score_has_no_part() -
 def test_parameters_that_nothing_fills_are_refused(function: Any) -> None:
     with pytest.raises(UserError, match=r"asks for .*, which is neither .* nor a column of the data \(style\)"):
         Function.of(function).check(["style"])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda response, answer: 0, lambda p, r, a: 0, lambda solution_str, ground_truth: 0, lambda completions, answer: []],
+)
+def test_an_answer_that_no_row_has_is_refused_and_never_an_empty_text(function: Any) -> None:
+    with pytest.raises(UserError, match=r"asks for (answer|a|ground_truth), but no row has an answer: answer=NAME .* \(gold\)"):
+        Function.of(function).check(["gold"], answered=False)
+    Function.of(function).check(["gold"], answered=True)
+    Function.of(lambda response, answer="": 0).check(["gold"], answered=False)
+    Function.of(lambda solution_str, ground_truth: 0).check(["ground_truth"], answered=False)
+
+
+def test_parameters_that_are_filled_by_their_order_are_named() -> None:
+    said = Function.of(lambda pred, gold: 0).said(["prompt"])
+    assert said.endswith("is called with pred = the prompt, gold = the response")
+    for function in (lambda pred: 0, lambda response, answer: 0, lambda completions, **rest: []):
+        assert Function.of(function).said(["prompt"]) == ""
 
 
 def test_functions_of_one_name_are_told_apart_and_one_defined_again_is_the_same() -> None:

@@ -80,6 +80,20 @@ def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
             task.problems("train")
 
 
+def test_a_published_set_that_cannot_be_reached_says_where_else_it_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*given: Any, **more: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    reader.load_hub.cache_clear()
+    with pytest.raises(
+        UserError, match=r"gsm8k: cannot load .*no network; or name a folder that holds the files: task.data=FOLDER"
+    ):
+        Gsm8k().problems("train")
+
+
 def test_it_can_be_written_in_a_configuration() -> None:
     task = config_tree.from_tree({"name": "hub", "dataset": "a/b", "reward": "answer"}, Task, "task")
     assert isinstance(task, Hub) and config_tree.to_tree(task)["test_split"] == "test"
