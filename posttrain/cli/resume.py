@@ -28,6 +28,9 @@ def call(options: argparse.Namespace) -> int | None:
         require(not options.settings, "the settings of a sweep cannot change when it is resumed")
         return report_sweep(sweep.resume(options.run, options.allow_code))
     run = Run(options.run)
+    if not options.settings and pipeline.untouched(run):
+        pipeline.resume(options.run)
+        return None
     settings, _ = pipeline.settings_of(run, options.allow_code, options.settings)
     words = ["resume", str(options.run), *options.settings]
     code = None
