@@ -108,13 +108,13 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     work is done, and stages that have not begun. `arguments` may also lengthen a stage, even of a finished run. Changes that would
     make it another run are refused. A complete run is left as it is."""
     run = Run(directory)
-    settings, pairs = settings_of(run, allow_code, arguments)
-    tree = config.to_config(settings)
-    found = changed(run, tree)
-    if is_complete(run, found):
+    left = to_resume(run, allow_code, arguments)
+    if left is None:
         if processes.rank() == 0:
             console.write_text(f"{completed(run)}\n", sys.stdout)
         return directory
+    settings, pairs, found = left
+    tree = config.to_config(settings)
     if follows(settings):
         return follow(settings)
     with RunWriter.resume(directory) as writer, explained(directory):
@@ -131,9 +131,18 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     return directory
 
 
-def is_complete(run: Run, found: Changes) -> bool:
-    """Whether nothing is left to do; `found` was compared before, as the process that writes removes the summary first."""
-    return run.summary is not None and not found.extended
+def to_resume(
+    run: Run, allow_code: bool, arguments: Sequence[str]
+) -> tuple[Settings, dict[str, JSON], Changes] | None:
+    """With which settings a run goes on, those that were given now, and what they change; None where it is complete."""
+    check_format(run)
+    # as it ended: then nothing that it names has to be there
+    if not arguments and run.summary is not None and changed(run, run.config) == Changes((), ()):
+        return None
+    settings, pairs = settings_of(run, allow_code, arguments)
+    found = changed(run, config.to_config(settings))
+    # compared first: the process that writes removes the summary before it says what has changed
+    return None if run.summary is not None and not found.extended else (settings, pairs, found)
 
 
 def completed(run: Run) -> str:

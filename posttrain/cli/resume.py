@@ -21,18 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def call(options: argparse.Namespace) -> int | None:
     from posttrain import pipeline
     from posttrain.commands import sweep
-    from posttrain.config import to_config
     from posttrain.runs.read import Run
 
     if (options.run / sweep.RECORD).is_file():
         require(not options.settings, "the settings of a sweep cannot change when it is resumed")
         return report_sweep(sweep.resume(options.run, options.allow_code))
-    run = Run(options.run)
-    settings, _ = pipeline.settings_of(run, options.allow_code, options.settings)
+    left = pipeline.to_resume(Run(options.run), options.allow_code, options.settings)
     words = ["resume", str(options.run), *options.settings]
-    code = None
-    if not pipeline.is_complete(run, pipeline.changed(run, to_config(settings))):
-        code = start_processes(words, options.allow_code, settings, options.run)
+    code = left and start_processes(words, options.allow_code, left[0], options.run)
     if code is None:
         pipeline.resume(options.run, options.allow_code, options.settings)
     return code

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain import cli
 from posttrain.errors import GuardStop
 from posttrain.runs.read import Run as Reader
 
@@ -70,6 +71,7 @@ def test_a_reward_may_leave_the_folder_and_switch_gradients_off(tmp_path: Path) 
     finally:
         torch.set_grad_enabled(True)
     assert run.directory == Path("here") and len(run.metrics) == 2 and run.metrics[0]["grad_norm"] > 0
+    assert cli.main(["resume", "here"]) == 0, "a complete run needs no function"
     assert (tmp_path / "here" / "export").is_dir() and list((tmp_path / "here" / "checkpoints").rglob("step-1"))
 
 
