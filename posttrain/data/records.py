@@ -75,7 +75,7 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames or ()
-        # columns without a name, as spreadsheets leave them behind, are nobody's
+        # columns without a name, as spreadsheets leave them behind, are ignored
         twice = next((name for name, count in Counter(names).items() if count > 1 and name), "")
         require(not twice, f"{file} line 1: the column {twice!r} is there twice; rename one")
         for row in reader:

@@ -99,8 +99,8 @@ class SearchStage(AnswerStage):
     ) -> tuple[list[Rollout], int]:
         """The best final answer found for each problem, and the number of sampled tokens."""
         limit = min(self.step_tokens, self.sampling.max_new_tokens)
-        least = min(self.sampling.min_new_tokens, limit)
-        sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=least)
+        fewest = min(self.sampling.min_new_tokens, limit)
+        sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=fewest)
         first = replace(self, sampling=sampling)
         later = replace(first, task=Continued(self.task))
         decoder, tokens = Decoder(policy.tokenizer), 0
