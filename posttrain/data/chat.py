@@ -146,6 +146,8 @@ def _not_continued(tokenizer: Tokenizer, size: int, text: str, role: str) -> str
 def unopened(tokenizer: Tokenizer) -> str:
     """What a chat template without a generation prompt writes before the assistant's words: a policy has to write it itself. "" where
     there is none, or where the template refuses such a conversation."""
+    if not tokenizer.chat_template:
+        return ""
     template = _Template(tokenizer, "a prompt", None)
     try:
         asked = [(_turn(REPLY)[:1], False), (_turn(REPLY)[:1], True), (_turn(REPLY), False)]

@@ -228,7 +228,7 @@ def test_a_process_that_dies_at_once_is_named_with_its_reason(policy: Policy) ->
 
 def test_a_worker_in_fp8_is_held_to_its_own_tolerance(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashes are of the weights as they were sent; the log-probs of the probe may differ by what fp8 rounds, and not by more."""
-    settings = worker_settings(policy, 64, processes=1, **asdict(Precision("fp8", "fp8")))
+    settings = worker_settings(policy, 64, processes=1, **asdict(Precision("fp8")))
     made = ThreadSampler(policy, settings, 1)
     made.publish(1)
     made.submit(requests(2))

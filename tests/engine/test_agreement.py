@@ -107,6 +107,6 @@ def test_decode_equals_prefill() -> None:
     assert float(torch.log_softmax(logits, -1)[whole.ids[10]]) == pytest.approx(float(whole.logprobs[10]), abs=1e-5)
     ((greedy,),) = generate_groups(engine, [Prompt((5, 6), 1, 0, Sampling(20, 0.0, min_new_tokens=20))])
     ((rest,),) = generate_groups(
-        engine, [Prompt((5, 6, *greedy.ids[:10].tolist()), 1, 0, Sampling(10, 0.0, min_new_tokens=20))]
+        engine, [Prompt((5, 6, *greedy.ids[:10].tolist()), 1, 0, Sampling(10, 0.0, min_new_tokens=10))]
     )
     np.testing.assert_array_equal(greedy.ids[10:], rest.ids)
