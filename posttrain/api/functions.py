@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from posttrain import catalogue, config, config_tree
@@ -36,7 +36,11 @@ from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
+from posttrain.trust import active, trusting
 from posttrain.types import JSON, Problem, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.commands.inspect import TaskOfRun
 
 # files of runs that may not have begun yet, so that no other run takes their directories
 _waiting: WeakSet[inputs.Files] = WeakSet()
@@ -262,28 +266,35 @@ def evaluate(
     tools: Any = (),
     seed: int = 0,
     tokenizer: Any = None,
+    allow_code: bool = False,
     **settings: Any,
 ) -> dict[str, JSON]:
     """Evaluate a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward and pass@k, each
     with its confidence interval. `settings` are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of
-    the task. For a reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its
+    the task. Without a task, a run is evaluated on the task of its last stage that has one; the name of that task, without settings of
+    the task, means the same. The result then names the stage in `task_source`; with `allow_code`, the task may run code that the run's
+    directory names. For a reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its
     calibration."""
     if data is not None:
         return _agreement(model, data, **settings)
-    require((prompts is None) != (task is None), "evaluate: give either prompts or a task")
-    with tempfile.TemporaryDirectory() as folder:
+    own = _own_task(model, task, settings) if prompts is None else None
+    either = (prompts is None) != (task is None and own is None)
+    require(either, "evaluate: give either prompts or a task")
+    trust = active() if own is None else own.trust(settings, allow_code)
+    with trusting(trust), tempfile.TemporaryDirectory() as folder:
         files = inputs.Files(Path(folder), "evaluate")
-        if task is None:
+        if prompts is not None:
             made, _ = inputs.as_rewards(reward, weights, (), None, files.path(prompts, "prompts"))
             values = {f.name: getattr(made, f.name) for f in fields(Prompts) if f.init}
             given: Task = _AllPrompts(**values)
         else:
             alone = "evaluate: a task has its own reward; give prompts with this one"
             require(reward is None, alone)
-            given = inputs.as_task(task)
+            given = inputs.as_task(task if own is None else own.tree)
         given = inputs.with_tools(given, tools, settings) if tools else given
         given_stage = {"name": "eval", "model": "model", "task": given}
         stage = inputs.built(EvaluateStage, given_stage, settings, "evaluate")
+        config.check_named([stage])
         with files, worker_pool([stage]) as workers:
             stage.task.ready()
             policy = _policy(model, tokenizer)
@@ -291,7 +302,20 @@ def evaluate(
             result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
     # accuracy has no meaning for a reward that does not tell right from wrong
     left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
-    return {name: value for name, value in result.items() if name not in left_out}
+    found = {name: value for name, value in result.items() if name not in left_out}
+    return found if own is None else {**found, "task_source": own.source(stage.task)}
+
+
+def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun | None:
+    """The task of a run, unless another is given, or the same with settings."""
+    from posttrain.commands.inspect import task_of_run
+
+    if not isinstance(model, Run) or not isinstance(task, str | None):
+        return None
+    model.policy()  # a run that has not begun is trained first
+    found = task_of_run(str(model.directory), task or "")
+    changed = (key.removeprefix("task.") for key in settings)
+    return None if found and task and any(key in found.tree for key in changed) else found
 
 
 def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]:

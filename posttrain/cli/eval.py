@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from posttrain.cli.base import add_json, add_settings, print_json, print_lines
+from posttrain.cli.base import add_allow_code, add_json, add_settings, print_json, print_lines
 
 if TYPE_CHECKING:
     from posttrain.commands.inspect import EvalReport
 
-EXAMPLE = "posttrain eval runs/quickstart-1/export --task arithmetic task.level=3 problems=1000"
+EXAMPLE = "posttrain eval runs/quickstart-1 problems=1000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", help="a task, or several with commas: NAME.KEY is a setting of one")
+    what = parser.add_mutually_exclusive_group()
+    text = "a task, or several with commas: NAME.KEY is a setting of one; of a run, without it, the run's own"
+    what.add_argument("--task", default="", help=text)
     text = "tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
     what.add_argument("--harness", metavar="TASK", help=text)
     parser.add_argument("--against", default="", help="another model: who wins on the same prompts")
     add_json(parser)
+    add_allow_code(parser)
     text = "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed,"
     text += " device; of a win rate also reward_model, judge, judge.KEY;"
     text += " with --harness limit, fewshot, chat, max_length, seed, device"
@@ -36,11 +38,13 @@ def call(options: argparse.Namespace) -> None:
 
     against = [f"against={options.against}"] if options.against else []
     tasks = options.task.split(",")
-    reports = evaluate_tasks(options.model, tasks, [*options.settings, *against])
+    settings = [*options.settings, *against]
+    reports = evaluate_tasks(options.model, tasks, settings, options.allow_code)
     if options.json:
         trees = {task: report.tree() for task, report in reports.items()}
         print_json(trees if len(tasks) > 1 else trees[tasks[0]], indent=None)
         return
+    print_lines(report.source for report in reports.values() if report.source)
     if len(tasks) > 1 and all(report.paired for report in reports.values()):
         first, second = (one.model for one in next(iter(reports.values())).models)
         rows = [report.change(task) for task, report in reports.items()]

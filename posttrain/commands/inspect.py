@@ -8,21 +8,30 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from posttrain import config, config_tree
+from posttrain import catalogue, config, config_tree
 from posttrain.errors import UserError, require, unknown
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
-from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, encode, sampled_tokens
+from posttrain.runs.layout import (
+    CONFIG,
+    EpisodeRow,
+    RolloutRow,
+    TokenArrays,
+    encode,
+    sampled_tokens,
+)
 from posttrain.runs.read import Run
+from posttrain.runs.resume_policy import short
 from posttrain.system import machine
+from posttrain.trust import EVERYTHING, Trust, active, trusting
 from posttrain.types import JSON, Message, Sampler, Sampling
 
 if TYPE_CHECKING:
@@ -100,6 +109,7 @@ class EvalReport:
     paired: Comparison | None = None
     won: Mapping[str, JSON] = field(default_factory=dict)
     lines: Sequence[str] = ()  # of two models, for a person
+    source: str = ""  # where the task's settings come from, if from the run
 
     def change(self, name: str) -> BeforeAfter:
         """Two models as a row of a table of tasks: the second is the one before."""
@@ -116,7 +126,7 @@ class EvalReport:
         if self.paired:
             tree |= {"against": self.models[1].figures, "paired": asdict(self.paired)}
             tree["won"] = dict(self.won)
-        return encode(tree)
+        return encode(tree | ({"task_source": self.source} if self.source else {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +146,61 @@ def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class TaskOfRun:
+    """The task of the last stage of a run that has one, with its settings."""
+
+    run: Path
+    stage: str
+    tree: dict[str, JSON]
+
+    def trust(self, typed: Mapping[str, JSON], allow_code: bool) -> Trust:
+        """What its settings may name: the run may come from someone else."""
+        where = str(self.run / CONFIG)
+        return EVERYTHING if allow_code else Trust(where, typed, strict=False)
+
+    def source(self, task: Any) -> str:
+        """One line for a person: the task as it is used, without defaults."""
+        own = [one for one in fields(task) if one.init] if is_dataclass(task) else []
+        told = [(one.name, getattr(task, one.name), one.default) for one in own]
+        words = [
+            f"{name}={short(value)}" for name, value, usual in told if value not in (usual, {})
+        ]
+        task_text = " ".join([str(self.tree["name"]), *words])
+        return f"task: {task_text}, as in stage {self.stage} of {self.run}"
+
+
+def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
+    """The task of the run that made the model. With `task`, a name, None if that is another one, or if no run made the model;
+    without, these are errors."""
+    from posttrain.stages._contamination import made_by
+    from posttrain.tasks.base import Task
+
+    run = Path(model).expanduser()
+    if not (run / CONFIG).is_file() and (folder := made_by(model)) is not None:
+        run = folder.parent.parent
+    if not (run / CONFIG).is_file():
+        require(bool(task), f"eval: {model} is not the model of a run; give a task (--task NAME)")
+        return None
+    stages = Run(run).config.get("stages", [])
+    trees = [
+        tree for tree in stages if isinstance(tree, dict) and isinstance(tree.get("task"), dict)
+    ]
+    require(bool(trees or task), f"eval: no stage of {run} has a task; give one (--task NAME)")
+    if not trees:
+        return None
+    tree = dict(trees[-1]["task"])
+    typed = catalogue.short_form("task", task, Task) if task else {"name": tree.get("name")}
+    same = "name" in tree and all(tree.get(key) == value for key, value in typed.items())
+    return TaskOfRun(run, str(trees[-1].get("name")), tree) if same else None
+
+
 def evaluate_tasks(
-    model: str, tasks: Sequence[str], settings: Sequence[str]
+    model: str, tasks: Sequence[str], settings: Sequence[str], allow_code: bool = False
 ) -> dict[str, EvalReport]:
     """The same of each of several tasks. A setting NAME.KEY is of the task NAME alone; others are of all."""
     if len(tasks) == 1:
-        return {tasks[0]: evaluate(model, tasks[0], settings)}
+        return {tasks[0]: evaluate(model, tasks[0], settings, allow_code)}
     require(len(set(tasks)) == len(tasks), f"eval: {','.join(tasks)}: a task is named twice")
     saved = [word for word in settings if word.startswith("save=")]
     require(not saved, "eval: save is of one task; leave it out, or name one task")
@@ -150,26 +209,43 @@ def evaluate_tasks(
         others = tuple(f"{other}." for other in tasks if other != task)
         own = [word for word in settings if not word.startswith(others)]
         words = [re.sub(rf"^{re.escape(task)}\.", "task.", word) for word in own]
-        found[task] = evaluate(model, task, words)
+        found[task] = evaluate(model, task, words, allow_code)
     return found
 
 
-def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
+def evaluate(
+    model: str, task: str, settings: Sequence[str], allow_code: bool = False
+) -> EvalReport:
     """Measure a model on a task's held-out problems; with `against`, also another model on the same ones, and which of the two wins: by
-    the task's score or, where one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem results."""
+    the task's score or, where one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem results.
+
+    Without a task it is that of the run that made the model. A task that is named alone, without settings of its own, has those of
+    the run if it is the run's."""
+    pairs = dict(map(config_tree.pair, settings))
+    alone = not any(key.startswith("task.") for key in pairs)
+    found = task_of_run(model, task) if alone or not task else None
+    tree: dict[str, JSON] = {"name": task} if found is None else found.tree
+    typed = {**pairs, "task": task}
+    with trusting(active() if found is None else found.trust(typed, allow_code)):
+        stage, report = _evaluate(model, tree, pairs)
+    return report if found is None else replace(report, source=found.source(stage.task))
+
+
+def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tuple[Any, EvalReport]:
+    """The evaluation of a task, by its settings, and its stage."""
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
     from posttrain.stages.versus import decided, tally, won_text
 
-    pairs = dict(map(config_tree.pair, settings))
+    task = str(tree["name"])
     options = _options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
         needs = f"eval: {judges[0]} decides who wins between two models"
         require(bool(options.against), f"{needs}; name the other: against=MODEL")
-        return _versus(model, task, pairs, options)
-    stage = _eval_stage("evaluate", model, task, pairs)
+        return _versus(model, tree, pairs, options)
+    stage = _eval_stage("evaluate", model, tree, pairs)
     if not isinstance(stage, EvaluateStage):
         raise UserError("eval: model and task cannot be changed by settings")
     stage.task.ready()
@@ -198,21 +274,23 @@ def evaluate(model: str, task: str, settings: Sequence[str]) -> EvalReport:
         Path(options.save).write_text(lines, "utf-8")
     many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each"
     if not options.against:
-        return EvalReport(many, models)
+        return stage, EvalReport(many, models)
     asked = prompts(ours.groups)
     paired = compare(theirs.solved(), ours.solved(), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
-    return EvalReport(many, models, paired, won, [line])
+    return stage, EvalReport(many, models, paired, won, [line])
 
 
-def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more: str) -> Stage:
+def _eval_stage(
+    kind: str, model: str, task: dict[str, JSON], pairs: dict[str, JSON], **more: str
+) -> Stage:
     """A stage of the command's model and task with the other settings. A task or a judge may need its settings to be made at all, so
     they go into the tree before it is read."""
     from posttrain.stages.base import Stage
 
     tree: dict[str, JSON] = {"stage": kind, "name": "eval", "model": model, **more}
-    tree |= {"sampling": {"temperature": 0.0}, "task": {"name": task}}
+    tree |= {"sampling": {"temperature": 0.0}, "task": dict(task)}
     if isinstance(pairs.get("judge"), str):
         tree["judge"] = {"model": pairs.pop("judge")}
     own = [key for key in pairs if key.startswith(("task.", "judge."))]
@@ -221,10 +299,13 @@ def _eval_stage(kind: str, model: str, task: str, pairs: dict[str, JSON], **more
         tree.setdefault(group, {})[name] = pairs.pop(key)
     keys = {f"eval.{key}": value for key, value in pairs.items()}
     stage: Stage = config_tree.override([config_tree.from_tree(tree, Stage, "eval")], keys)[0]
+    config.check_named([stage])
     return stage
 
 
-def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions) -> EvalReport:
+def _versus(
+    model: str, task: dict[str, JSON], pairs: dict[str, JSON], options: EvalOptions
+) -> tuple[Any, EvalReport]:
     """Who wins by a reward model or a judge: a versus stage in a run directory that is removed."""
     from posttrain.stages._check import check_stages
     from posttrain.stages.base import temporary_context, worker_pool
@@ -243,9 +324,10 @@ def _versus(model: str, task: str, pairs: dict[str, JSON], options: EvalOptions)
         found = stage.run(context)
         if options.save:
             shutil.copy(context.folder(stage.name) / "problems.jsonl", options.save)
-    won = {"model": model, "against": options.against, "task": task, **found}
+    won = {"model": model, "against": options.against, "task": task["name"], **found}
     lines = [won_text(model, options.against, found), *(f"  {text}" for text in alarms)]
-    return EvalReport(f"{found['problems']} held-out problems of {task}", [], None, won, lines)
+    setting = f"{found['problems']} held-out problems of {task['name']}"
+    return stage, EvalReport(setting, [], None, won, lines)
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:

@@ -91,6 +91,22 @@ def test_a_base_model_without_a_chat_template_reads_prompts_as_they_are() -> Non
     assert pt.evaluate(run, prompts=FOUR, reward=vowels, max_new_tokens=4)["problems"] == 4
 
 
+def test_a_run_is_evaluated_on_its_own_task() -> None:
+    run = pt.rl(task={"name": "arithmetic", "level": 1}, out="mine", **{**SMALL, "evaluate_every": 0, "steps": 2})
+    next(run.steps())
+    source = "task: arithmetic level=1, as in stage rl of mine"
+    short = {"problems": 4, "max_new_tokens": 2}
+    assert run.evaluate(**short)["task_source"] == source, "between two steps"
+    run.train()
+    for found in (run.evaluate(**short), pt.evaluate(run, "arithmetic", **short), pt.load("mine").evaluate(**short)):
+        assert found["task_source"] == source
+    for found in (run.evaluate("arithmetic", level=1, **short), run.evaluate("sums", **short)):
+        assert "task_source" not in found
+    assert "level=2, as in" in run.evaluate(level=2, **short)["task_source"]
+    with pytest.raises(pt.UserError, match="evaluate: give either prompts or a task"):
+        pt.evaluate("some/model")
+
+
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:
     how = {**SMALL, "steps": 4}
     pt.grpo(prompts=FOUR, reward=vowels, out="whole", **how)

@@ -51,7 +51,7 @@ def test_each_end_has_its_code_and_one_line(
         (["compare", "runs/one"], "the following arguments are required: OTHER"),
         (["list", "recipies", "--json"], "unknown kind 'recipies'; did you mean 'recipes'?"),
         (["run"], "the following arguments are required: recipe; see 'posttrain run --help'"),
-        (["eval", "m"], "one of the arguments --task --harness is required; see 'posttrain eval --help'"),
+        (["eval", "m"], "eval: m is not the model of a run; give a task (--task NAME)"),
         (["doctor", "--jsn"], "unknown argument '--jsn'; see 'posttrain doctor --help'"),
     ],
 )

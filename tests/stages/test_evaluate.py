@@ -19,6 +19,7 @@ from posttrain.models.save import save
 from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
+from posttrain.runs.layout import CONFIG, FORMAT
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._answers import kl_to, perplexity
@@ -265,6 +266,66 @@ def test_eval_of_a_task_that_needs_a_setting(tmp_path: Path, capsys: pytest.Capt
     assert "2 held-out problems of jsonl" in capsys.readouterr().out
     assert cli.main(asked) == 2
     assert "missing file" in capsys.readouterr().err
+
+
+def configured(folder: Path, *tasks: dict[str, Any]) -> Path:
+    """A run directory of one model; a stage for each task."""
+    model(0, folder / "export")
+    model(0, folder / "stages" / "after0" / "model")
+    stages = [{"stage": "evaluate", "name": f"after{n}", "model": "m", "task": task} for n, task in enumerate(tasks)]
+    config_file = {"format": FORMAT, "stages": [*stages, {"stage": "sft", "name": "last", "model": "m"}]}
+    (folder / CONFIG).write_text(json.dumps(config_file))
+    return folder
+
+
+def test_eval_of_a_run_takes_the_task_of_its_last_stage_that_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = configured(tmp_path / "run", {"name": "arithmetic", "level": 2}, {"name": "arithmetic", "level": 1})
+    short = ["problems=4", "max_new_tokens=2", "device=cpu"]
+
+    def said(*words: str, place: Path = run) -> str:
+        assert cli.main(["eval", str(place), *words, *short]) == 0
+        return capsys.readouterr().out
+
+    line = f"task: arithmetic level=1, as in stage after1 of {run}\n"
+    assert said().startswith(line + f"{run} on 4 held-out problems of arithmetic")
+    assert said("--task", "arithmetic").startswith(line)
+    for place in (run / "export", run / "stages" / "after0", run / "stages" / "after0" / "model"):
+        assert said(place=place).startswith(line)
+    assert "level=2, as in stage after1" in said("task.level=2")
+    assert said("--task", "arithmetic,sums", "arithmetic.level=2").count("as in stage") == 0
+    assert said("--task", "arithmetic,sums").count("as in stage") == 1
+    for words in (["--task", "arithmetic", "task.level=2"], ["--task", "arithmetic", "task.seed=1"], ["--task", "sums"]):
+        assert "as in stage" not in said(*words)
+    saved = [
+        said("--json", *words, f"save={tmp_path / name}")
+        for name, *words in [("a",), ("b", "--task", "arithmetic", "task.level=1")]
+    ]
+    assert json.loads(saved[0])["task_source"] + "\n" == line and "task_source" not in json.loads(saved[1])
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text(), "the same problems"
+
+
+def test_eval_of_a_run_from_elsewhere_runs_none_of_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(60)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "pay.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\ndef pay(response):\n    return 1.0\n"
+    )
+    task = {"name": "jsonl", "file": str(tmp_path / "q.jsonl"), "reward": f"{tmp_path / 'pay.py'}:pay"}
+    run = configured(tmp_path / "run", task)
+    for words in ([], ["--task", "jsonl"]):
+        asked = ["eval", str(run), *words, "problems=2", "max_new_tokens=2", "device=cpu"]
+        assert cli.main(asked) == 2
+        assert "would run code from a file; pass --allow-code if you trust it" in capsys.readouterr().err
+    assert not (tmp_path / "mark").exists()
+    assert cli.main([*asked, "--allow-code"]) == 0 and (tmp_path / "mark").exists()
+
+
+def test_eval_without_a_task_says_why_it_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = configured(tmp_path / "run")
+    assert cli.main(["eval", str(run)]) == 2
+    assert f"eval: no stage of {run} has a task; give one (--task NAME)" in capsys.readouterr().err
 
 
 def test_eval_of_a_run_says_what_it_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

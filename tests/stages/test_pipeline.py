@@ -84,8 +84,9 @@ def test_the_resolved_configuration_builds_the_same_settings(run: Path) -> None:
 def test_eval_sample_show_and_plan_speak(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", str(run), "--task", "arithmetic", "problems=20", "task.level=2"]) == 0
     assert "pass@1" in capsys.readouterr().out
-    assert cli.main(["eval", str(run), "--task", "arithmetic", "problems=5", "samples=4", "temperature=1.0", "--json"]) == 0
+    assert cli.main(["eval", str(run), "problems=5", "samples=4", "temperature=1.0", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["task"] == "arithmetic"
     assert set(result["pass_at"]) == {"1", "2", "4"} and set(result["parts"]) == {"answer", "format", "steps"}
     assert cli.main(["sample", str(run), "12+34=", "group=2", "max_new_tokens=5"]) == 0
     assert "[1] " in capsys.readouterr().out
