@@ -159,7 +159,7 @@ TOYS = {
     "run reasoning.yaml": "rl.steps=1 rl.prompts=2 before.problems=4",
     "run safety.yaml": "helpful.steps=2 harmless.steps=2 rl.steps=1 rl.prompts=2",
     "eval quickstart-1": "problems=100",
-    "eval RUN": "problems=4 max_new_tokens=16 ifeval.data=FOLDER",
+    "eval RUN --task": "problems=4 max_new_tokens=16 ifeval.data=FOLDER",
     "eval": "problems=4 max_new_tokens=16",
 }
 # An exit code that says what was found, where the run is too small to find more.
