@@ -28,6 +28,20 @@ UNPACK = "unpack it yourself if you trust it"
 TABLE_ROWS = 16  # rows of a compressed table that are read at a time
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a key that is there twice, Python would keep the last value without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise UserError(f"the key {twice!r} is there twice; remove or rename one")
+    return made
+
+
+# made once: functions of `json` with arguments make them anew at each call
+_decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
+
 def check_whole(text: str, where: str) -> None:
     """Raise an error for text that cannot be written as UTF-8."""
     try:
@@ -45,7 +59,7 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
         found, kind = True, type(record).__name__
         talk = '; a conversation is {"messages": [...]}' if isinstance(record, list) else ""
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}{talk}")
-        spelled = json.dumps(record, ensure_ascii=False, default=str)
+        spelled = _encode(record)
         size += len(spelled)
         large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
         require(not packed or size <= MAX_UNPACKED, f"{large}; {UNPACK}")
@@ -148,7 +162,9 @@ def _entries(lines: Iterable[tuple[str, str]], file: str) -> Iterator[tuple[str,
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return _decode(text)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     except json.JSONDecodeError as error:
         first = where.endswith(" line 1")  # the file may be no JSONL at all
         hint = f"; rows are {KINDS}" if first else ""

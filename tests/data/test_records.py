@@ -64,6 +64,16 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch:
         read(tmp_path / "x.jsonl.gz", bomb)
 
 
+@pytest.mark.parametrize(
+    ("row", "key"), [('{"prompt": "a", "b": 1, "prompt": "c"}', "prompt"), ('{"m": [{"role": "user", "role": 1}]}', "role")]
+)
+def test_a_key_that_is_there_twice_is_refused(row: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"x.jsonl line 2: the key '{key}' is there twice; remove or rename one"):
+        read(tmp_path / "x.jsonl", b'{"prompt": "a"}\n' + row.encode() + b"\n")
+    with pytest.raises(UserError, match=f"x.json: the key '{key}' is there twice"):
+        read(tmp_path / "x.json", f"[{row}]".encode())
+
+
 def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     table = tmp_path / "a.csv"
     table.write_text('prompt,answer\n"a\nb",1\nc,"x,y"\n')
