@@ -73,7 +73,7 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
 
 def export(chosen: Chosen, target: Path) -> Path:
     """Write to a new folder what `push` would send; it appears whole or not at all."""
-    check_target(target.absolute(), replace=False)
+    check_target(target.absolute(), False, "remove that folder first")
     with one_line_when_unwritable(target), atomic_folder(target.absolute()) as folder:
         write_folder(chosen, folder)
     return target

@@ -56,8 +56,8 @@ def save(
     return target
 
 
-def check_target(target: Path, replace: bool) -> None:
-    """Refuse to write over anything but an earlier export, and over that only when asked."""
+def check_target(target: Path, replace: bool, how: str = "replace=True to overwrite it") -> None:
+    """Refuse to write over anything but an earlier export, and over that only when asked; `how` says how."""
     if not target.exists() and not target.is_symlink():
         return
     advice, plain = "give another place to save the model", not target.is_symlink()
@@ -66,7 +66,7 @@ def check_target(target: Path, replace: bool) -> None:
         return
     exported = (target / "config.json").is_file()
     require(exported, f"{target} holds other files, and is left alone; {advice}")
-    advice = "give another place, or replace=True to overwrite it"
+    advice = f"give another place, or {how}"
     require(replace, f"{target} already holds a saved model; {advice}")
 
 

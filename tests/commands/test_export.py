@@ -150,6 +150,7 @@ def test_the_card_does_not_name_places_of_this_machine(tmp_path: Path) -> None:
         (["push", "RUN", "me/x", "--license", "My Licence"], "is not an identifier of the hub, such as apache-2.0"),
         (["push", "RUN", "me/x", "--card", "absent.md"], "--card absent.md: there is no such file"),
         (["export", "RUN", "RUN"], "RUN holds other files, and is left alone"),
+        (["export", "RUN", "RUN/export"], "already holds a saved model; give another place, or remove that folder first"),
         (["export", "RUN", "m.gguf"], "convert_hf_to_gguf.py of llama.cpp is not installed; clone llama.cpp and set LLAMA_CPP"),
     ],
 )
