@@ -67,9 +67,11 @@ def read_gguf(
     bounds.check_numbers(str(path), header.values, *sizes)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+        from transformers import modeling_gguf_pytorch_utils as checkpoint
+        from transformers.utils import logging
 
-        parsed = load_gguf_checkpoint(str(path))
+        checkpoint.tqdm = logging.tqdm  # its own one ignores `disable_progress_bar`
+        parsed = checkpoint.load_gguf_checkpoint(str(path))
         config = AutoConfig.for_model(**parsed["config"])
         head_width = header.own("attention.key_length")
         if head_width is not None and hasattr(config, "head_dim"):

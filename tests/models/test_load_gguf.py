@@ -144,6 +144,13 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, architecture: str) -> Non
     assert load(str(tmp_path), dtype="bfloat16").model.dtype == torch.bfloat16  # a directory with one file is that file
 
 
+def test_no_progress_bar_reaches_the_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "m.gguf", Recipe())
+    capfd.readouterr()
+    load(str(tmp_path / "m.gguf"))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_quantized_weights_are_unpacked_and_can_be_trained(tmp_path: Path) -> None:
     model = write(tmp_path / "m.gguf", Recipe(quantized=True))
     loaded = load(str(tmp_path / "m.gguf")).model
