@@ -331,9 +331,9 @@ def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]
         paths = files.paths(data, "data")
         with files:
             read = [read_preferences(path, scorers[0].tokenizer, max_length) for path in paths]
-    for path, found in zip(paths, read, strict=True):
-        known = found.kind in ROWS["rankings"]
-        require(known, f"evaluate: {path} holds rows of kind {found.kind}, not pairs or rankings")
+            for path, found in zip(paths, read, strict=True):
+                other = f"evaluate: {path} holds rows of kind {found.kind}, not pairs or rankings"
+                require(found.kind in ROWS["rankings"], other)
     units = [tuple(map(until_end, unit)) for found in read for unit in found.units]
     return report([judge_pairs(scorer, units, 8192) for scorer in scorers])
 

@@ -88,8 +88,15 @@ class Files:
                 atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Remove the files if the run was refused before it started."""
-        if isinstance(error, UserError) and not (self.directory / CONFIG).exists():
+        """Name rows in an error by their argument, whose files the caller has not seen, and remove the files if the run was refused
+        before it started."""
+        if not isinstance(error, UserError):
+            return
+        text = str(error)
+        for path in self.lines:
+            text = text.replace(f"{path} line ", f"{path.stem} row ").replace(f"{path}", path.stem)
+        error.args = (text,)
+        if not (self.directory / CONFIG).exists():
             for path in self.lines:
                 path.unlink(missing_ok=True)
             for folder in (self.directory / "data", self.directory):

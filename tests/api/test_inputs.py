@@ -146,7 +146,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"]}, "the task scores nothing by itself; give it a reward"),
     ({"prompts": []}, "prompts: there are no rows"),
     ({"prompts": [3]}, "prompts row 1: expected a dict of columns, not int '3'"),
-    ({"prompts": [{"text": "a"}], "reward": len}, "no column prompt, question or messages; it has text"),
+    ({"prompts": [{"text": "a"}], "reward": len}, "prompts row 1: no column prompt, question or messages; it has text"),
     ({"prompts": [{"prompt": "a", "at": object()}], "reward": len}, "prompts row 1: the column at is a object"),
     ({"prompts": ["a", "b\ud83d"]}, r"prompts row 2: half a character .*; no tokenizer reads it"),
     (
@@ -169,6 +169,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "algorithm": "grpoo"}, "unknown algorithm 'grpoo'"),
     ({"prompts": ["a"], "reward": len, "algorithm": pt.PPO}, "a name or an instance such as GRPO"),
 ]  # fmt: skip
+
+
+def test_rows_in_memory_are_named_by_their_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        pt.sft("tiny:nano", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
+    assert str(caught.value).startswith("sft: data row 2: ") and "jsonl" not in str(caught.value)
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    with pytest.raises(UserError, match="held_out_data row 1: "):
+        pt.dpo("tiny:nano", rows, held_out_data=[{"prompt": 3, "chosen": "b", "rejected": "c"}])
 
 
 @pytest.mark.parametrize(("given", "text"), BAD, ids=lambda value: value if isinstance(value, str) else "")

@@ -52,7 +52,7 @@ def test_a_reward_model_is_evaluated_on_pairs_alone(tmp_path: Path, monkeypatch:
     assert pt.evaluate(rm.scorers()[1], data=pairs)["accuracy"] == found["accuracy/1"]
     assert pt.probe(rm, prompts=SUMS, problems=2).calls > 50
     labels = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}]
-    with pytest.raises(pt.UserError, match=r"holds rows of kind unpaired, not pairs or rankings"):
+    with pytest.raises(pt.UserError, match=r"evaluate: data holds rows of kind unpaired, not pairs or rankings"):
         rm.evaluate(data=labels)
 
 
