@@ -81,6 +81,12 @@ def _constant(owner: ast.stmt, name: str) -> str:
     return ""
 
 
+def check_name(kind: str, name: str) -> None:
+    """Raise an error for a name that is not in the catalogue. Imports nothing, so a mistyped name is reported at once."""
+    if code_place(name) is None and name not in names(kind):
+        raise unknown(kind, name, names(kind), [kind])
+
+
 def load(kind: str, name: str, base: type | None = None) -> Any:
     """The class (or, for a recipe, the function) called `name`, or the one in a user's `file.py:Name`.
 
@@ -93,8 +99,7 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         made = getattr(base, "__name__", "")
         require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
         return found
-    if name not in names(kind):
-        raise unknown(kind, name, names(kind), [kind])
+    check_name(kind, name)
     if KINDS[kind].endswith(".py"):
         module = importlib.import_module(f"posttrain.{KINDS[kind][:-3].replace('/', '.')}")
         return next(c for c in vars(module).values() if name == getattr(c, "name", None))

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from posttrain import catalogue
+from posttrain.trust import code_place
+
 if TYPE_CHECKING:  # imports numpy
     from pathlib import Path
 
@@ -57,6 +60,19 @@ def chosen_model(options: argparse.Namespace) -> Chosen:
 
     given = (options.stage, options.adapter, options.base, options.license)
     return Chosen(Path(options.run), *given, Path(options.card) if options.card else None)
+
+
+def check_recipe(name: str) -> None:
+    """Refuse a mistyped recipe before torch is imported, which takes seconds."""
+    if not name.endswith((".yaml", ".yml")):
+        catalogue.check_name("recipe", name)
+
+
+def check_tasks(names: Iterable[str]) -> None:
+    """The same of tasks, each as NAME, NAME:VALUE or FILE.py:NAME."""
+    for name in names:
+        whole = code_place(name) is not None
+        catalogue.check_name("task", name if whole else name.partition(":")[0])
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from posttrain.cli.base import add_allow_code, add_json, add_settings, print_json, print_lines
+from posttrain.cli.base import (
+    add_allow_code,
+    add_json,
+    add_settings,
+    check_tasks,
+    print_json,
+    print_lines,
+)
 
 if TYPE_CHECKING:
     from posttrain.commands.inspect import EvalReport
@@ -33,11 +40,12 @@ def call(options: argparse.Namespace) -> None:
     if options.harness:
         call_harness(options)
         return
+    tasks = options.task.split(",")
+    check_tasks(filter(None, tasks))
     from posttrain.commands.inspect import evaluate_tasks
     from posttrain.runs.console import final_table, show
 
     against = [f"against={options.against}"] if options.against else []
-    tasks = options.task.split(",")
     settings = [*options.settings, *against]
     reports = evaluate_tasks(options.model, tasks, settings, options.allow_code)
     if options.json:

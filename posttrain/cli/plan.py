@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.cli.base import add_allow_code, add_settings, print_lines
+from posttrain.cli.base import add_allow_code, add_settings, check_recipe, print_lines
 from posttrain.errors import require
 
 EXAMPLE = "posttrain plan quickstart rl.prompts=64"
@@ -33,6 +33,7 @@ def call(options: argparse.Namespace) -> None:
         return
     text = "give a recipe, or a size with --params; see 'posttrain plan --help'"
     require(bool(options.recipe), text)
+    check_recipe(options.recipe)
     from posttrain import config
     from posttrain.commands.plan import describe
 

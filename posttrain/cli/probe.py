@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.cli.base import add_json, add_settings, print_json, print_lines
+from posttrain.cli.base import add_json, add_settings, check_tasks, print_json, print_lines
 
 EXAMPLE = "posttrain probe math --task jsonl task.file=problems.jsonl reward.rounding=2"
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> int:
+    check_tasks([options.task])
     from posttrain.commands.probe import lines, probe_named
 
     reward, settings = options.reward, list(options.settings)

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> int | None:
+    base.check_recipe(options.recipe)
     from posttrain import config, pipeline
     from posttrain.commands import sweep
 

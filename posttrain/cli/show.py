@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> None:
+    from posttrain.runs.layout import require_run
+
+    require_run(options.run)  # before torch is imported, which takes seconds
     from posttrain.commands.inspect import show
 
     print_lines(show(options.run, options.rollout))

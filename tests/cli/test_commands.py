@@ -50,6 +50,26 @@ def test_help_imports_neither_torch_nor_numpy_nor_rich() -> None:
     assert done.stderr.split() == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("show nowhere", "no run in nowhere"),
+        ("plan quickstrat", "did you mean 'quickstart'?"),
+        ("run quickstrat", "did you mean 'quickstart'?"),
+        ("probe --task arithmetics", "did you mean 'arithmetic'?"),
+        ("eval nowhere --task gsm8k,arithmetics", "did you mean 'arithmetic'?"),
+        ("eval nowhere --task reasoning_gyms:leg_counting", "did you mean 'reasoning_gym'?"),
+    ],
+)
+def test_a_mistyped_name_is_refused_before_torch_is_imported(words: str, said: str) -> None:
+    program = (
+        f"import sys; from posttrain import cli; code = cli.main({words.split()!r})\n"
+        "sys.exit(code if not {'torch', 'transformers'} & set(sys.modules) else 'too late')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert said in done.stderr and done.returncode == 2
+
+
 def test_settings_may_stand_after_options() -> None:
     options = cli.parse(["eval", "m", "--task", "t", "problems=3", "--json", "samples=2"])
     assert options.settings == ["problems=3", "samples=2"]
