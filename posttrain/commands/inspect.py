@@ -162,9 +162,9 @@ class TaskOfRun:
     def source(self, task: Any) -> str:
         """One line for a person: the task as it is used, without defaults."""
         own = [one for one in fields(task) if one.init] if is_dataclass(task) else []
-        told = [(one.name, getattr(task, one.name), one.default) for one in own]
+        settings = [(one.name, getattr(task, one.name), one.default) for one in own]
         words = [
-            f"{name}={short(value)}" for name, value, usual in told if value not in (usual, {})
+            f"{name}={short(value)}" for name, value, usual in settings if value not in (usual, {})
         ]
         task_text = " ".join([str(self.tree["name"]), *words])
         return f"task: {task_text}, as in stage {self.stage} of {self.run}"

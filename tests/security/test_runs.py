@@ -466,6 +466,7 @@ def hostile(run: Path) -> Path:
         ["run", "RUN"],
         ["sample", "RUN", "x"],
         ["eval", "RUN", "--task", "\x1b[2J"],
+        ["eval", "RUN"],
         ["plan", "\x1b]0;x\x07"],
         ["show", "\x1b[2J"],
     ],
