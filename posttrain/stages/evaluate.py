@@ -56,9 +56,9 @@ def answer_problems(
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateStage(AnswerStage):
-    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. If `reference` names a
-    model, KL(model || reference) is measured on the answers, which must then be samples. `text` is held-out data on which perplexity
-    is measured."""
+    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. If `reference`
+    names a model, KL(model || reference) is measured on the answers, which must then be samples. `text` is held-out data on which
+    perplexity is measured."""
 
     together: ClassVar[bool] = True
 

@@ -106,8 +106,8 @@ class VersusStage(JudgedStage, AnswerStage):
 
 
 def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> Interval:
-    """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion with Wilson's interval. With ties it is (1 +
-    d) / 2, where d is the mean paired difference of wins (1), ties (0) and losses (-1); its interval has a width even if all are
+    """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion with Wilson's interval. With ties it is
+    (1 + d) / 2, where d is the mean paired difference of wins (1), ties (0) and losses (-1); its interval has a width even if all are
     ties. If prompts (`asked`) are repeated, each prompt is a cluster.
 
     >>> print(win_rate([0.5] * 20), win_rate([1.0] * 20))
