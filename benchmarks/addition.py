@@ -1,4 +1,4 @@
-"""The material of the CPU benchmark: two-digit sums by characters, a small Qwen2, and what both sides do with them."""
+"""Shared code of the CPU benchmark: two-digit sums with a character tokenizer, a small Qwen2, and the work that both sides do."""
 
 from __future__ import annotations
 

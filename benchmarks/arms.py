@@ -1,6 +1,5 @@
-"""The two sides of the CPU benchmark as workers. Each is a process of its own, so that neither's memory, allocator or imports touch
-the other's; it makes a step when it is told to and answers with what it took.
-"""
+"""The two sides of the CPU benchmark as worker processes, so that neither's memory, allocator or imports affect the other. Each makes
+a step on request and replies with its time and memory."""
 
 from __future__ import annotations
 

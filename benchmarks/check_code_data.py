@@ -1,9 +1,9 @@
-"""HumanEval and MBPP through the grader: every reference solution must pass, every trivial stub must fail.
+"""Grades HumanEval and MBPP: every reference solution must pass, and every trivial stub must fail.
 
     python benchmarks/check_code_data.py FOLDER [--sandbox auto] [--threads 2]
 
-FOLDER holds humaneval.jsonl.gz and mbpp-sanitized.json.gz (or the same names without .gz). Prints one JSON line last; exits 1
-where a verdict is not as it must be.
+FOLDER holds humaneval.jsonl.gz and mbpp-sanitized.json.gz (or the same names without .gz). Prints one JSON line last. The exit code
+is 1 if a verdict is wrong.
 """
 
 from __future__ import annotations

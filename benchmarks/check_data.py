@@ -1,10 +1,10 @@
-r"""Grade answer pairs made from real data, here and with math-verify, and explain every difference.
+r"""Grades answer pairs made from real data, with our grader and with math-verify, and explains every difference.
 
 python benchmarks/check_data.py DATA [--pairs 6000] [--seed 0]
 
-DATA holds gsm8k-*.jsonl.gz, math-train.json.gz and math-500.jsonl.gz. Every gold answer gives pairs: itself, the same value written
-otherwise, and wrong answers near it. Our verdict must be the one that the pair was made for; where math-verify (version 0.9.0) says
-something else, the pair belongs to a class of EXPLAINED, or the run fails. Prints a table, then one JSON line.
+DATA holds gsm8k-*.jsonl.gz, math-train.json.gz and math-500.jsonl.gz. Every gold answer gives pairs: with itself, with the same value
+in another notation, and with wrong answers close to it. Our verdict must be the intended one. If math-verify (version 0.9.0) differs,
+the pair must belong to a class of EXPLAINED, or the run fails. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

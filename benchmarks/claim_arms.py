@@ -1,7 +1,8 @@
-"""The arms of benchmarks/claims.py as recipes of the command: posttrain run benchmarks/claim_arms.py:explore arm=dpo seed=0 out=DIR
+"""The arms of benchmarks/claims.py as recipes: posttrain run benchmarks/claim_arms.py:explore arm=dpo seed=0 out=DIR
 
-One function a claim; `arm` chooses the arm and `scale` is the share of all steps and counts (0.01 is a smoke test). The arms of a claim
-begin with the same stages and the same seed, and so with the same base. The toy tasks that only these claims need are here too.
+Each claim has one function. `arm` chooses the arm, and `scale` multiplies all steps and counts (0.01 is a smoke test). The arms of a
+claim begin with the same stages and the same seed, and so with the same base model. This file also has the toy tasks that only these
+claims need.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Claims about RL for language models, measured with toy models: every arm is a run of the command, over seeds.
+"""Claims about RL for language models, measured with toy models: every arm is a run of `posttrain`, over several seeds.
 
     python benchmarks/claims.py OUT [--claims 1,2,7] [--seeds 0,1,2] [--processes 12] [--scale 1] [--until 480]
     python benchmarks/claims.py docs/claims --read benchmarks/results/claims.json --page docs/experiments.md      # tables and plots
 
-An arm is `posttrain run benchmarks/claim_arms.py:FUNCTION arm=ARM seed=SEED`, on one core. Finished runs in OUT are not run again,
-half-done ones are resumed. Writes OUT/claims.json, OUT/claims.md (each seed with its 95% interval over prompts, and the mean over
-seeds with Student's interval) and OUT/claim_N.png; --read prints the table and draws. --scale is the share of all steps and counts;
-0.01 is a smoke test. --until ends what still runs after as many seconds; the table has what was found by then. Claim 4 needs a real
-model and a GPU: benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts (docs/experiments.md).
+An arm is `posttrain run benchmarks/claim_arms.py:FUNCTION arm=ARM seed=SEED`, on one core. Finished runs in OUT are not run again;
+unfinished ones are resumed. Writes OUT/claims.json, OUT/claims.md (each seed with its 95% interval over prompts, and the mean over
+seeds with Student's interval) and OUT/claim_N.png; --read prints the table and draws the plots. --scale multiplies all steps and
+counts; 0.01 is a smoke test. --until ends unfinished runs after this many seconds; the table has the results so far. Claim 4 needs a
+real model and a GPU: benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts (docs/experiments.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A GRPO step on the CPU, posttrain beside TRL in one run: equal model, prompts, lengths, precision and random rewards.
+"""A GRPO step on the CPU, by posttrain and by TRL: the same model, prompts, lengths, precision and random rewards.
 
     python benchmarks/cpu_grpo_step.py             # time generation and the whole step at 64 new tokens
     python benchmarks/cpu_grpo_step.py --learn     # time from about 0.77 to 0.90 greedy accuracy on two-digit sums
 
-Each side is a process of its own that makes a step when told; steps alternate. Prints a table, then one JSON line.
+Each side is a process that makes a step on request; steps alternate. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/distillation.py OUT [--seeds 0,1,2] [--processes 2] [--only forward]
     python benchmarks/distillation.py OUT --read docs/recipes/distill.png     # of OUT/distillation.json alone
 
-Each run is a directory in OUT; finished ones are not run again. What they found is written to OUT/distillation.json.
+Each run is a directory in OUT; finished runs are not run again. Results are written to OUT/distillation.json.
 """
 
 from __future__ import annotations

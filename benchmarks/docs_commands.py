@@ -1,16 +1,16 @@
-"""Executes the commands of README.md and docs/, as they stand but for small settings added at their end.
+"""Executes the commands of README.md and docs/ unchanged, except that settings for small runs are appended.
 
     python benchmarks/docs_commands.py OUT.json --cpu FOLDER [--only PATTERN] [--limit 3600]
     MODEL=DIR DATA=FOLDER python benchmarks/docs_commands.py OUT.json [--at-once 4] [--only PATTERN] [--limit 600]
     MODEL=DIR DATA=FOLDER DEVICE=cpu python benchmarks/docs_commands.py OUT.json         # the recipes' commands, on a CPU
 
-With --cpu, those that need no GPU: one after the other, in the order of the pages, in FOLDER, which gets a copy of the repository and
-keeps the runs that later commands name. Without it, those that need one GPU; DIR is a model with a chat template, FOLDER has the files
-of GSM8K, MBPP and HumanEval that the recipes name. Other files that a command names are made (docs_settings.py, which also has what
-is added). Commands that ran according to OUT.json, with what is added now, are left out. It then has for each command the settings
-that were added, its exit code, its seconds and, where it failed, its last lines. benchmarks/results/docs_commands.json (GPU) and
-docs_commands_cpu.json are what tests/test_docs.py reads. SANDBOX=unsafe is for a machine on which the sandbox does not start. Prints
-one JSON line last.
+With --cpu, it executes the commands that need no GPU, one after the other, in the order of the pages, in FOLDER. FOLDER gets a copy
+of the repository and keeps the runs that later commands name. Without --cpu, it executes the commands that need one GPU; DIR is a
+model with a chat template, and FOLDER has the files of GSM8K, MBPP and HumanEval that the recipes name. It makes the other files that
+commands name (docs_settings.py, which also has the appended settings). Commands that OUT.json lists with the same appended settings
+are skipped. OUT.json has for each command the appended settings, its exit code, its seconds and, if it failed, its last lines.
+tests/test_docs.py reads benchmarks/results/docs_commands.json (GPU) and docs_commands_cpu.json. SANDBOX=unsafe is for a machine on
+which the sandbox does not start. Prints one JSON line last.
 """
 
 from __future__ import annotations

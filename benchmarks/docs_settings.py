@@ -1,4 +1,5 @@
-"""What benchmarks/docs_commands.py adds to the commands of the docs, what it makes for them first, and what it cannot execute."""
+"""Settings that benchmarks/docs_commands.py appends to the commands of the docs, files that it makes for them, and commands that it
+skips."""
 
 from __future__ import annotations
 

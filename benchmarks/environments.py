@@ -1,9 +1,9 @@
-"""The recipes of environments over several seeds, beside a random and a scripted player: tables in Markdown, and a plot for each page.
+"""Runs the recipes of environments over several seeds, and compares them with random and scripted players: Markdown tables and plots.
 
     python benchmarks/environments.py OUT [--arms guess,shop] [--seeds 0,1,2] [--processes 2] [--pages docs/recipes]
 
-An arm is a shipped command, `posttrain run guess pay=end`. Each run is a directory in OUT; finished ones are not run again. What they
-found is written to OUT/environments.json; where that file was copied here without the runs, `--read` makes tables and plots of it.
+An arm is a shipped command, `posttrain run guess pay=end`. Each run is a directory in OUT; finished runs are not run again. Results
+are written to OUT/environments.json. `--read` makes tables and plots from that file alone, without the runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The recipes that learn from feedback over several seeds: tables in Markdown, and a plot for each page.
+"""Runs the recipes that learn from feedback over several seeds: Markdown tables, and a plot for each page.
 
     python benchmarks/feedback.py OUT [--arms summarize,safety] [--seeds 0,1,2] [--processes 2] [--pages docs/recipes]
 
-An arm is a shipped command, `posttrain run rlaif labels=people`. Each run is a directory in OUT; finished ones are not run again. What
-they found is written to OUT/feedback.json; where that file was copied here without the runs, `--read` makes tables and plots of it.
+An arm is a shipped command, `posttrain run rlaif labels=people`. Each run is a directory in OUT; finished runs are not run again.
+Results are written to OUT/feedback.json. `--read` makes tables and plots from that file alone, without the runs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""The reward-KL frontier: PPO, GRPO, DPO and best-of-N against one reward model of a taste that is known.
+"""The reward-KL frontier: PPO, GRPO, DPO and best-of-N against one reward model of a known preference.
 
-    python benchmarks/frontier.py OUT [--steps 120] [--seed 0] [--processes 2] [--scale 1]   # goes on where it stopped
+    python benchmarks/frontier.py OUT [--steps 120] [--seed 0] [--processes 2] [--scale 1]   # continues where it stopped
     python benchmarks/frontier.py --draw FILE.json docs/frontier.png
 
-A small model is pretrained on tiny reviews, a reward model is fitted to 3,000 comparisons of its own samples by the annotator, and each
-method is set against that reward model with several strengths of the KL anchor. Proxy (reward model) and gold (annotator) reward are
-measured on samples for held-out prompts against KL from the pretrained model, in nats a response:
+A small model is pretrained on tiny reviews. A reward model is trained on 3,000 comparisons of the model's samples by a simulated
+annotator. Each method optimises that reward model with several coefficients of the KL. Proxy (reward model) and gold (annotator)
+reward are measured on samples for held-out prompts, against the KL from the pretrained model in nats a response:
 
-    PPO, GRPO     along training, beta = the price of KL
+    PPO, GRPO     along training, beta = the KL coefficient
     DPO           along training, on pairs of the pretrained model's samples ordered by the reward model; beta as in its loss
     best of N     KL = log N - (N - 1) / N, N = 1 .. 64
 
-Writes OUT/frontier.json. --scale is the share of all counts but --steps; 0.02 is a smoke test.
+Writes OUT/frontier.json. --scale multiplies all counts except --steps; 0.02 is a smoke test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmarks: model shapes with random weights, prompts, the ceilings of the GPU and the bounds they set."""
+"""The cases of the GPU benchmarks: model shapes with random weights, prompts, the peak rates of the GPU and the bounds that follow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What fp8 costs and gives on one GPU: products at the shapes of a model beside bf16, the whole MLP with what quantises its inputs, and
-how far log-probs of a real model are from those without, by which products are quantised.
+"""Measures fp8 on one GPU: the time of matrix products at a model's shapes compared with bf16, the time of the whole MLP including
+the quantisation of its inputs, and how much quantising each kind of product changes the log-probs of a real model.
 
     python benchmarks/gpu_fp8.py                      # products and MLPs of the shapes a, b and c, 1024 rows
     python benchmarks/gpu_fp8.py --model FOLDER       # and log-probs of the model there

@@ -1,4 +1,4 @@
-"""Generation on one GPU, with log-probs: tokens a second beside the bound that this GPU's memory and matrix rates set.
+"""Generation on one GPU, with log-probs: tokens a second, compared with the roofline of the GPU's memory and matrix rates.
 
     python benchmarks/gpu_generate.py                     # cases a, b and d, and a with lognormal lengths
     python benchmarks/gpu_generate.py --cases a --profile # and where the time of a step goes

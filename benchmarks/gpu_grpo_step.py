@@ -1,4 +1,4 @@
-"""A GRPO step on one GPU: generation, scoring, forward and backward, update; beside TRL with HF generate where it can be imported.
+"""A GRPO step on one GPU: generation, scoring, forward and backward, update; compared with TRL and HF generate if TRL is installed.
 
     python benchmarks/gpu_grpo_step.py                       # cases a, b and d, prompts computed once and plain
     python benchmarks/gpu_grpo_step.py --cases a --trl       # and TRL's step of case a, in a process of its own, same weights

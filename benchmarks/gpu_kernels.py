@@ -1,8 +1,8 @@
-"""Pieces of a decode step on one GPU, each beside what it replaced or could be replaced by. Case a's shapes.
+"""Times the parts of a decode step on one GPU, each compared with alternatives, at the shapes of case a.
 
     python benchmarks/gpu_kernels.py --parts step,sampling,attention
 
-One JSON line a part; a part that fails says so and does not stop the others.
+Prints one JSON line for each part. A part that fails reports it and does not stop the others.
 """
 
 from __future__ import annotations

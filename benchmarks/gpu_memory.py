@@ -1,4 +1,4 @@
-"""Peak memory and time of a step of what is large for one GPU, beside what `posttrain plan` says of it; random weights.
+"""Peak memory and time of a step for cases that are large for one GPU, compared with `posttrain plan`; random weights.
 
     python benchmarks/gpu_memory.py                                   # every case, each in a process of its own
     python benchmarks/gpu_memory.py --cases qlora7b --limit 24        # as on a GPU of 24 GiB
@@ -9,9 +9,9 @@
     long32k   GRPO on all weights of a 0.5B model, sequences of 32,768 tokens: 1 x 4, 32,256 + 512; as on a GPU of 24 GiB
     full7b    GRPO on all weights of a 7B model, moments in 8 bits: 16 x 8, 256 + 512
 
-Each case makes a step on answers of 64 tokens first, which compiles and captures. Peak: of torch's allocator over both steps, used
-and held. Needs a CUDA device, triton, peft (LoRA) and torchao (full7b). Prints a line a case, then one JSON line; the exit code is 1
-where the plan is off by more than 15%.
+Each case first makes a step on answers of 64 tokens, which compiles kernels and captures graphs. The peak is that of torch's
+allocator over both steps, allocated and reserved. Needs a CUDA device, triton, peft (LoRA) and torchao (full7b). Prints a line for
+each case, then one JSON line. The exit code is 1 if the plan is off by more than 15%.
 """
 
 from __future__ import annotations

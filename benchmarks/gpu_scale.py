@@ -1,5 +1,5 @@
-"""What a token costs as a step grows: microseconds a token of generation and of training, from 64 to 4,096 sequences of a 0.5B model,
-and from 30M to 7B parameters, beside the bound that the GPU's memory and matrix rates set.
+"""Measures the time of a token as a step grows: microseconds a token of generation and of training, from 64 to 4,096 sequences of a
+0.5B model, and from 30M to 7B parameters, compared with the roofline of the GPU's memory and matrix rates.
 
     python benchmarks/gpu_scale.py > OUT.txt                  # its last line is JSON
     python benchmarks/gpu_scale.py --draw OUT.json OUT.png    # of that line

@@ -1,9 +1,9 @@
-"""Draw docs/benchmarks.md's tables and picture from what the GPU benchmarks printed.
+"""Writes the tables and the plot of docs/benchmarks.md from the output of the GPU benchmarks.
 
     python benchmarks/gpu_table.py benchmarks/results/h200.jsonl docs
 
-The file holds the last lines of gpu_generate.py and gpu_grpo_step.py, one a line. What a later line says of a case replaces what an
-earlier one said of it, figure by figure.
+The file holds the last lines of gpu_generate.py and gpu_grpo_step.py, one a line. A figure of a case in a later line replaces the
+same figure in an earlier line.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     python benchmarks/gpu_train.py --parts sft --profile          # and which kernels a step consists of, with the device's idle time
     python benchmarks/gpu_train.py --tiny                         # a tiny model on a CPU: does the script work?
 
-A step is what the loop asks of the trainer: the roles' columns, the advantages, forward and backward of all micro-batches, the update.
-Prints a line and, of each part, a JSON line.
+A step is what the loop asks of the trainer: the roles' columns, the advantages, forward and backward of all micro-batches, and the
+update. Prints a line and a JSON line for each part.
 """
 
 from __future__ import annotations

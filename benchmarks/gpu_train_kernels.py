@@ -1,8 +1,8 @@
-"""Pieces of a training pass on one GPU, each beside what it replaced or could be replaced by, at case a's shapes: times of kernels.
+"""Times the kernels of a training pass on one GPU, each compared with alternatives, at the shapes of case a.
 
     python benchmarks/gpu_train_kernels.py --parts attention,logprobs,tiles,sums
 
-One JSON line a part; a part that fails says so and does not stop the others.
+Prints one JSON line for each part. A part that fails reports it and does not stop the others.
 """
 
 from __future__ import annotations

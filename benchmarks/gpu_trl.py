@@ -1,4 +1,4 @@
-"""TRL's training steps on the weights and lengths of our GPU benchmarks, one method in a process of its own.
+"""TRL's training steps on the weights and lengths of our GPU benchmarks, one method a process.
 
     python benchmarks/gpu_trl.py grpo a --micro-batch 32      # case a of gpu_grpo_step.py, with HF generate
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
@@ -6,7 +6,8 @@
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --micro-batch 32    # the recipe gsm8k: 64 x 16 answers
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
-Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON line.
+Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON
+line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The runs of benchmarks/hacks.py: rewards that can be gamed, rewards that cannot be, and the models that runs start from.
+"""The runs of benchmarks/hacks.py: rewards that can be hacked, control rewards, and the models that runs start from.
 
-Honest rewards are not the gold itself, which nothing could game: most are a judge or a verifier who errs at random, pay a little for
-the form, or are a reward model. Their bases are careless (they skip the work, stop early, run on, err), so that there is much to
-learn, and learning changes the length of the answers, their form and their words.
+Control rewards are not the gold reward itself, which cannot be hacked. Most are a judge or a verifier with random errors, pay a
+little for the format, or are a reward model. Their base models are careless (they skip steps, stop early, do not stop, make errors),
+so that there is much to learn, and learning changes the length, the format and the words of the answers.
 """
 
 from __future__ import annotations

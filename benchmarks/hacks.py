@@ -1,19 +1,19 @@
-"""Rewards that can be gamed, and control runs: when does the first alarm come, and how much gold is lost by then?
+"""Rewards that can be hacked, and control runs: when is the first alarm, and how much gold reward is lost by then?
 
     python benchmarks/hacks.py [--processes 2] [--seeds 0,1,2] [--clean 20] [--hacks length,format] [--out FILE.json] [--keep FOLDER]
     python benchmarks/hacks.py --show FILE.json
 
-Every run is real training of a model with 0.2M parameters on one CPU thread (hack_cases.py). A hackable reward pays for something
-beside what it stands for; the task reports the gold beside it, as a stage with reward models does. Gold is measured on held-out
-prompts, `HELD_OUT` sampled answers every `EVERY` steps with the same random numbers, and is said in points: percent of its scale, which
-is 0 to 1. "Lost" is the best measurement so far less the first one at or after the step in question. A control run has learned where
-its gold rose by more than two standard errors. Printed beside it, for both kinds:
+Every run is real training of a model with 0.2M parameters on one CPU thread (hack_cases.py). A hackable reward also pays for
+something other than its goal. The task reports the gold reward too, as a stage with reward models does. The gold reward is measured
+on held-out prompts, with `HELD_OUT` sampled answers every `EVERY` steps and the same random numbers. It is given in points: percent
+of its scale, which is 0 to 1. "Lost" is the best measurement so far minus the first one at or after the step in question. A control
+run has learned if its gold reward rose by more than two standard errors. The table also has, for both kinds:
 
-    agreement    the correlation of reward and gold within groups over the last 10 steps, its least and its greatest in the run
-    by drifts    the first alarm of the same run, had the alarms only seen its figures, and not what the reward pays for
-    no gold      the same, had nothing measured the gold
+    agreement    the correlation of reward and gold within groups over the last 10 steps, its minimum and its maximum in the run
+    by drifts    the first alarm of the same run if the alarms used only its figures, and not what the reward pays for
+    no gold      the same, without a measured gold reward
 
-Prints a table and one JSON line last; `--out` is written after every run, so that what ran is kept when it is stopped.
+Prints a table and one JSON line last; `--out` is written after every run, so that finished runs are kept if it is stopped.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the host does in a step of gsm8k besides waiting for the device: CPU time of one process, without a GPU and without a model.
+"""CPU time of the host's work in a step of gsm8k, in one process, without a GPU and without a model.
 
     python benchmarks/host_step.py --tokenizer folder --data folder       # of a model; the folder with gsm8k-train.jsonl.gz
     python benchmarks/host_step.py --tiny                                 # characters and sums: does the script work?
 
-Episodes are those of the rl stage: prompts, requests, text, math reward, groups, packing. The sampler returns answers that it has not
-written: solutions of the training set with their boxes, as long as a policy's (253 tokens on average, 39% cut off at 320), each
-after as many bursts of 16 tokens as it is long. A GPU has nothing to do before the requests are submitted and after the last answer
-has come; what lies between, and the side work, is done while it computes. Prints a line for each part, then one JSON line.
+Episodes are those of the rl stage: prompts, requests, text, math reward, groups, packing. The sampler returns given answers: boxed
+solutions of the training set, as long as a policy's (253 tokens on average, 39% cut off at 320), each after as many bursts of 16
+tokens as its length needs. A GPU is idle before the requests are submitted and after the last answer has arrived; the work in
+between, and the background work, overlaps with its computation. Prints a line for each part, then one JSON line.
 """
 
 from __future__ import annotations

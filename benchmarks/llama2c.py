@@ -1,10 +1,10 @@
-"""A llama2.c model (stories15M.bin and its tokenizer.bin) as a checkpoint directory that posttrain and transformers load.
+"""Converts a llama2.c model (stories15M.bin and its tokenizer.bin) to a checkpoint directory for posttrain and transformers.
 
 python benchmarks/llama2c.py stories15M.bin tokenizer.bin DIR [--sentence]
 
 The file is seven int32 (width, feed forward, layers, heads, key-value heads, vocabulary, positions) and float32 matrices. Its
-tokenizer is SentencePiece's BPE as scores; the merges are found from them. The chat template writes the messages one after
-another, so that the model goes on with a text; a story ends with <s>, and with --sentence an answer ends where a sentence does.
+tokenizer is SentencePiece's BPE as scores; the merges are computed from them. The chat template concatenates the messages, so that
+the model continues a text. A story ends with <s>; with --sentence an answer ends at the end of a sentence.
 """
 
 from __future__ import annotations

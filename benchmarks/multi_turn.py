@@ -1,4 +1,4 @@
-"""What several turns cost: episodes of many turns against single ones of the same lengths, tools that sleep, and a server in between.
+"""The cost of several turns: episodes of many turns compared with single turns of the same lengths, tools that sleep, and a server.
 
     python benchmarks/multi_turn.py                                  # a model of 0.2M parameters on one thread of a CPU
     python benchmarks/multi_turn.py --device cuda --model DIRECTORY  # under 90 s on one GPU
@@ -10,8 +10,8 @@ sleep  256 rows and 1,024 episodes of 4 turns, of which a tenth wait 1 s for a t
        with deterministic=false
 serve  milliseconds until the first token of a stream of `posttrain serve`, and of the bare engine
 
-Turns have a fixed number of tokens. On a CPU, which others may use, seconds are those of this process and those in which it waited
-for tools (`serve` apart). Prints a table, then one JSON line.
+Turns have a fixed number of tokens. On a CPU, which other programs may use, seconds are the CPU time of this process plus its waits
+for tools (except for `serve`). Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

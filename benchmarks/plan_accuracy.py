@@ -1,11 +1,11 @@
-"""How right a plan is: memory and time as `posttrain plan --dry` says them, beside what the same stage then takes.
+"""The accuracy of plans: memory and time by `posttrain plan --dry`, compared with what the same stage then takes.
 
     python benchmarks/plan_accuracy.py                       # on the CPU: sft, grpo, ppo
     python benchmarks/plan_accuracy.py --device cuda --out plan.json grpo
 
-Each case runs in processes of its own, after a small stage that is not counted: imports, thread pools, kernels that are compiled once.
-Memory of a CUDA device is what torch has allocated at the most; of a CPU, the growth of the process's resident set. Prints a table, and
-one JSON line last; the exit code is 1 where memory is off by more than 15% or time by more than 30%.
+Each case runs in separate processes, after a small warm-up stage that is not counted (imports, thread pools, compiled kernels).
+Memory of a CUDA device is the peak that torch has allocated; memory of a CPU is the growth of the process's resident set. Prints a
+table, and one JSON line last. The exit code is 1 if memory is off by more than 15% or time by more than 30%.
 """
 
 from __future__ import annotations

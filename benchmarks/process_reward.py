@@ -3,8 +3,8 @@
     python benchmarks/process_reward.py OUT [--seeds 0,1,2] [--processes 3] [--plot docs/recipes/process.png] [key=value ...]
     python benchmarks/process_reward.py OUT --read --plot docs/recipes/process.png
 
-Each run is a directory in OUT; finished ones are not run again. What they found is written to OUT/process.json; where that file was
-copied here without the runs, `--read` makes table and plot of it. The key=value are settings of the recipe.
+Each run is a directory in OUT; finished runs are not run again. Results are written to OUT/process.json. `--read` makes the table and
+the plot from that file alone, without the runs. The key=value are settings of the recipe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What several processes cost on one machine: a step of quickstart by one process with two threads and by two processes with one each.
+"""The cost of several processes on one machine: a step of quickstart by one process with two threads and by two processes with one.
 
     taskset -c 0,1 python benchmarks/processes.py [--repeats 3] [--steps 40]
 
-Both do the same work on two cores: the same problems, as many samples and updates. Runs alternate. Prints the median seconds of a step
-of RL after the first five, with its parts, and the ratio; one JSON line last.
+Both do the same work on two cores: the same problems, and the same numbers of samples and updates. Runs alternate. Prints the median
+seconds of an RL step after the first five, with its parts, and the ratio; one JSON line last.
 """
 
 from __future__ import annotations

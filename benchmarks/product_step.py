@@ -1,13 +1,13 @@
-"""The step that a user gets, compared with the generation and the training in it: the stage `rl` through the loop with a real model and
-tokenizer, its chat template, a math reward, metrics, monitors and written rollouts.
+"""The time of a complete step compared with the generation and the training in it: the stage `rl` in the training loop, with a real
+model and tokenizer, its chat template, a math reward, metrics, monitors and written rollouts.
 
     python benchmarks/product_step.py --model folder --data folder   # with gsm8k-train.jsonl.gz and gsm8k-test.jsonl.gz in it
-    python benchmarks/product_step.py --model folder --data folder --algorithm ppo --seconds 30     # no step begins after so long
+    python benchmarks/product_step.py --model folder --data folder --algorithm ppo --seconds 30     # no step begins later
     python benchmarks/product_step.py --tiny                         # a toy model on sums, on a CPU: does the script work?
 
-The stage runs as the command line runs it. What it asked of the sampler and of the trainer is recorded, and then asked of both once
-more without anything else: the same requests, the same prepared batches, and what a critic learns before them. The bare step is the sum
-of these two times. Prints a table, then one JSON line.
+The stage runs as the command line runs it. Its calls of the sampler and the trainer are recorded and then repeated alone: the same
+requests, the same prepared batches, and the critic's updates before them. The bare step is the sum of these two times. Prints a
+table, then one JSON line.
 """
 
 from __future__ import annotations

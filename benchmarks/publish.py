@@ -1,6 +1,6 @@
-"""Weights from a trainer to a sampler in another process: seconds from the call of `publish` until they are in place there, where it
-goes on to sample with them; until `publish` returns, when the receipt's hashes were compared; and until the trainer has its own
-log-probs for the probe, which it computes while the sampler works. Prints a table, then one JSON line.
+"""Sends weights from a trainer to a sampler in another process. Measures the seconds from the call of `publish` until the sampler
+samples with the weights, until `publish` returns after comparing the receipt's hashes, and until the trainer has its own log-probs of
+the probe, which it computes while the sampler works. Prints a table, then one JSON line.
 
 python benchmarks/publish.py                    # 1 GB in float32 through shared memory of this host; target under 1 s
 python benchmarks/publish.py --device cuda      # 0.5B parameters in bfloat16 on one GPU, by CUDA IPC; target under 50 ms

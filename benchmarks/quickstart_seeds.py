@@ -1,4 +1,4 @@
-"""The quickstart over several seeds, with its control: SFT continued for as long as RL took. Prints a table, then one JSON line.
+"""Runs the quickstart over several seeds, with its control: SFT continued for as long as RL took. Prints a table, then one JSON line.
 
     python benchmarks/quickstart_seeds.py OUT [SEEDS] [key=value ...]
 

@@ -1,10 +1,10 @@
-"""R1's four stages on one model, as a table of what each did, from finished runs of the recipe `r1`; and whether each did its part.
+"""A table of the effects of R1's four stages, from finished runs of the recipe `r1`, and whether each had its intended effect.
 
     posttrain run r1 seeds=0,1,2 out=runs/r1
     python benchmarks/r1_table.py runs/r1/*/
 
-A change is compared problem by problem (paired), and counts from two standard errors on. Prints one JSON line last; exit code 1 where a
-stage failed its part.
+A change is compared problem by problem (paired), and counts if it is at least two standard errors. Prints one JSON line last. The
+exit code is 1 if a stage did not have its effect.
 """
 
 from __future__ import annotations

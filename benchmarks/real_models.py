@@ -1,4 +1,4 @@
-"""Recipes on real models, on one GPU: what they learn, and how fast. Keeps figures only.
+"""Runs recipes on real models, on one GPU: what they learn, and how fast. Keeps only figures.
 
     python benchmarks/real_models.py unpack model.gguf DIR                       # once: stages load a directory in seconds
     python benchmarks/real_models.py run gsm8k OUT model=DIR data=FOLDER seed=0
@@ -15,8 +15,8 @@
     python benchmarks/real_models.py check OUT                                   # all of it with a tiny random model, on a CPU
 
 `run` takes the recipe's own settings as key=value, writes OUT/NAME.json (name=... gives another name) and prints one JSON line last;
-its exit code is 1 where something stopped the recipe early. It needs no command-line packages: torch, transformers and the library
-are enough; `draw` needs matplotlib.
+its exit code is 1 if something stopped the recipe early. It needs no command-line packages: torch, transformers and the library are
+enough; `draw` needs matplotlib.
 """
 
 from __future__ import annotations

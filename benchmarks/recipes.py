@@ -1,13 +1,13 @@
-"""Every recipe with its toy model: does its one primary figure move by at least two standard errors on held-out prompts?
+"""Runs every recipe with its toy model: does its primary figure change by at least two standard errors on held-out prompts?
 
     python benchmarks/recipes.py OUT [--recipes instructgpt,dpo] [--seeds 0] [--processes 2]
     python benchmarks/recipes.py OUT --recipes 'star,star hint=false' --seeds 0,1,2      # with settings, as a control
 
     python benchmarks/recipes.py OUT --read      # the table again, of OUT/recipes.json alone
 
-The headline recipes run over three seeds. Each run is a directory in OUT; finished ones are not run again. --until ends what still runs
-after as many seconds. Writes OUT/recipes.json and a table in Markdown, OUT/recipes.md; exit code 1 where one did not move whose page
-does not explain it.
+The headline recipes run over three seeds. Each run is a directory in OUT; finished runs are not run again. --until ends unfinished
+runs after this many seconds. Writes OUT/recipes.json and a Markdown table, OUT/recipes.md. The exit code is 1 if a figure did not
+change and the page of its recipe does not explain it.
 """
 
 from __future__ import annotations

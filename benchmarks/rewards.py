@@ -1,9 +1,9 @@
-r"""How fast answers are graded, beside math-verify alone. Prints a table, then one JSON line.
+r"""The speed of grading answers, compared with math-verify alone. Prints a table, then one JSON line.
 
 python benchmarks/rewards.py [--seconds 2] [--processes 2]
 
 A response is 600 characters of reasoning and a box. math-verify runs as its README shows: parse and verify, in the main thread of a
-process of its own, with its time limits. Both sides see the same pairs; half of the answers are right.
+separate process, with its time limits. Both sides see the same pairs; half of the answers are right.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a short honest program takes from response to score, behind each wall that works here.
+"""The time from response to score of a short correct program, in each sandbox that works on this machine.
 
     python benchmarks/rewards_code.py [--count 100] [--parallel 2]
 
-Aim: under 100 ms at two in parallel. `python` is the floor: an interpreter started and ended, with nothing around it. Prints one JSON
-line last.
+Target: under 100 ms with two in parallel. `python` is the lower bound: starting and ending an interpreter without a sandbox. Prints
+one JSON line last.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The recipe `sentiment` over seeds: win rates of every round, and the curves of over-optimisation, one thin line a seed.
+"""Runs the recipe `sentiment` over seeds: win rates of every round, and the over-optimisation curves, one thin line for each seed.
 
 python benchmarks/sentiment.py OUT [--seeds 0,1,2] [--processes 2] [key=value ...]    # OUT/sentiment.json, a table, one JSON line
 python benchmarks/sentiment.py OUT --device cuda --processes 3 --scratch /tmp/runs model=DIR     # a real model; weights go to scratch
-python benchmarks/sentiment.py --join A/sentiment.json B/sentiment.json OUT.json      # seeds that were run apart
+python benchmarks/sentiment.py --join A/sentiment.json B/sentiment.json OUT.json      # seeds of separate runs
 python benchmarks/sentiment.py --draw OUT/sentiment.json docs/sentiment.png
 
-The key=value are the recipe's own settings. OUT/seed-N.json is written anew after every stage, for what is stopped early.
+The key=value are the recipe's own settings. OUT/seed-N.json is rewritten after every stage, so that a stopped run keeps its results.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What the rounding of a sampler does to ratios of whole answers: its log-probs against the trainer's, of a policy that has not moved.
+"""The effect of a sampler's rounding on sequence ratios: its log-probs against the trainer's, for a policy that has not changed.
 
     python benchmarks/sequence_ratio_mismatch.py --out mismatch.json                # random weights of a 0.5B shape, CUDA, bfloat16
     python benchmarks/sequence_ratio_mismatch.py --model DIRECTORY --out real.json  # a real model's distributions, on real questions
     python benchmarks/sequence_ratio_mismatch.py --tiny                             # a small shape and short answers, also on a CPU
 
 With d_t = log pi(y_t) - log old(y_t) at the trainer, which would be 0 in exact arithmetic, the table has for each length: the mean of
-|d| over tokens; bias and spread over answers of the mean of d, which is the log of GSPO's ratio, and the share of answers whose
-ratio is outside GSPO's default clip, below and above; the spread of the sum of d, the log of RLOO's ratio, and the share of answers
-whose ratio is outside [1 / 1.2, 1.2]. `old` is what the sampler gave; the trainer's own log-probs computed again in the same
-micro-batches; and those in micro-batches of half the size, as an update on a mini-batch has others than the pass before the step.
-Random weights have flat distributions: `--sharpen` multiplies the logits.
+|d| over tokens; bias and spread over answers of the mean of d, which is the log of GSPO's ratio, and the share of answers whose ratio
+is outside GSPO's default clip, below and above; the spread of the sum of d, the log of RLOO's ratio, and the share of answers whose
+ratio is outside [1 / 1.2, 1.2]. `old` is the sampler's log-prob, the trainer's own recomputed in the same micro-batches, or the
+trainer's own in micro-batches of half the size, because an update on a mini-batch has other micro-batches than the pass before the
+step. Random weights have flat distributions: `--sharpen` multiplies the logits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Training steps under a chat template, each beginning computed once and everything computed: tokens, seconds, log-probs.
+"""Training steps with shared prefixes computed once, and with everything computed: tokens, seconds, log-probs.
 
     python benchmarks/shared_prompts.py   # CUDA: Qwen2.5-0.5B's shape, 128 groups of 8 as in gsm8k; CPU: a tiny model, 16 groups
 
-Random weights and tokens: a system prompt that all groups have in common, then a question for each group, then its answers.
-Prints a table, then one JSON line.
+Random weights and tokens: a system prompt that all groups share, then a question for each group, then its answers. Prints a table,
+then one JSON line.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A soak: GRPO on a tiny model for N minutes while rewards fail, hang and kill their workers, trackers break, and the run itself is
-killed and resumed. Memory must stay flat; file handles, threads and processes must not grow; the run must stay whole.
+"""A soak test: GRPO on a tiny model for N minutes, while rewards fail, hang and kill their workers, trackers fail, and the run itself
+is killed and resumed. Memory, file handles, threads and processes must not grow, and the run must stay intact.
 
     python benchmarks/soak.py 30
 
-The first 60% of the time the run is left alive, to see its memory; then it is killed at random, with SIGKILL or SIGTERM, and resumed.
-Prints a table, and one JSON line last; the exit code is 1 where something leaked or was lost.
+In the first 60% of the time the run is not killed, to measure its memory. Then it is killed at random times, with SIGKILL or SIGTERM,
+and resumed. Prints a table, and one JSON line last. The exit code is 1 if something leaked or was lost.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What stale samples cost and bring: accuracy of the quickstart by `max_staleness`, and the speed of both sides at once.
+"""The effect of stale samples: accuracy of the quickstart by `max_staleness`, and the speed of both sides at the same time.
 
     python benchmarks/staleness.py learn OUT [recipe=quickstart] [seeds=0,1,2] [arms=0-none,1-token,4-token,1-none,4-none]
                                              [processes=12] [key=value ...]
     python benchmarks/staleness.py speed [steps=30]
 
 `learn`: an arm is a staleness and a correction; the recipe has stages `before`, `rl` and `after`; other keys are its own.
-`speed`: a sampler and a trainer that sleep, in turn and at once, beside the estimate of the simulator. A table, then one JSON line.
+`speed`: a sampler and a trainer that sleep, in turn and at the same time, compared with the simulator's estimate.
+Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The studio on a run of 1,000,000 metric points and 100,000 rollouts (1 GB): time to index it, to the first page, of a filter and of a
-search, and the server's memory. `python benchmarks/studio.py [FOLDER]` keeps the run in FOLDER; it prints one JSON line last.
+"""The studio on a run of 1,000,000 metric points and 100,000 rollouts (1 GB): the time to index it, to show the first page, to filter
+and to search, and the server's memory. `python benchmarks/studio.py [FOLDER]` keeps the run in FOLDER; it prints one JSON line last.
 
-`python benchmarks/studio.py --many [COUNT]` makes 10,000 small runs and measures `posttrain studio` on them over HTTP: the first
-page of a server that has just been started, before and after the runs have an index, searches, and the memory of the process."""
+`python benchmarks/studio.py --many [COUNT]` makes 10,000 small runs and measures `posttrain studio` on them over HTTP: the first page
+after the server starts, before and after the runs have an index, searches, and the memory of the process.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Executes the commands of docs/ten-minutes.md in an empty folder and environment, and times each block of them.
+"""Executes the commands of docs/ten-minutes.md in an empty folder and environment, and times each block.
 
-`pip install posttrain` finds a wheel of this checkout, and the versions of constraints.txt; nothing else of the page is changed. Prints
-one JSON line last. Exit code 1 where a command fails, an answer is wrong, or all of it takes more than ten minutes.
+`pip install posttrain` installs a wheel of this checkout, with the versions of constraints.txt; nothing else in the page is changed.
+Prints one JSON line last. The exit code is 1 if a command fails, an answer is wrong, or the whole takes more than ten minutes.
 """
 
 from __future__ import annotations

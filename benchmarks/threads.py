@@ -1,4 +1,4 @@
-"""One thread or all of them, by model size: a GRPO step of each tiny model on this CPU. Prints a table, then one JSON line.
+"""A GRPO step of each tiny model on this CPU, with one thread and with all threads. Prints a table, then one JSON line.
 
 python benchmarks/threads.py
 """

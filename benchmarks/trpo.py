@@ -1,16 +1,17 @@
 """REINFORCE, TRPO and PPO over updates: the same samples, advantages and policy, three ways to take a step. Writes docs/trpo.png;
 prints a table, then one JSON line.
 
-The task: say the four letters after a given one, of an alphabet of eight. The reward is the share of right letters, and comes at the
-end. The policy is a plain module of 4,664 weights that sees the given letter, the place and the letter before, and starts at random;
-an update has 64 episodes. The advantage is the reward less the mean of the update, by its std. Three arms:
+The task: write the four letters that follow a given one, in an alphabet of eight. The reward is the share of right letters, at the
+end. The policy is a plain module of 4,664 weights that sees the given letter, the position and the previous letter, and starts at
+random; an update has 64 episodes. The advantage is the reward minus the mean of the update, divided by its standard deviation. Three
+arms:
 
     REINFORCE    one Adam step on -A log pi
     PPO          ten Adam steps on the clipped ratio (0.2)
     TRPO         one natural-gradient step with a KL of at most delta, by conjugate gradients and a line search
 
-Learning rates and delta are chosen for each arm by the mean score over all updates, on seeds that are not reported. The KL of an update
-is KL(before || after), exact in every state that was visited.
+Learning rates and delta are chosen for each arm by the mean score over all updates, on seeds that are not reported. The KL of an
+update is KL(before || after), computed exactly in every visited state.
 
 python benchmarks/trpo.py [--seeds 5] [--updates 60] [--plot docs/trpo.png]
 """

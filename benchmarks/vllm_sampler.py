@@ -1,6 +1,6 @@
-"""vLLM and our engine on the same requests, each in a process of its own: tokens a second, and how far their log-probs are from the
-trainer's, also after its weights changed and were published. At the end one tensor is changed on its way, which the receipt must name.
-Prints a table, then one JSON line.
+"""vLLM and our engine on the same requests, each in a separate process: tokens a second, and the difference of their log-probs from
+the trainer's, also after changed weights were published. At the end one tensor is changed during the transfer; the receipt must name
+it. Prints a table, then one JSON line.
 
 POSTTRAIN_VLLM_PYTHON=.vllm/bin/python python benchmarks/vllm_sampler.py                     # tiny, on the CPU
 POSTTRAIN_VLLM_PYTHON=... python benchmarks/vllm_sampler.py --device cuda --model DIRECTORY  # a model on a GPU

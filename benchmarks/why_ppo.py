@@ -1,13 +1,14 @@
-"""Why PPO: rollouts used eight times each, by a plain policy gradient and by PPO. Writes docs/why_ppo.png; prints a table, then
-one JSON line. The task: go on with the alphabet from a given letter. Supervised learning on careless demonstrations
-gives a model that gets about every second letter right; three arms go on from it, over fixed seeds:
+"""Why PPO: rollouts that are used eight times each, by a plain policy gradient and by PPO.
 
-    policy gradient    -A_t log pi(y_t): no clip, no anchor
-    clip               PPO's clipped ratio, no anchor
-    PPO                the clip, and the price of KL from the starting model in the reward
+Writes docs/why_ppo.png; prints a table, then one JSON line. The task: continue the alphabet from a given letter. Supervised learning
+on careless demonstrations gives a model that gets about every second letter right. Three arms continue from it, over fixed seeds:
 
-All have the same critic, kind of advantage, learning rate and number of rollouts a step. The score is the share of right letters.
-KL is estimated from the sampled tokens: by k1 where it is in the reward, by k3 where it is only watched.
+    policy gradient    -A_t log pi(y_t): no clip, no KL penalty
+    clip               PPO's clipped ratio, no KL penalty
+    PPO                the clip, and a KL penalty to the starting model in the reward
+
+All arms have the same critic, kind of advantage, learning rate and number of rollouts a step. The score is the share of right
+letters. KL is estimated from the sampled tokens: by k1 if it is in the reward, by k3 if it is only measured.
 
 python benchmarks/why_ppo.py [--seeds 3] [--steps 60]
 """

@@ -1,9 +1,9 @@
 """The first hour: your chats, pairs, prompts and reward, LoRA, a pipeline in YAML, the same in Python, and the model in transformers.
 
-python examples/first_hour.py                            # on a model of 0.2M parameters, made from nothing, which learns little
+python examples/first_hour.py                            # on a new model of 0.2M parameters, which learns little
 python examples/first_hour.py model=DIR steps=100        # on yours
 
-Files and runs go to the folder first_hour. Every setting but the model and the number of steps has its default.
+Files and runs go to the folder first_hour. Every setting except the model and the number of steps has its default.
 """
 
 import inspect
@@ -26,7 +26,7 @@ stages:
 
 
 def right(response, answer):
-    """1 for the right number, a little for any other."""
+    """1 for the right number, a little for any other number."""
     return 1.0 if response.strip() == answer else 0.1 * response.strip().isdigit()
 
 
@@ -35,7 +35,7 @@ def write(name, rows):
 
 
 def files(model, steps):
-    """What you bring: conversations, pairs, prompts with a column for the reward, the reward, and the pipeline."""
+    """Write the files that a user provides: conversations, pairs, prompts with a column for the reward, the reward, the pipeline."""
     sums = [(f"What is {a}+{b}?", str(a + b)) for a in range(17) for b in range(17)]
     chats, pairs, prompts = sums[::3], sums[1::3], sums[2::3]
     turns = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in chats]
@@ -73,7 +73,7 @@ def main(model, steps, folder):
     run = pt.grpo(preferred, prompts="prompts.jsonl", reward=right, lora={}, steps=steps, out="grpo")
     print(run.sample("What is 3+4?", n=4), run.metrics[-1]["reward"])
 
-    # the result is a plain checkpoint of transformers, with the adapters for peft in export/adapter
+    # the result is a plain transformers checkpoint, with peft adapters in export/adapter
     module, tokenizer = AutoModelForCausalLM.from_pretrained(run.export), AutoTokenizer.from_pretrained(run.export)
     chat = [{"role": "user", "content": "What is 3+4?"}]
     asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

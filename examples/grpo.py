@@ -9,7 +9,7 @@ import posttrain as pt
 
 
 def reward(prompt, response, answer):
-    """1 where the last box of the response holds the answer, else 0."""
+    """1 if the last box of the response has the answer, else 0."""
     return float(re.findall(r"\\boxed\{(.*?)\}", response)[-1:] == [answer])
 
 

@@ -1,4 +1,4 @@
-"""Outcome supervision: 1 where the final answer is right, else 0, and nothing for the way there.
+"""Outcome supervision: 1 if the final answer is right, else 0, and nothing for the steps.
 
 python examples/outcome_reward.py model=DIR task=arithmetic steps=100
 """

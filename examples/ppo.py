@@ -1,4 +1,4 @@
-"""PPO with four models: the policy, the reference that KL is measured from, a reward model, and a critic that begins as a copy of it.
+"""PPO with four models: the policy, the reference of the KL, a reward model, and a critic that starts as a copy of the reward model.
 
 python examples/ppo.py model=DIR prompts=prompts.jsonl reward_models=runs/reward_model-1 steps=100
 """

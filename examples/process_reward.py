@@ -2,7 +2,7 @@
 
 python examples/process_reward.py model=DIR task=arithmetic steps=100
 
-Steps are equations, which are computed. Where none can be, a process reward model judges them: docs/rewards.md.
+Steps are equations, which can be checked. For other steps, use a process reward model: docs/rewards.md.
 """
 
 import posttrain as pt

@@ -1,9 +1,9 @@
-"""Load a real pretrained model, ask it a question, and take a few GRPO steps with it on a task of your own.
+"""Load a real pretrained model, ask it a question, and train it for a few GRPO steps on your own task.
 
     python examples/real_model.py PATH [STEPS]
 
 PATH is a .gguf file (pip install posttrain[gguf]), a model directory with safetensors weights, or a hub name (org/name).
-SmolLM2-135M-Instruct, for one, loads in about 15 seconds and answers on a CPU.
+SmolLM2-135M-Instruct, for example, loads in about 15 seconds and answers on a CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUESTION = "What is the capital of France?"
 
 
 def describe(loaded: Loaded) -> None:
-    """What was loaded: family, size, and the tokens that end an answer."""
+    """Print the family, the size, and the tokens that end an answer."""
     model, tokenizer = loaded.model, loaded.tokenizer
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     print(f"family      {model.config.model_type}, {model.config.num_hidden_layers} layers, width {model.config.hidden_size}")
@@ -48,7 +48,7 @@ def describe(loaded: Loaded) -> None:
 
 def answer(policy: Policy, question: str, max_new_tokens: int = 64) -> str:
     """The model's likeliest answer, from the engine that training samples with."""
-    # The template turns a conversation into the exact ids, role markers and all, that the model was trained on.
+    # The template renders a conversation as the exact ids, including role markers, that the model was trained on.
     prompt = render_prompt(policy.tokenizer, (Message("user", question),))
     request = Prompt(prompt, samples=1, seed=0, sampling=Sampling(max_new_tokens, temperature=0.0))
     completion = next(iter(generate_groups(Engine(policy), [request])))[0]
@@ -57,7 +57,7 @@ def answer(policy: Policy, question: str, max_new_tokens: int = 64) -> str:
 
 @dataclass(frozen=True)
 class Sums(Task):
-    """A task of your own: problems, a prompt and a score."""
+    """Your own task: problems, a prompt and a score."""
 
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         pairs = [(a, b) for a in range(1, 6) for b in range(1, 6) if ((a + 2 * b) % 5 == 0) == (split == "test")]
@@ -70,7 +70,7 @@ class Sums(Task):
 
 
 def train(path: str, steps: int, run: Path) -> None:
-    """A few steps of GRPO on the model, in a run directory like any other."""
+    """Train the model for a few GRPO steps, in a normal run directory."""
     stage = RLStage(
         name="rl",
         model=path,

@@ -8,7 +8,7 @@ import posttrain as pt
 settings = pt.arguments(
     model="Qwen/Qwen2.5-0.5B-Instruct",
     data="trl-lib/ultrafeedback_binarized",
-    validation="",  # pairs of your own; a tenth of the data is held out in any case
+    validation="",  # your own pairs; a tenth of the data is held out in any case
     steps=1000,
     lr=1e-6,
 )

@@ -1,8 +1,9 @@
-"""Five rounds of RL: evaluate, train by GRPO on problems drawn anew, with the model that the round began with as the reference.
+"""Five rounds of RL: evaluate, then train by GRPO on new problems, with the model at the start of the round as the reference.
 
 python examples/rounds.py model=DIR task=arithmetic rounds=3 train.steps=20
 
-A round of 63 steps with 16 prompts each sees about 1,000 of them, with 8 answers at temperature 1. Each is a run in runs/rounds.
+A round of 63 steps with 16 prompts each uses about 1,000 prompts, with 8 answers at temperature 1. Each round is a run in
+runs/rounds.
 """
 
 import posttrain as pt

@@ -1,8 +1,8 @@
-"""A reward of rules: 0.8 for the right answer, in a box or after "final answer:"; 0.1 for marking it so; 0.1 for reasoning in steps.
+"""A reward from rules: 0.8 for the right answer, in a box or after "final answer:"; 0.1 for this format; 0.1 for reasoning in steps.
 
 python examples/rule_reward.py model=DIR task=sums steps=100
 
-What it would pay for wrong, empty, padded and other answers is printed before any training.
+Before training, it prints the reward of wrong, empty, padded and other answers.
 """
 
 import posttrain as pt
@@ -10,7 +10,7 @@ import posttrain as pt
 reward = {
     "correctness": pt.reward("math", phrase="final answer:"),
     "format": pt.reward("format", announce=True),  # a box 1, "final answer:" 0.7, neither 0.3
-    "reasoning": pt.reward("steps"),  # lines that begin a step; to pay for length would pay for padding
+    "reasoning": pt.reward("steps"),  # lines that begin a step; paying for length would reward padding
 }
 weights = {"correctness": 0.8, "format": 0.1, "reasoning": 0.1}
 settings = pt.arguments(model="Qwen/Qwen2.5-0.5B-Instruct", task="gsm8k", steps=200)

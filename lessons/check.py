@@ -3,8 +3,8 @@
 python lessons/check.py                             # the lessons
 python lessons/check.py grpo_advantage mine.py      # one of them
 
-Copy lessons/NAME.py, write the function that it asks for, and run this. The first thing that is wrong is said in one line. Your file is
-run as any program of yours is. The solutions are in lessons/solutions.
+Copy lessons/NAME.py, write the function that it asks for, and run this. One line reports the first mistake. Your file runs like any
+other program of yours. The solutions are in lessons/solutions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def close(found: Any, right: Any) -> bool:
 
 
 def call(function: Function, *arguments: Any) -> tuple[Any, str]:
-    """What a function returns, and the call as text."""
+    """Call a function. Returns its result, and the call as text."""
     text = f"{function.__name__}({', '.join(repr(a)[:LONGEST] for a in arguments)})"
     try:
         return function(*arguments), text
@@ -51,7 +51,7 @@ def call(function: Function, *arguments: Any) -> tuple[Any, str]:
 
 
 def expect(function: Function, arguments: tuple[Any, ...], right: Any, hints: Mapping[Any, str], otherwise: str = "") -> None:
-    """Compare with the right value. `hints` are values that a known mistake gives, and what it is."""
+    """Compare the result with the right value. `hints` has the values that known mistakes give, each with an explanation."""
     found, text = call(function, *arguments)
     if found is None:
         raise Wrong(f"{text} returned None: is there a `return`?")
@@ -229,7 +229,7 @@ LESSONS: dict[str, tuple[str, Callable[[Function], Iterator[str]]]] = {
 
 
 def check(name: str, file: Path) -> Iterator[str]:
-    """What of a lesson is right, one line each; raises Wrong at the first that is not."""
+    """Yield a line for each check that passes. Raises Wrong at the first that does not."""
     wanted, checks = LESSONS[name]
     try:
         found = runpy.run_path(str(file))
@@ -257,7 +257,7 @@ def main(words: list[str]) -> int:
 
 
 def bounded(words: list[str]) -> int:
-    """The same in a process of its own, which is ended where your file does not end."""
+    """Run the check in another process, which is ended after a time limit."""
     try:
         return subprocess.run([sys.executable, __file__, INSIDE, *words], timeout=SECONDS).returncode
     except subprocess.TimeoutExpired:

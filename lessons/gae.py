@@ -1,6 +1,6 @@
 """Lesson: generalised advantage estimation, as PPO uses it.
 
-A critic gives each token t the value V_t of what is still to be paid. With the reward r_t of each token:
+A critic gives each token t the value V_t, the expected discounted sum of the rewards from t on. With the reward r_t of each token:
 
     delta_t = r_t + gamma V_(t+1) - V_t
     A_t     = delta_t + gamma lam A_(t+1)

@@ -4,8 +4,9 @@ GRPO samples a group of responses to one prompt. The advantage of a response say
 
     A_i = (r_i - mean(r)) / (std(r) + 1e-4)
 
-with the standard deviation of n - 1. Two things are easy to get wrong. A group whose rewards are all equal teaches nothing: every
-advantage is exactly 0. And a response that could not be scored has the reward None: it does not vote, and its advantage is 0.
+where the standard deviation divides by n - 1. Two things are easy to get wrong. In a group whose rewards are all equal, every
+advantage is exactly 0. And a response that could not be scored has the reward None: it does not count in the mean and the standard
+deviation, and its advantage is 0.
 
 python lessons/check.py grpo_advantage FILE
 """

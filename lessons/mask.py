@@ -1,11 +1,11 @@
 """Lesson: why a mask matters.
 
-A sequence holds the prompt, what the model sampled and perhaps what a tool said. The actions are what the model sampled: the
-mask is 1 there and 0 elsewhere. The loss of a batch is the mean over all tokens with mask 1, of all sequences together:
+A sequence has the prompt, the tokens that the model sampled, and perhaps the output of a tool. Only the sampled tokens are actions:
+the mask is 1 there and 0 elsewhere. The loss of a batch is the mean over all tokens with mask 1, of all sequences together:
 
     loss = - sum of A log-prob over tokens with mask 1 / number of such tokens
 
-Training on the prompt teaches the model to write prompts; dividing by all tokens makes steps small where prompts are long.
+Training on the prompt teaches the model to write prompts; dividing by all tokens makes steps small if prompts are long.
 
 python lessons/check.py mask FILE
 """

@@ -1,8 +1,8 @@
-"""Decides what a name may do, by its source. A user of the command line or of Python may name anything. A recipe in YAML or a run
-directory may come from an untrusted source: it may not name code to run, a sandbox that isolates nothing, an address for the user's key
-and texts, the key itself, or files elsewhere. One object, made where names are read, is asked wherever one is used: before the
-first stage of the resolved pipeline (config.py), and again where code is loaded, an address is used, a sandbox is chosen.
-"""
+"""Decides what a name may refer to, by its source. A user of the command line or of Python may name anything. A recipe in YAML or a
+run directory may come from an untrusted source. It may not name code to run, a sandbox that isolates nothing, an address that
+receives the user's key and texts, the key itself, or files elsewhere. One `Trust` object is made where names are read. It is checked
+wherever a name is used: before the first stage of the resolved pipeline (config.py), and again when code is loaded, an address is
+used or a sandbox is chosen."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from posttrain.errors import UserError, require
 
-if TYPE_CHECKING:  # imports numpy, and the command line imports this
+if TYPE_CHECKING:  # it imports numpy, and the command line imports this file
     from posttrain.types import JSON
 
-# the key that a judge's server is sent where the user says nothing else
+# the default variable of the key that a judge's server receives
 KEY_VARIABLE = "OPENAI_API_KEY"
-HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # HOST or HOST:PORT, with commas between: who may be sent texts and the key
-# Nothing that two readers of addresses could disagree about: no user, no query, no fragment, no escapes in the host.
+HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # hosts that may receive texts and the key: HOST or HOST:PORT, separated by commas
+# It excludes everything that two parsers of addresses could read differently: a user, a query, a fragment, escapes in the host.
 ADDRESS = re.compile(
     r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?"
 )
@@ -34,7 +34,7 @@ TRUST_IT = "pass --allow-code if you trust it (in Python allow_code=True)"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address in the parts that decide who is asked."""
+    """The parts of an address that decide which server is asked."""
 
     scheme: str
     host: str
@@ -62,7 +62,8 @@ class Address:
 
     @property
     def listed(self) -> bool:
-        """Whether the environment permits it: a host alone by https, and one with its port by http too, which others can read."""
+        """Whether the environment permits this address. A host alone is permitted by https. A host with its port is also permitted by
+        http, which others can read."""
         names = [name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")]
         private = self.scheme == "https" or self.loopback
         return self.place in names or (self.host in names and private)
@@ -74,11 +75,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Trust:
-    """What `file` may name, when the user has typed `typed` (key: value). Without a file everything was typed."""
+    """What `file` may name, given the settings that the user typed (`typed`, key: value). Without a file, the user typed
+    everything."""
 
     file: str = ""
     typed: Mapping[str, JSON] = field(default_factory=dict)
-    # files lie within the folder always; else only where texts leave the machine
+    # True: files must lie within the folder. False: only if texts leave the machine.
     strict: bool = True
 
     @property
@@ -90,25 +92,25 @@ class Trust:
         return Path(self.file).parent.resolve()
 
     def said(self, text: str) -> bool:
-        """Whether the user has typed this, alone or within a value."""
+        """Whether the user typed this text, alone or within a value."""
         return text in texts(self.typed)
 
     def _require(self, fine: bool, text: str, permit: str = "") -> None:
-        """Refuse what an untrusted file names, unless it is fine; `permit` says what else would permit it."""
+        """Refuse what an untrusted file names, unless it is `fine`. `permit` says what else would permit it."""
         require(self.whole or fine, f"{self.file}{text}{permit and f'{permit}, or '}{TRUST_IT}")
 
     def require_code(self, kind: str, name: str) -> None:
-        """For FILE.py:NAME: that the user named it himself."""
+        """Refuse FILE.py:NAME unless the user named it."""
         place = code_place(name)
         said = place is None or place in map(code_place, texts(self.typed))
         self._require(said, f": {kind} {name!r} would run code from a file; ")
 
     def require_evaluation(self, name: str) -> None:
-        """For a task that evaluates what a model writes."""
+        """Refuse a task that evaluates text from a model as code, unless the user named it."""
         self._require_task(name, f"{name} evaluates what the model writes, outside of a sandbox")
 
     def require_package(self, name: str) -> None:
-        """For a task whose episodes are those of an installed package that it names."""
+        """Refuse a task that runs episodes of an installed package, unless the user named the package."""
         text = f"the environment {name} would run code of an installed package"
         self._require_task(name, text)
 
@@ -121,18 +123,20 @@ class Trust:
         self._require(said, ": checkpoint_hook would run a program; ")
 
     def require_command(self, command: str) -> None:
-        """For a task whose episodes are a program of the user's."""
+        """Refuse a task whose episodes are a program, unless the user named the program."""
         self._require(self.said(command), f": the command {command!r} would run a program; ")
 
     def require_trackers(self, names: Sequence[str]) -> None:
-        """W&B takes the server that is sent its key, and more, from a file in the working directory, which may be untrusted."""
+        """Refuse W&B if the working directory has a settings file for it, unless the user typed `trackers`. W&B reads the server that
+        receives its key, and more, from that file, which may be untrusted."""
         given = next((place for place in WANDB_SETTINGS if Path(place).is_file()), "")
         fine = "trackers" in self.typed or "wandb" not in names or not given
         text = f": trackers: wandb would follow {given} of this folder; "
         self._require(fine, text, "type trackers=wandb")
 
     def require_sandbox(self, name: str) -> None:
-        """A file may choose among sandboxes that test themselves, not what is in a container."""
+        """Refuse a sandbox that a file may not choose. It may choose among sandboxes that test themselves, but not the image of a
+        container."""
         fine = self.said(name) or (name != "unsafe" and ":" not in name)
         what = "runs a model's programs as you" if name == "unsafe" else "names a container image"
         self._require(fine, f": sandbox: {name} {what}; ")
@@ -142,7 +146,7 @@ class Trust:
         self._require(fine, f": key_variable: {name} would send that variable to an address; ")
 
     def require_address(self, url: str) -> None:
-        """Texts go to hosts that the user named, and to servers on this machine."""
+        """Refuse an address unless the user named its host, or it is on this machine."""
         address = Address.of(url)
         fine = self.whole or self.said(url) or address.listed or address.loopback
         permitted = address.host if address.scheme == "https" else address.place
@@ -151,8 +155,8 @@ class Trust:
         require(fine, f"{sends}: to permit it, {permit}")
 
     def key(self, url: str, variable: str) -> str:
-        """The secret that the server at `url` may see, "" for none. A server on this machine whose address only a file names gets none,
-        and none crosses a network in the clear."""
+        """The key that the server at `url` may receive; "" for none. A server on this machine gets none if only a file names its
+        address. No key crosses a network unencrypted."""
         address, key = Address.of(url), os.environ.get(variable, "") if variable else ""
         clear = bool(key) and address.scheme == "http" and not address.loopback
         sent = f"judge: the key in {variable} is not sent to {address.host} over plain http"
@@ -161,9 +165,9 @@ class Trust:
         return key if self.whole or self.said(url) or address.listed else ""
 
     def require_file(self, name: str, path: Path) -> None:
-        """That a file or folder, with all that symbolic links in it lead to, lies next to the file that names it, or is the user's own
-        choice."""
-        # where to write is no leave to read
+        """Refuse a file or folder, including everything that symbolic links in it lead to, unless it lies in the folder of the
+        file that names it, or the user chose it."""
+        # the user's permission to write to a place is no permission to read it
         own = {key: value for key, value in self.typed.items() if key != "out"}
         if _real_path(path) in map(_real, texts(own)):
             return
@@ -175,8 +179,8 @@ class Trust:
             require(_within(place, self.folder), text)
 
     def require_output(self, out: str, replacing: Mapping[str, JSON]) -> None:
-        """A file may name a directory to write, below the working directory or beside itself and not hidden; not one that holds a run.
-        `replacing` has the settings that let it."""
+        """Refuse a directory to write, unless it is below the working directory or next to the file, is not hidden, and holds no run.
+        `replacing` has the settings that permit replacing a run."""
         if self.whole:
             return
         for key, value in replacing.items():
@@ -192,13 +196,13 @@ _active = EVERYTHING
 
 
 def active() -> Trust:
-    """The trust in what is being read or run now; that of Python code, which may do anything, where nobody has said otherwise."""
+    """The trust that applies now. By default it is that of Python code, which may do anything."""
     return _active
 
 
 @contextmanager
 def trusting(trust: Trust) -> Iterator[Trust]:
-    """Within this, names are those of a file that is trusted so far. It holds for all threads, and for processes forked within."""
+    """Apply a trust within the block, in all threads and in processes forked there."""
     global _active
     before, _active = _active, trust
     try:
@@ -208,7 +212,7 @@ def trusting(trust: Trust) -> Iterator[Trust]:
 
 
 def texts(value: JSON) -> Iterator[str]:
-    """Every text in plain data, but for keys."""
+    """Every text in plain data, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -217,7 +221,7 @@ def texts(value: JSON) -> Iterator[str]:
 
 
 def code_place(name: str) -> tuple[Path, str] | None:
-    """The file and the name within it of FILE.py:NAME; None for other names, and for what can be no path.
+    """The file and the name in FILE.py:NAME; None for other names, and for text that cannot be a path.
 
     >>> code_place("/x/../mine.py:reward"), code_place("math"), code_place("x.PY:f")
     ((PosixPath('/mine.py'), 'reward'), None, None)
@@ -228,7 +232,7 @@ def code_place(name: str) -> tuple[Path, str] | None:
 
 
 def _real_path(path: Path) -> Path:
-    """Without links. A loop of them, and what can be no path, stays as it is."""
+    """The path with symbolic links resolved. A loop of links, or text that cannot be a path, is returned unchanged."""
     try:
         return Path(os.path.realpath(path))
     except ValueError:
@@ -240,7 +244,7 @@ def _within(path: Path, folder: Path) -> bool:
 
 
 def _below(path: Path, folder: Path) -> bool:
-    """Whether it is in the folder, and not in a hidden one there (.ssh, .config, .git)."""
+    """Whether a path is in the folder, and not in a hidden folder there (.ssh, .config, .git)."""
     if not _within(path, folder):
         return False
     parts = _real_path(path).relative_to(_real_path(folder)).parts
@@ -250,5 +254,5 @@ def _below(path: Path, folder: Path) -> bool:
 def _real(text: str) -> Path | None:
     try:
         return Path(text).expanduser().resolve()
-    except (OSError, ValueError, RuntimeError):  # a null, a loop of links, a user who is not there
+    except (OSError, ValueError, RuntimeError):  # a null, a loop of links, or an unknown user
         return None

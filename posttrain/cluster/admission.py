@@ -1,15 +1,15 @@
-"""Decides which groups may be started and which are trained on next, when generation runs ahead of training.
+"""Decides which groups may start and which are trained on next, when generation runs ahead of training.
 
-A step trains on `batch` groups. A group that was begun with the weights of version i is trained on at version i + max_staleness at the
-latest: every one of them, not most. Nothing is dropped for its age, so that long answers are trained on as often as they are begun.
+A step trains on `batch` groups. A group that started with weights of version i is trained on at version i + max_staleness at the
+latest. This holds for every group. No group is dropped for its age, so long answers are trained on as often as they are started.
 
-    begun and not trained      <= (max_staleness + 1) * batch
+    started and not trained on                       <= (max_staleness + 1) * batch
     of those, due within k steps after the next one  <= k * batch,  for every k
 
-The first is kept by beginning no more, the second by waiting, before a step, until enough of the oldest have finished. With
-max_staleness 0 that is synchronous training: all are begun with the present weights, and all are waited for.
+To keep the first bound, no further groups start. To keep the second, a step waits until enough of the oldest groups have finished.
+With max_staleness 0 this is synchronous training: all groups start with the current weights, and the step waits for all of them.
 
-A step that asks for k groups more (dynamic sampling) begins k and takes the k oldest: what is left after it is as many as without.
+A step that asks for k more groups (dynamic sampling) starts k and takes the k oldest, so as many groups remain after it as without.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(Checked):
-    """The number of groups of a step, and how many versions a group may be older than the step that trains on it."""
+    """The number of groups in a step, and how many versions a group may be older than the step that trains on it."""
 
     batch: Count
     max_staleness: Whole = 0
@@ -35,7 +35,8 @@ class Staleness(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A group that was started: its number in the stream of problems, the version it started with, and how often it was started."""
+    """A group that was started: its number in the stream of problems, its weight version at the start, and how often it was
+    started."""
 
     number: int
     version: int
@@ -52,7 +53,7 @@ class Admission:
         # groups of a failed worker, or of an earlier attempt of the run; started before new ones
         self.waiting: list[int] = []
         self.attempts = 0
-        self.asked = 0  # groups that the step being put together wants beyond `batch`
+        self.asked = 0  # groups that the step being collected wants in addition to `batch`
 
     @property
     def outstanding(self) -> int:
@@ -78,7 +79,7 @@ class Admission:
         return True
 
     def fail(self, group: Begun) -> None:
-        """Handle the loss of a group's worker: the group is restarted, with the weights of that time."""
+        """Handle the failure of a group's worker: the group will restart, with the weights of that time."""
         if self.running.get(group.number) == group:
             del self.running[group.number]
             self.waiting.append(group.number)
@@ -90,8 +91,8 @@ class Admission:
     def next_step(
         self, count: int | None = None, taken: Sequence[Begun] = ()
     ) -> tuple[Begun, ...] | None:
-        """The groups of the next step, oldest first; None while they are not finished. With `count`, as many as were asked for
-        besides those it has `taken`."""
+        """The groups of the next step, oldest first; None while they are not finished. With `count`, this many further groups, in
+        addition to `taken`."""
         batch, room = self.settings.batch, self.settings.max_staleness
         count = batch if count is None else count
         ready = [one for one in self.finished.values() if one not in taken]
@@ -100,9 +101,9 @@ class Admission:
         ready.sort(key=lambda one: (one.version, one.number))
         chosen = ready[:count]
         left = [one.version for one in (*self.running.values(), *ready[count:])]
-        # begun again with the present weights, at the earliest
+        # they restart with the current weights at the earliest
         left += [self.version] * len(self.waiting)
-        for later in range(room + 1):  # due within so many steps after this one
+        for later in range(room + 1):  # due within this many steps after the next one
             due = sum(version + room <= self.version + later for version in left)
             if due > later * batch:
                 return None

@@ -1,8 +1,9 @@
-"""What a run of any size would need on a number of GPUs: memory of each, a layout that fits, tokens a second, days and money.
+"""Estimates what a run of any size needs on a number of GPUs: memory of each, a layout that fits, tokens a second, days and cost.
 
-Nothing is loaded: a model is its size ("70B", "30B-A3B"), or the shape that a config states. The arithmetic is that of the trainer:
-bfloat16 weights, float32 gradients, master weights and two moments (18 bytes a weight that learns), divided over the GPUs by FSDP2,
-activations kept by layer. Times are rooflines with the shares below, which published runs reach; docs/cluster.md compares.
+It loads nothing: a model is given by its size ("70B", "30B-A3B") or by the shape in its config. The arithmetic is the trainer's:
+bfloat16 weights, float32 gradients, master weights and two moments (18 bytes a trained weight), sharded over the GPUs by FSDP2, with
+activation checkpointing of each layer. Times are rooflines with the efficiencies below, which published runs reach; docs/cluster.md
+compares them.
 
     train = sum over passes of 2 * weights * tokens * factor / (GPUs * FLOP/s * TRAIN)
     generate = mean * (weights + keys and values of the rows) / (bandwidth * READ) + (limit - mean) * weights / (bandwidth * READ)
@@ -19,22 +20,23 @@ from pathlib import Path
 
 from posttrain.errors import Checked, Count, UserError, Whole, require, unknown
 
-# shares of the peak FLOP/s in training: dense models, mixtures of experts
+# share of the peak FLOP/s in training, for dense models and for mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
-READ = 0.6  # the share of the bandwidth while decoding
-OTHER = 1.2  # scoring, weight updates, waiting
-# seconds that a layer takes in decoding besides reading: alone, and where its weights are divided within and beyond a node
+READ = 0.6  # share of the peak bandwidth in decoding
+OTHER = 1.2  # factor for scoring, weight updates and waiting
+# seconds of a layer in decoding in addition to reading: on one GPU, sharded within a node, and sharded across nodes
 LAYER, LAYER_DIVIDED, LAYER_APART = 30e-6, 80e-6, 250e-6
-ROOM = 0.9  # the usable share of a GPU's memory; the rest is for CUDA and fragmentation
-RECOMPUTED = 8 / 6  # forward, backward, and forward again where activations are kept by layer
-EXCHANGED = 1.15  # times longer where GPUs exchange keys and values, or activations, in every layer
+ROOM = 0.9  # usable share of a GPU's memory; the rest is for CUDA and fragmentation
+RECOMPUTED = 8 / 6  # forward, backward, and a second forward for checkpointed layers
+EXCHANGED = 1.15  # factor if GPUs exchange keys and values, or activations, in every layer
 GB = 1e9
-LEARNING = 18.0  # bytes of a weight that learns: itself 2, gradient 4, master 4, moments 8
+LEARNING = 18.0  # bytes of a trained weight: itself 2, gradient 4, master 4, moments 8
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """Memory in GB, dense bfloat16 TFLOP/s, bandwidth in TB/s (by the vendors' data sheets), and dollars an hour (an assumption)."""
+    """Memory in GB, dense bfloat16 TFLOP/s, bandwidth in TB/s (from the vendors' data sheets), and dollars an hour (an
+    assumption)."""
 
     memory: float
     flops: float
@@ -57,18 +59,18 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Weights, those that a token uses, and what decides activations and caches."""
+    """The number of weights, the number that a token uses, and the dimensions that decide activations and caches."""
 
     weights: float
     active: float
     layers: int
     hidden: int
-    keys: int  # width of the keys of a layer
+    keys: int  # width of a layer's keys
     vocabulary: int = 128_000
 
     @property
     def cache(self) -> float:
-        """Bytes of keys and values of a token."""
+        """Bytes of the keys and values of a token."""
         return 4.0 * self.keys * self.layers
 
 
@@ -80,7 +82,7 @@ KNOWN = (
 
 
 def shape_of(text: str) -> Shape:
-    """The shape of a size, like that of the published model whose size is nearest.
+    """The shape of a model of this size, with the dimensions of the published model of the nearest size.
 
     >>> shape_of("70B").layers, shape_of("30B-A3B").active / 1e9
     (80, 3.0)
@@ -98,7 +100,7 @@ def shape_of(text: str) -> Shape:
 
 
 def named_shape(name: str) -> Shape:
-    """The shape that the config of a model states, in a folder or on the hub. Its weights are not read."""
+    """The shape in the config of a model, from a folder or the hub. Its weights are not read."""
     from posttrain.models.load import locate, read_config
 
     if not Path(name).exists() and "/" not in name:
@@ -121,14 +123,14 @@ def named_shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Work(Checked):
-    """One step: what is sampled and trained on, and by which models."""
+    """The work of one step: what is sampled and trained on, and by which models."""
 
     algorithm: str = "grpo"
     prompts: Count = 512
     group: Count = 16
-    prompt: Count = 256  # tokens
-    response: Count = 2048  # on average
-    limit: Whole = 0  # the longest; 0: four times the average
+    prompt: Count = 256  # in tokens
+    response: Count = 2048  # mean length in tokens
+    limit: Whole = 0  # longest response in tokens; 0: four times the mean
     steps: Count = 1000
 
     def __post_init__(self) -> None:
@@ -157,7 +159,8 @@ class Work(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Models of the policy's size that an algorithm has: learners, frozen ones that read every token, and whether it samples."""
+    """The models of the policy's size that an algorithm has: the number of trained ones, the number of frozen ones that read every
+    token, and whether it samples."""
 
     learners: int
     frozen: int
@@ -169,16 +172,16 @@ ALGORITHMS = {
     "dpo": Models(1, 1, False),
     "iterative_dpo": Models(1, 2, True),  # a reference, and a reward model that makes the pairs
     "grpo": Models(1, 1, True),
-    "rlvr": Models(1, 0, True),  # rewards that are verified; no reference
-    "ppo": Models(2, 2, True),  # a critic; a reference and a reward model
+    "rlvr": Models(1, 0, True),  # verified rewards; no reference
+    "ppo": Models(2, 2, True),  # a critic, a reference and a reward model
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the work lies on the GPUs: all of them train, weights divided over `shards`, a layer while it works over `divided` of those,
-    and a sequence over `context`; generation has copies on `tensor` GPUs each, at a time when the states of training wait in host
-    memory where `offloaded`."""
+    """How the work is distributed over the GPUs. All GPUs train. Weights are sharded over `shards`, each layer's computation over
+    `divided` of those, and each sequence over `context`. Generation has copies on `tensor` GPUs each; with `offloaded`, the training
+    states are in host memory meanwhile."""
 
     gpus: int
     shards: int
@@ -207,7 +210,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory of a GPU in bytes, by item, in training and in generation; seconds of a step."""
+    """Memory of a GPU in bytes, by item, in training and in generation, and the seconds of a step."""
 
     layout: Layout
     training: dict[str, float]
@@ -225,7 +228,7 @@ class Estimate:
 
 
 def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
-    """All that are considered; experts are not divided."""
+    """All layouts to consider. The layers of experts are not divided."""
     tensors = [t for t in (1, 2, 4, 8, 16, 32) if t <= gpus and gpus % t == 0] if samples else [0]
     shards = sorted({1, min(gpu.node, gpus), gpus})
     contexts = [c for c in (1, 2, 4, 8) if gpus % c == 0]
@@ -242,12 +245,12 @@ def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
 def memory_of(
     shape: Shape, work: Work, layout: Layout
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of each GPU in training, and in generation without keys and values."""
+    """Bytes on each GPU in training, and in generation without keys and values."""
     models, shards = work.models, layout.shards
     learning = models.learners * LEARNING * shape.weights / shards
     frozen = models.frozen * 2.0 * shape.weights / shards
     tokens = (work.prompt + work.longest) / layout.context  # a micro-batch of the longest sequence
-    # one layer at work, of about 34 numbers of width H a token, of which 10 are those of its inputs
+    # one layer while it computes: about 34 numbers of width H a token, 10 of which are those of its inputs
     layer = 2.0 * (10 + 24 / layout.divided) * shape.hidden * tokens
     gathered = 3 * 2.0 * shape.weights / shape.layers / layout.divided
     training = {
@@ -266,7 +269,7 @@ def memory_of(
 
 
 def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | None:
-    """The estimate of a layout; None where it does not fit."""
+    """The estimate of a layout; None if it does not fit."""
     room = ROOM * gpu.memory * GB
     training, generation = memory_of(shape, work, layout)
     left = room - sum(generation.values())
@@ -275,7 +278,7 @@ def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | N
         copies = layout.gpus // layout.tensor
         rows = -(-work.responses // copies)
         every = rows * (work.prompt + work.response) * shape.cache / layout.tensor
-        smallest = (work.prompt + work.longest) * shape.cache / layout.tensor  # of one row
+        smallest = (work.prompt + work.longest) * shape.cache / layout.tensor  # for one row
         cached = min(every, left)
         if cached < smallest:
             return None
@@ -292,20 +295,21 @@ def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | N
 
 
 def train_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> float:
-    """Forward and backward of the learners, and the forward passes of all others; with log-probs of what was sampled once more."""
+    """Forward and backward passes of the trained models, forward passes of the others, and one more to recompute the log-probs of
+    samples."""
     models, share = work.models, TRAIN if shape.active == shape.weights else TRAIN_EXPERTS
     passes = 3 * RECOMPUTED * models.learners + models.frozen + (1 if models.samples else 0)
     length = work.prompt + work.response
-    # of a token: half of the positions, scores and values
+    # per token: scores and values over half of the positions
     attention = 2.0 * shape.layers * shape.hidden * length
     flops = passes * work.tokens * (2.0 * shape.active + attention)
-    slower = 1.0 if layout.context == 1 else EXCHANGED  # keys and values go around
-    slower *= 1.0 if layout.divided == 1 else EXCHANGED  # sums of activations
+    slower = 1.0 if layout.context == 1 else EXCHANGED  # keys and values are exchanged
+    slower *= 1.0 if layout.divided == 1 else EXCHANGED  # activations are summed
     return slower * flops / (layout.gpus * gpu.flops * 1e12 * share)
 
 
 def generate_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout, cached: float) -> float:
-    """All rows at once where their caches fit, else in turns; then the longest alone."""
+    """Decode all rows at once if their caches fit, otherwise in turns; then the longest row alone."""
     if not layout.tensor:
         return 0.0
     copies, bandwidth = layout.gpus // layout.tensor, gpu.bandwidth * 1e12 * READ
@@ -330,12 +334,12 @@ def best(shape: Shape, work: Work, gpu: GPU, gpus: int) -> Estimate | None:
 
 
 def fewest(shape: Shape, work: Work, gpu: GPU) -> int | None:
-    """The smallest number of GPUs, by powers of 2 up to 16,384, on which it fits."""
+    """The smallest number of GPUs on which it fits, among powers of 2 up to 16,384."""
     counts = (1 << power for power in range(15))
     return next((n for n in counts if best(shape, work, gpu, n) is not None), None)
 
 
-# What textbooks and guides say of a few runs, as GPUs of 80 GB, from and to.
+# Numbers of 80 GB GPUs, from and to, that textbooks and guides state for a few runs.
 TEXTBOOK = (
     ("DPO, 7B", Work("dpo", prompts=64, response=512, steps=1000), 8, 8),
     (
@@ -351,7 +355,7 @@ TEXTBOOK = (
 
 
 def textbook_lines(gpu: GPU) -> list[str]:
-    """The table that textbooks give, with what this arithmetic says."""
+    """The table in textbooks, next to the estimates of this file."""
     lines = ["what is usually said, and what this arithmetic says:"]
     for name, work, low, high in TEXTBOOK:
         shape = shape_of(name.split()[-1])
@@ -377,7 +381,7 @@ def _long(seconds: float) -> str:
 
 
 def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
-    """The plan of a run as lines; one that does not fit is refused, with the number of GPUs that would do."""
+    """The plan of a run as lines. A plan that does not fit is refused, with the number of GPUs that would suffice."""
     if name not in GPUS:
         raise unknown("GPU", name, GPUS)
     require(gpus > 0, f"--gpus {gpus}: give a number of GPUs")
@@ -422,7 +426,7 @@ def _memory_line(phase: str, items: dict[str, float], gpu: GPU) -> str:
 
 
 def with_settings(work: Work, words: Sequence[str]) -> Work:
-    """Work with other numbers, as they were typed: prompts=256."""
+    """The work with other numbers, as typed: prompts=256."""
     changes: dict[str, int | str] = {}
     for word in words:
         key, equals, text = word.partition("=")

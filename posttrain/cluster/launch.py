@@ -1,8 +1,8 @@
-"""Starts the processes of a run on this machine (`processes=N`), and ends all of them when one has failed.
+"""Starts the processes of a run on this machine (`processes=N`), and ends all of them if one fails.
 
-Each is `python -m posttrain` with the same words and, in its environment, what torchrun would put there. The first one writes the run
-directory and prints. They find each other on a socket of the loopback interface that is open before they start, so that no port can be
-taken in between, and they end with this process, even where it is killed.
+Each process is `python -m posttrain` with the same arguments and the environment variables that torchrun would set. The first process
+writes the run directory and prints. They connect through a socket on the loopback interface that is open before they start, so that
+no other program can take its port. They end with this process, even if it is killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
 COMMAND = (sys.executable, "-m", "posttrain")
 LOOPBACK = "127.0.0.1"
-POLL = 0.05  # seconds between two looks at the processes
-# seconds that the others have to end by themselves: after one was failed, and after one ended for a reason that all have
+POLL = 0.05  # seconds between two checks of the processes
+# seconds that the other processes have to end by themselves: after one failed, and after one ended for a reason that all share
 GRACE, ENDING = 5.0, 120.0
 # if all processes are on this machine
 ON_LOOPBACK = {
@@ -40,7 +40,7 @@ ON_LOOPBACK = {
 NODE_FAILED = "was lost with its node or its actor"
 HANGS = f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
 REFUSED, INTERRUPTED = 2, 130
-SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has said why
+SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has reported why
 
 
 class Running(Protocol):
@@ -63,7 +63,7 @@ class Started:
     rank: int
     process: Running
     said: IO[bytes] | None = None
-    fate: str = ""  # how it ended, where its exit code does not say it
+    fate: str = ""  # how it ended, if the exit code does not tell
 
     def text(self) -> str:
         if self.said is None:
@@ -94,12 +94,12 @@ class Started:
 
 
 class Places(Protocol):
-    """The places where the processes of a run start, if not all on this machine. The first always does."""
+    """The places where the processes of a run start, if not all on this machine. The first always starts here."""
 
     address: str  # this machine's address, as the others reach it
 
     def variables(self) -> dict[str, str]:
-        """Variables of the first process, besides those of all."""
+        """Environment variables of the first process, in addition to those of all."""
 
     def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
 
@@ -116,7 +116,7 @@ def launch(
     shrinks: bool = False,
 ) -> int:
     """Run `posttrain WORDS` in `count` processes, and return the exit code of the run. If one process runs out of memory while the
-    others wait for it, all restart once from the last checkpoint with half the token budget. `places` are where they start; if some
+    others wait for it, all restart once from the last checkpoint with half the token budget. `places` says where they start. If some
     are lost with their nodes and the group `shrinks`, the run continues from the last checkpoint with the remaining processes."""
     more: dict[str, str] = {}
     while True:
@@ -137,7 +137,7 @@ def launch(
 
 
 def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
-    """Whether a process ran out of memory for the first time. `more` then tells the next processes to halve the token budget."""
+    """Whether a process ran out of memory for the first time. `more` then makes the next processes halve the token budget."""
     found = [one.rank for one in started if one.process.poll() == OUT_OF_MEMORY]
     if not found or HALVED in more:
         return False
@@ -151,7 +151,7 @@ def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
 
 
 def resumed(words: Sequence[str], directory: Path, *more: str) -> list[str]:
-    """The command that resumes what another one started."""
+    """The command that resumes the run of another command."""
     if not (directory / CONFIG).is_file():
         return [*words, *more]
     return ["resume", str(directory), *(w for w in words if w == "--allow-code"), *more]
@@ -183,7 +183,7 @@ def run_group(
 
 @contextmanager
 def server_socket(address: str) -> Iterator[socket.socket]:
-    """A socket that listens on a free port of the loopback interface, or of the address by which the nodes of a cluster know this
+    """A socket that listens on a free port of the loopback interface, or of the address by which other nodes of a cluster reach this
     one."""
     with socket.socket() as server:
         try:
@@ -238,7 +238,7 @@ def _start(
         stdout=None if first else subprocess.DEVNULL,
         stderr=said,
         pass_fds=(server.fileno(),) if first else (),
-        process_group=0,  # signals of the terminal come through this process alone
+        process_group=0,  # this process forwards signals of the terminal
     )
     return Started(rank, process, said)
 
@@ -256,7 +256,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
-        # it has reported why, and the others wait for it in vain
+        # the first process has reported why, and will not answer the others
         if started[0].process.returncode == REFUSED:
             deadline = min(deadline, time.monotonic() + GRACE)
         if not alive:
@@ -270,7 +270,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
     if failures or failed.process.returncode != PEER_FAILED:
         return failures[0] if failures else failed
     if started[0].process.returncode == 0:
-        return None  # as it should, in the middle of a run: it waits for people, and the others noticed its end
+        return None  # no failure: the run ended to wait for people, and the others noticed
     hanging = [one for one in started if one.process.poll() is None]
     for one in hanging:
         one.fate = HANGS
@@ -286,12 +286,12 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     write_text(failed.text(), sys.stderr)
     if code in SAID[1:]:
         return code
-    if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could do more than end
+    if code in (-signal.SIGINT, -signal.SIGTERM):  # it was interrupted before it could report
         write_text("posttrain: interrupted\n", sys.stderr)
         return INTERRUPTED
     text = f"process {failed.rank} of {len(started)} {failed.ended()}"
     hanging = [str(one.rank) for one in started if one.fate == HANGS]
-    if len(hanging) > 1:  # which of them the others wait for is not known
+    if len(hanging) > 1:  # it is unknown which of them the others wait for
         text = f"one of the processes {', '.join(hanging)} of {len(started)} {HANGS}"
     text += "; the others were stopped"
     if (directory / CONFIG).is_file():

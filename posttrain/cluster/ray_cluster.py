@@ -1,8 +1,8 @@
-"""A run on a cluster of Ray: one that starts and ends with it on this machine, or one that runs already.
+"""Runs posttrain on a Ray cluster: one that starts and ends with the run on this machine, or one that is already running.
 
-Ray gives places: an actor on a node starts one process of posttrain there, with its share of the resources, and says how it ended. The
-processes are those that `processes=N` and `sampler=process` start on one machine. An actor ends with the process that asked for it, and
-what it has started ends with the actor, also where that is killed.
+Ray provides places. An actor on a node starts one process of posttrain there, with its share of the resources, and reports how it
+ended. The processes are the same as those that `processes=N` and `sampler=process` start on one machine. An actor ends with the
+process that requested it. What the actor started ends with the actor, even if the actor is killed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from posttrain.cluster.ray_host import host_class, interface
 from posttrain.errors import UserError, require
 from posttrain.system import machine
 
-ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds: for a cluster, and a place
-# of the cluster that the process which started this one is connected with
+ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds, for a cluster or a place
+# the environment variable with the address of the cluster that the parent process is connected to
 ADDRESS = "POSTTRAIN_RAY"
-FAILED = -1000  # as an exit code: the node or the actor of a process is gone
-PLACES = 3  # that are tried for one process, where nodes fail
-STORE = 1 << 28  # bytes of the object store of a cluster of this machine
+FAILED = -1000  # as an exit code: the node or the actor of a process has failed
+PLACES = 3  # places to try for one process if nodes fail
+STORE = 1 << 28  # bytes of the object store of a cluster on this machine
 INSTALL = "Ray is not installed; install posttrain[ray]"
-# of a cluster of this machine, before Ray is imported: it listens on the loopback interface, wants the token of this user, and
-# what its actors have started ends with them
+# Environment of a cluster on this machine, set before Ray is imported: the cluster listens on the loopback interface, requires the
+# token of this user, and ends what its actors have started together with them.
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,11 +43,12 @@ SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 PASSED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "POSTTRAIN_WAIT", "PYTHONPATH", "HF_HUB_OFFLINE")
-# run apart and ended after ANSWER: a client waits without a limit for a port that accepts and says nothing
+# runs in another process, which is ended after ANSWER: a client waits without limit for a port that accepts and does not reply
 PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')"
-MARK = "POSTTRAIN_CLUSTER"  # in the environment of what belongs to a cluster of this machine: its folder
-# Ends a cluster of this machine when the process that started it has ended, however, and removes its folder: some of Ray's processes
-# would stay for a minute. Those that have overwritten their environment with a title have a file of the folder open.
+MARK = "POSTTRAIN_CLUSTER"  # environment variable of all processes of a cluster on this machine: its folder
+# Ends a cluster on this machine when the process that started it ends, for any reason, and removes its folder: some of Ray's
+# processes would stay for a minute. A process that has overwritten its environment with a title is found by an open file of the
+# folder.
 KEEPER = f"""
 import os, shutil, sys, time
 sys.stdin.buffer.read()
@@ -90,7 +91,7 @@ class NodeDied(UserError):
 
 
 class Cluster:
-    """The connection of this process with a cluster; made at the first use. Close it."""
+    """The connection of this process to a cluster, made at its first use. Close it."""
 
     def __init__(self, settings: Placement):
         self.settings, self.connected = settings, False
@@ -113,7 +114,7 @@ class Cluster:
             self.keeper = None
 
     def connect(self) -> None:
-        """Start a cluster on this machine, or join the one that runs, if its nodes have what the run asks for."""
+        """Start a cluster on this machine, or join a running one if its nodes have the requested resources."""
         if self.connected:
             return
         given = os.environ.get(ADDRESS, "")
@@ -122,7 +123,7 @@ class Cluster:
         where: dict[str, Any] = {"address": address}
         if address == LOCAL:
             own_token()
-            # CPUs are counted, not given: processes share the cores as `processes=N` does
+            # CPUs are counted but not reserved: processes share the cores, as with `processes=N`
             cpus = int(sum(one.cpus for one in self.settings.bundles)) + 1
             where = {"address": "local", "num_cpus": max(machine.cores(), cpus)}
             where |= {"include_dashboard": False, "object_store_memory": STORE}
@@ -143,7 +144,7 @@ class Cluster:
             raise UserError(f"cluster={address}: {lacking}")
 
     def _keep(self) -> str:
-        """Have all that is started from now on end with this process; the folder of its files."""
+        """Make everything that is started from now on end with this process. Returns the folder of its files."""
         root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
         folder = os.environ[MARK] = tempfile.mkdtemp(prefix="posttrain-ray-", dir=root)
         none = subprocess.DEVNULL
@@ -158,7 +159,7 @@ class Cluster:
         return folder
 
     def places(self, resources: Resources, count: int) -> tuple[list[Any], Any]:
-        """Hosts of `count` processes that have what they ask for, the first on this node; and the group of their places."""
+        """Hosts for `count` processes with the requested resources, the first on this node, and their placement group."""
         ray = load_ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -180,7 +181,7 @@ class Cluster:
         return found, group
 
     def place(self, resources: Resources) -> Any:
-        """The host of one more process; a TimeoutError where there is no room."""
+        """The host of one more process; TimeoutError if there is no room."""
         self.connect()
         ray = load_ray()
         for _ in range(PLACES):
@@ -191,7 +192,7 @@ class Cluster:
             except TimeoutError:
                 ray.kill(host)
                 raise
-            except NodeDied:  # the place was on a node that had failed, and Ray did not know yet
+            except NodeDied:  # the place was on a failed node, which Ray had not noticed yet
                 continue
         raise TimeoutError(self._no_place(resources, 1))
 
@@ -202,7 +203,7 @@ class Cluster:
         return made.options(scheduling_strategy=strategy, max_restarts=0, **given).remote()
 
     def _check(self, ray: Any, hosts: Sequence[Any], resources: Resources) -> None:
-        """Wait until all are there, and compare their versions."""
+        """Wait until all hosts have started, and compare their versions."""
         try:
             found = ray.get([host.about.remote() for host in hosts], timeout=ANSWER)
         except ray.exceptions.GetTimeoutError:
@@ -222,7 +223,8 @@ class Cluster:
 
 
 def own_token() -> None:
-    """Have the token that clusters of this user ask for, in a file that nobody else can read; Ray would make one that others can."""
+    """Create the token that clusters of this user require, in a file that only the user can read. Ray would create one that others
+    can."""
     path = Path.home() / ".ray" / "auth_token"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
@@ -232,7 +234,7 @@ def own_token() -> None:
 
 
 def probe(address: str) -> None:
-    """Refuse a cluster that does not answer, or is of another version, in one line."""
+    """Refuse, in one line, a cluster that does not answer or has another version."""
     found = placement.check_address(address)
     assert found is not None
     advice = "look at 'ray status' there, or start one with 'ray start --head'"
@@ -257,7 +259,7 @@ def one_line(error: object) -> str:
 
 
 class NodeProcess:
-    """A process on another node, as its launcher sees it."""
+    """The launcher's view of a process on another node."""
 
     def __init__(self, host: Any, pid: int):
         self.host, self.pid, self.said = host, pid, ""
@@ -293,7 +295,7 @@ class StartedElsewhere(Started):
         return self.process.said
 
     def gone(self) -> bool:
-        """Of one that runs, the actor answers where its node does."""
+        """Whether the process was lost with its node: the actor of a running process answers as long as its node does."""
         ray, process = load_ray(), self.process
         with suppress(ray.exceptions.RayError):
             alive = process.poll() is None and ray.get(process.host.about.remote(), timeout=ANSWER)
@@ -305,7 +307,7 @@ class StartedElsewhere(Started):
 
 
 class Ranks:
-    """Places for the processes of a run: the first one is on this machine, the others where Ray has put them."""
+    """Places for the processes of a run. The first is on this machine; Ray chooses the others."""
 
     def __init__(self, cluster: Cluster, count: int):
         self.cluster = cluster
@@ -344,7 +346,7 @@ class Ranks:
 
 
 def launch_ranks(words: Sequence[str], settings: Placement, directory: Path) -> int:
-    """Run `posttrain WORDS` as several processes on the nodes of a cluster; its exit code."""
+    """Run `posttrain WORDS` as several processes on the nodes of a cluster. Returns the exit code."""
     shrinks = settings.on_failed_node == "shrink"
     with Cluster(settings) as cluster:
         return launch(words, settings.ranks, directory, lambda n: Ranks(cluster, n), shrinks)

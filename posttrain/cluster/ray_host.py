@@ -1,4 +1,5 @@
-"""What runs in an actor of Ray on a node: it starts one process of posttrain there, passes messages on, and says how it ended."""
+"""The code of a Ray actor on a node: it starts one process of posttrain there, forwards messages, and reports how the process
+ended."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface(address: str) -> dict[str, str]:
-    """What tells gloo and NCCL to listen on the network interface that has an address; nothing where none has.
+    """Variables that make gloo and NCCL listen on the network interface with this address; none if no interface has it.
 
     >>> interface("127.0.0.1")
     {'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': 'lo'}
@@ -32,7 +33,7 @@ def interface(address: str) -> dict[str, str]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
+            with suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
@@ -40,7 +41,7 @@ def interface(address: str) -> dict[str, str]:
 
 
 class Host:
-    """In an actor on a node: the one process that it has started there, and pipes to it."""
+    """Runs in an actor on a node. Holds the one process that it started there, and the pipes to it."""
 
     process: subprocess.Popen[bytes] | None = None
 
@@ -54,11 +55,11 @@ class Host:
         return str(ray.util.get_node_ip_address()), placement.versions()
 
     def visible(self) -> str | None:
-        """The GPUs that Ray gave to it."""
+        """The GPUs that Ray assigned to the actor."""
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def run(self, words: Sequence[str], environment: dict[str, str], folder: str) -> int:
-        """Start `posttrain WORDS` as one process of several; its process id."""
+        """Start `posttrain WORDS` as one process of several. Returns its process id."""
         require(
             os.path.isdir(folder),
             f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share",
@@ -85,7 +86,7 @@ class Host:
         return self.process.pid
 
     def sample(self, settings: Mapping[str, Any], size: int) -> int:
-        """Start a process that samples, see cluster/worker.py; its process id."""
+        """Start a sampling process (cluster/worker.py). Returns its process id."""
         from posttrain.cluster.publish import Buckets
         from posttrain.system.wire import to_line
 
@@ -100,22 +101,22 @@ class Host:
         return pid
 
     def put(self, line: bytes) -> None:
-        """Pass a message on."""
-        with suppress(OSError):  # it has ended, which `take` says
+        """Forward a message to the process."""
+        with suppress(OSError):  # the process has ended; `take` reports that
             write_all(self.into, line)
 
     def fill(self, which: int, data: Any) -> None:
-        """Have these bytes in a bucket."""
+        """Write these bytes to a bucket."""
         self.buckets.memory[which].numpy()[:] = data
 
     def take(self, seconds: float) -> bytes | None:
-        """What the process has said; b"" where it says nothing for so long, None when it has ended."""
+        """The process's output; b"" if there is none within `seconds`, None after it has ended."""
         if not select.select([self.out], [], [], seconds)[0]:
             return b""
         return os.read(self.out, 1 << 20) or None
 
     def ended(self) -> tuple[int | None, str]:
-        """How the process ended, and what it wrote besides."""
+        """How the process ended, and its other output."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
@@ -123,7 +124,7 @@ class Host:
         return self.process.returncode, self.said.read().decode(errors="replace")
 
     def wait(self) -> tuple[int | None, str]:
-        """The same, not before it has."""
+        """Wait until the process has ended, then return the same as `ended`."""
         assert self.process is not None
         while self.process.poll() is None:
             time.sleep(0.02)
@@ -136,7 +137,7 @@ class Host:
 
 
 def host_class(ray: Any) -> type:
-    """`Host` with the methods that may run beside each other in groups of their own."""
+    """`Host` as an actor class, with separate concurrency groups for the methods that may run at the same time."""
 
     class Placed(Host):
         wait = ray.method(concurrency_group="out")(Host.wait)

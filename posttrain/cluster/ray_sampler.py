@@ -1,8 +1,8 @@
 """The sampler of `cluster/remote.py` with its processes on the nodes of a Ray cluster.
 
-What is said is the same. It goes through the actor that has started the process, and a bucket of weights through the object store: put
-there once, taken once on each node. An actor that is lost is replaced like a process; where no node has room for a new one, the sampler
-goes on with those that are left, or the run ends, as `on_failed_node` says.
+The messages are the same. They pass through the actor that started the process. A bucket of weights passes through the object store:
+it is put there once, and each node reads it once. A failed actor is replaced like a failed process. If no node has room for a new
+one, the sampler continues with the remaining processes, or the run ends, as `on_failed_node` says.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from posttrain.models.policy import Policy
 from posttrain.system.wire import to_line
 from posttrain.types import JSON
 
-TAKE = 5.0  # seconds that an actor waits for something to pass on
+TAKE = 5.0  # seconds that an actor waits for a message to forward
 
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(remote.WorkerProcess):
-    """A process on a node, and the actor that has started it."""
+    """A process on a node, and the actor that started it."""
 
     host: Any
-    process: Any = None  # the actor has both
+    process: Any = None  # the actor has the process and its pipes
     said: Any = None
-    filled: int = 0  # buckets of this publish that it was sent
+    filled: int = 0  # buckets of this publish that were sent to it
 
     @property
     def name(self) -> str:
@@ -48,21 +48,21 @@ class RayWorker(remote.WorkerProcess):
         return remote.how_it_ended(code, text)
 
     def exit_code(self) -> None:
-        """Not known before `reason` asks for it."""
+        """Unknown until `reason` asks the actor for it."""
 
     def end(self) -> None:
         self.close_pipes()
         ray: Any = load_ray()
-        if ray.is_initialized():  # else all of them have ended with the connection
+        if ray.is_initialized():  # otherwise all actors have ended with the connection
             ray.kill(self.host)
 
     def hangs(self) -> bool:
-        """Ray notices the end of an actor; what is alive and says nothing is given the longest time."""
+        """Whether it hangs. Ray notices the end of an actor; a silent one that is alive gets the longest time limit."""
         return self.quiet() > remote.HUNG
 
 
 class RaySampler(remote.RemoteSampler):
-    """A `Sampler` in `count` processes that a cluster has places for."""
+    """A `Sampler` with `count` processes at places of a cluster."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class RaySampler(remote.RemoteSampler):
         host.put.remote(to_line(message))
 
     def _stored(self, number: int) -> Any:
-        """A bucket in the object store, for all who read it; the one before is free then."""
+        """Put a bucket into the object store for all readers, and release the one before."""
         ray: Any = load_ray()
         if self.put[0] != number:
             self.put = (-1, None)
@@ -143,7 +143,7 @@ class RaySampler(remote.RemoteSampler):
 
 
 def _relay(host: Any, ours: int) -> None:
-    """Pass on what a process says, until it or its actor is gone."""
+    """Forward what a process writes, until it or its actor has ended."""
     ray: Any = load_ray()
     try:
         while True:
@@ -153,6 +153,6 @@ def _relay(host: Any, ours: int) -> None:
             while said:
                 said = said[os.write(ours, said) :]
     except (ray.exceptions.RayError, OSError, ConnectionError, RuntimeError):
-        pass  # the actor is gone, or this end was closed
+        pass  # the actor has ended, or this end was closed
     finally:
         os.close(ours)

@@ -1,8 +1,9 @@
-"""The asynchronous loop on a virtual clock: rollout workers, a trainer, weight updates, crashes and resumes, replayed from a seed.
+"""Simulates the asynchronous loop on a virtual clock: rollout workers, a trainer, weight updates, crashes and resumes, all determined
+by a seed.
 
-No model and no process is involved: durations are drawn, and what is decided is decided by `Admission`, as in a real run. A run of a
-few steps takes less than a millisecond, so that thousands of interleavings can be checked for what must never happen; with rates that
-were measured on one GPU, it estimates throughput and staleness.
+It runs no model and no process: durations are random, and `Admission` makes the decisions, as in a real run. A run of a few steps
+takes less than a millisecond, so tests can check thousands of interleavings for events that must never happen. With rates that were
+measured on one GPU, it estimates throughput and staleness.
 
     report = simulate(Plan(steps=100, batch=64, max_staleness=1, workers=8, generate=40.0, train=60.0))
 """
@@ -21,20 +22,20 @@ from posttrain.cluster.admission import Admission, Begun, Staleness
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, Whole
 from posttrain.types import JSON
 
-ROUNDS = 4  # how often a step asks for groups
-MANY_EVENTS = 1_000  # a step: crashes go on also where nothing else does
+ROUNDS = 4  # how often a step may ask for groups
+MANY_EVENTS = 1_000  # events a step: crashes continue even if nothing else happens
 DEADLOCK = "nothing is left that could happen, and the run is not at its end"
 
 
 class Broken(AssertionError):
-    """Something that must never happen: a group lost, trained on twice or too late, or a run that stands still."""
+    """An event that must never happen: a group was lost, trained on twice or too late, or the run made no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Checked):
-    """A run: `batch` groups a step, `workers` that generate up to `slots` groups at once each. Seconds are means: `generate` of a
-    group, whose lengths spread by `spread` (of the logarithm), `train` of a step, `publish` of new weights. Chances of a crash are by
-    second."""
+    """A run of `batch` groups a step and `workers` that each generate up to `slots` groups at once. Durations are mean seconds:
+    `generate` of a group, whose lengths vary by `spread` (of the logarithm), `train` of a step, `publish` of new weights. Crash
+    probabilities are per second."""
 
     where = "simulator: "
 
@@ -47,22 +48,22 @@ class Plan(Checked):
     spread: NotNegative = 0.5
     train: Positive = 1.0
     publish: NotNegative = 0.0
-    # the share of groups that teach nothing, in whose place a step asks for others
+    # share of groups without a learning signal, which a step replaces by others
     refills: Share = 0.0
-    restarts: bool = False  # groups are begun again at new weights, in place of going on with them
+    restarts: bool = False  # restart groups at new weights instead of continuing them
     checkpoint_every: Annotated[int, Range(ge=1)] = 5
     worker_crashes: Share = 0.0
     trainer_crashes: Share = 0.0
-    recovery: NotNegative = 5.0  # seconds until a worker, or the trainer, is there again
+    recovery: NotNegative = 5.0  # seconds until a crashed worker or trainer has restarted
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of a run that came to its end: virtual seconds, groups trained on a second, staleness of each group that was trained on, and
-    what share of its time the trainer and the workers were busy."""
+    """The result of a completed run: virtual seconds, groups trained on per second, the staleness of each trained group, and the
+    share of time that the trainer and the workers were busy."""
 
     seconds: float
-    trained: tuple[int, ...]  # numbers of the groups, in the order of training
+    trained: tuple[int, ...]  # numbers of the groups, in training order
     staleness: tuple[int, ...]
     crashes: int
     begun: int
@@ -76,7 +77,7 @@ class Report:
 
 @dataclass(eq=False)
 class Simulation:
-    """One run. Events happen in the order of their times; what happens at one time is ordered by chance."""
+    """One run. Events happen in the order of their times; events at the same time are in random order."""
 
     plan: Plan
     seed: int
@@ -91,10 +92,10 @@ class Simulation:
         self.at_work: list[dict[int, Begun]] = [{} for _ in range(plan.workers)]  # by attempt
         self.alive = [True] * plan.workers
         self.training = False
-        self.taken: tuple[Begun, ...] = ()  # by the step that is being put together or made
+        self.taken: tuple[Begun, ...] = ()  # by the step that is being collected or trained
         self.wanted, self.rounds = plan.batch, 0
         self.paused = False  # while new weights are published
-        self.life = 0  # of the trainer: what belongs to an earlier one is ignored
+        self.life = 0  # counts restarts of the trainer; events of an earlier life are ignored
         self.trained: list[int] = []
         self.staleness: list[int] = []
         self.saved: tuple[JSON, int] = (self.admission.state(), 0)
@@ -129,7 +130,7 @@ class Simulation:
         )
 
     def _go_on(self) -> None:
-        """Begin whatever may be begun: a step, and groups in free slots."""
+        """Start whatever can start: a step, and groups in free slots."""
         if not (self.training or self.paused):
             self._collect()
         while not self.paused and (worker := self._free()) is not None:
@@ -141,7 +142,7 @@ class Simulation:
             self.after(seconds, lambda w=worker, g=group, s=seconds: self._finish(w, g, s))  # type: ignore[misc]
 
     def _collect(self) -> None:
-        """Take groups for the next step; begin it where it asks for no more."""
+        """Take groups for the next step. Start it when it asks for no more."""
         chosen = self.admission.next_step(self.wanted, self.taken)
         if chosen is None:
             return
@@ -157,7 +158,7 @@ class Simulation:
         self.after(seconds, lambda: self._step(groups, seconds, life))
 
     def _free(self) -> int | None:
-        """The worker with the fewest groups among those that have a slot."""
+        """The worker with the fewest groups among those with a free slot."""
         able = [
             n for n, up in enumerate(self.alive) if up and len(self.at_work[n]) < self.plan.slots
         ]
@@ -202,7 +203,7 @@ class Simulation:
             self.after(self.chance.expovariate(chance), crash)
 
     def _worker_crash(self, worker: int) -> None:
-        """Its groups are begun again, by others or by itself once it is back."""
+        """Restart the worker's groups, on other workers or on itself after it has recovered."""
         if self.alive[worker]:
             self.crashes, self.alive[worker] = self.crashes + 1, False
             for group in self.at_work[worker].values():
@@ -215,12 +216,12 @@ class Simulation:
         self.alive[worker] = True
 
     def _trainer_crash(self) -> None:
-        """Everything goes back to the last checkpoint: what was trained on since is not in the weights any more."""
+        """Go back to the last checkpoint. The weights no longer include training since then."""
         self.crashes, self.life = self.crashes + 1, self.life + 1
         state, length = self.saved
         self.admission.restore(state)
         del self.trained[length:], self.staleness[length:]
-        self.training, self.paused = False, True  # until it is back
+        self.training, self.paused = False, True  # until it has recovered
         self.taken, self.wanted, self.rounds = (), self.plan.batch, 0
         life = self.life
         self.after(self.plan.recovery, lambda: self._resumed(life))
@@ -229,11 +230,11 @@ class Simulation:
     def _resumed(self, life: int) -> None:
         if life == self.life:
             self.paused = False
-            for working in self.at_work:  # of before: nobody waits for it
+            for working in self.at_work:  # groups from before the crash are not needed any more
                 working.clear()
 
     def _check(self) -> None:
-        """What holds after every event."""
+        """Check what must hold after every event."""
         admission, settings = self.admission, self.admission.settings
         if self.staleness and max(self.staleness) > settings.max_staleness:
             raise Broken(f"a group was trained on {max(self.staleness)} versions after it began")
@@ -249,5 +250,5 @@ class Simulation:
 
 
 def simulate(plan: Plan, seed: int = 0) -> Report:
-    """Run a plan to its end; raises `Broken` where something happens that must not."""
+    """Run a plan to its end. Raises `Broken` if something happens that must not."""
     return Simulation(plan, seed).run()

@@ -1,10 +1,10 @@
-"""vLLM as the sampler of a worker process: the same requests, ids with log-probs out, weights replaced in place.
+"""vLLM as the sampler of a worker process: it takes the same requests, returns ids with log-probs, and replaces weights in place.
 
-The log-probs are those of the distribution that was sampled from (`processed_logprobs`: after the temperature), nothing is taken from
-a model's generation config. Every request has its own seed where results are to be the same again: on a CPU, and on a GPU with
-`deterministic`; else a batch has the first one's, because vLLM draws for seeded rows one after the other. Requests in
-flight when weights are published are computed again from their ids, as our engine does: nothing cached outlives its weights. This runs
-in the Python that has vLLM, which needs none of posttrain's other packages.
+The log-probs are those of the distribution that was sampled from (`processed_logprobs`: after the temperature). A model's generation
+config is ignored. Every request has its own seed if results must be reproducible: on a CPU, and on a GPU with `deterministic`.
+Otherwise a batch has the seed of its first request, because vLLM draws for seeded rows one after the other. Requests in flight when
+weights are published are recomputed from their ids, as in our engine, so that no cache outlives its weights. This file runs in the
+Python that has vLLM, which needs none of posttrain's other packages.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 
     from posttrain.cluster.worker import WorkerSettings
 
-OLDEST, NEWEST = (0, 24), (0, 32)  # versions that this was made for
+OLDEST, NEWEST = (0, 24), (0, 32)  # supported versions
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the engine: it ends with it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process and ends with it
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else it compiles its kernels for minutes at the first start
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # otherwise it compiles kernels for minutes at the first start
 }
-GPU_SHARE = 0.3  # of the memory of a GPU, which the trainer uses too
-# tensors that vLLM keeps as one, rows after rows
+GPU_SHARE = 0.3  # share of a GPU's memory, which the trainer also uses
+# tensors that vLLM fuses into one, by rows
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request that is being decoded, and what was sampled for it."""
+    """A request that is being decoded, and what was sampled for it so far."""
 
     request: Request
-    prompt: tuple[int, ...]  # with all earlier turns
+    prompt: tuple[int, ...]  # including all earlier turns
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
 
 class VLLMSampler:
-    """A `Sampler`. `weights` reads tensors back as the trainer named them."""
+    """A `Sampler`. `weights` returns tensors under the trainer's names."""
 
     def __init__(self, settings: WorkerSettings):
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
@@ -67,7 +67,7 @@ class VLLMSampler:
         self.kept: dict[int, tuple[int, ...]] = {}  # all ids of a session, for its next turn
         self.count = 0
         self.seeded = settings.device == "cpu" or settings.deterministic
-        with tempfile.TemporaryDirectory() as folder:  # the model's configuration is all it reads
+        with tempfile.TemporaryDirectory() as folder:  # it reads only the model's configuration
             Path(folder, "config.json").write_text(json.dumps(settings.config))
             if settings.device == "cpu":
                 keep_plain_weights()
@@ -87,7 +87,7 @@ class VLLMSampler:
         self.engine: Any = self.llm.llm_engine
 
     def submit(self, requests: Sequence[Request]) -> None:
-        # what vLLM draws from for rows without a seed; below 0: a probe, whose seeds are always the same
+        # vLLM's own seed for rows without one; a session below 0 is a probe, whose seeds are always the same
         if not self.seeded and requests and requests[0].session >= 0:
             import torch
 
@@ -103,9 +103,9 @@ class VLLMSampler:
         if not self.rows:
             return []
         found = []
-        for output in self.engine.step():  # of those that are finished
+        for output in self.engine.step():  # finished rows
             row, (new,) = self.rows.pop(output.request_id, None), output.outputs
-            if row is not None:  # else it was cancelled
+            if row is not None:  # otherwise it was cancelled
                 self._sampled(row, new.token_ids, new.logprobs)
                 found.append((row.request, self._completion(row, new.finish_reason)))
         return found
@@ -120,8 +120,8 @@ class VLLMSampler:
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         running = list(self.rows.values())
-        # Where it keeps what it has sampled and not given out. All of it is kept: of a response that is left unfinished, the last
-        # tokens are none that end it, and to sample them again would end more of them.
+        # request_states holds tokens that were sampled but not returned yet. All of them are kept: the last tokens of an unfinished
+        # response do not end it, and sampling them again would end more responses.
         for state in self.engine.output_processor.request_states.values():
             row = self.rows.get(state.external_req_id)
             if row is not None:
@@ -138,12 +138,12 @@ class VLLMSampler:
         self.statistics += Statistics(recomputed=again)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Put weights into the model that is being served, by its own loader, which knows how it keeps them."""
+        """Load weights into the served model with vLLM's own loader, which knows its layout."""
         copies = ((name, weight.clone()) for name, weight in weights)
         self.engine.apply_model(lambda model: len(model.load_weights(copies) or ()))
 
     def weights(self, shapes: Mapping[str, Size]) -> dict[str, Tensor | None]:
-        """Tensors as they are now, by the names and shapes that were sent; None for one that is kept in another form."""
+        """The current tensors, by the names and shapes that were sent; None for a tensor that vLLM keeps in another form."""
         found: dict[str, Tensor | None] = {}
 
         def read(model: Any) -> None:
@@ -174,9 +174,9 @@ class VLLMSampler:
             max_tokens=sampling.max_new_tokens - done,
             seed=(row.request.seed + done) % 2**63 if self.seeded else None,
             stop_token_ids=list(self.settings.stop_ids),
-            ignore_eos=True,  # the end token of the configuration is not asked for
-            # Lists of numbers in place of an object for each token; and nothing is made of a row before it is finished: with
-            # many rows, what Python does for each of them at each step takes longer than the model.
+            ignore_eos=True,  # the end token of the configuration is not used
+            # Flat lists of numbers instead of an object for each token, and no output for a row before it is finished: with many
+            # rows, the Python work for each row and step takes longer than the model.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -186,7 +186,7 @@ class VLLMSampler:
         self.engine.add_request(str(self.count), prompt, params)
 
     def _sampled(self, row: Row, ids: Sequence[int], logprobs: Any) -> None:
-        """Note what vLLM has sampled for a row since it was queued, with the weights of this version."""
+        """Record what vLLM has sampled for a row since it was queued, with the current weight version."""
         same = list(ids) == logprobs.token_ids
         require(same, "vLLM gave log-probs of other tokens than it sampled")
         row.ids += ids
@@ -209,7 +209,7 @@ class VLLMSampler:
 
 
 def check_version(text: str) -> None:
-    """Refuse a vLLM that nobody has tried: what it does with weights in place changes from version to version."""
+    """Refuse an untested version of vLLM: how it replaces weights in place changes from version to version."""
     found = re.match(r"(\d+)\.(\d+)", text)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     tried = f"vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -218,7 +218,8 @@ def check_version(text: str) -> None:
 
 
 def graphs(rows: int) -> dict[str, Any]:
-    """Sizes of batches whose decoding is captured, up to all rows: of more than 512, vLLM by itself launches each kernel anew."""
+    """Batch sizes whose decoding is captured as CUDA graphs, up to all rows. By default vLLM captures none above 512 rows and
+    launches each kernel separately."""
     sizes = [1 << n for n in range(7)] + list(range(128, rows, 128)) + [rows]
     return {
         "compilation_config": {"cudagraph_capture_sizes": sorted({min(n, rows) for n in sizes})}
@@ -226,8 +227,8 @@ def graphs(rows: int) -> dict[str, Any]:
 
 
 def keep_plain_weights() -> None:
-    """On a CPU, have layers multiply with their own parameter. vLLM would pack a copy of it and empty the parameter, and a reload
-    does not renew the copy of tied embeddings: the model served is then a wrong one."""
+    """On a CPU, make layers multiply with their own parameter. vLLM would pack a copy and empty the parameter, and a reload does not
+    update the copy of tied embeddings, so the served model would be wrong."""
     import torch
     from vllm.model_executor.layers import utils
 
@@ -238,7 +239,7 @@ def keep_plain_weights() -> None:
 
 
 def part_of(own: Mapping[str, Tensor], name: str, shapes: Mapping[str, Size]) -> Tensor | None:
-    """The tensor of that name, or the rows of the fused or padded one that it became."""
+    """The tensor of that name, or its rows in the fused or padded tensor that contains it."""
     start, tensor = 0, own.get(name)
     for fused, parts in FUSED.items():
         for number, part in enumerate(parts):

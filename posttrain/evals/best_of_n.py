@@ -1,7 +1,7 @@
-"""Best of n at inference: what choosing the best of n samples by a proxy reward brings in proxy and in gold reward, and at which KL.
+"""Best of n at inference: the proxy reward, the gold reward and the KL of choosing the best of n samples by a proxy reward.
 
-The curve over n is the yardstick that policy optimisation is measured by: it needs no training, its KL is known, and where the proxy
-keeps rising while the gold falls, the reward model is being exploited (Gao et al. 2022, arXiv:2210.10760).
+The curve over n is a baseline for policy optimisation: it needs no training, and its KL is known. If the proxy keeps rising while the
+gold falls, the reward model is being exploited (Gao et al. 2022, arXiv:2210.10760).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOLD = "task"  # the part of a score that is the gold reward
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One n: the upper bound of KL(best-of-n || policy), and the expected rewards with intervals over prompts."""
+    """The point of one n: the upper bound of KL(best-of-n || policy), and the expected rewards with intervals over prompts."""
 
     n: int
     kl: float
@@ -32,14 +32,15 @@ class Point:
 
 
 def expected_best(proxy: Sequence[float], value: Sequence[float]) -> np.ndarray:
-    """[N]: for n = 1..N the expected `value` of the one with the highest `proxy` among n of the N samples drawn without return.
+    """[N]: for n = 1..N, the expected `value` of the sample with the highest `proxy` among n of the N samples, drawn without
+    replacement.
 
-    With the samples sorted by proxy, sample (i) is the best of the draw when the other n - 1 come from the i - 1 below it:
+    With the samples sorted by proxy, sample (i) is the best of the draw if the other n - 1 come from the i - 1 below it:
 
         E_n = sum_i C(i-1, n-1) / C(N, n) * value_(i)
 
-    It is unbiased for n fresh samples, for every n at once, where the best of the first n would use one draw of many. Samples with
-    equal proxy are each as likely to be taken, so they share the mean of their values.
+    The estimate is unbiased for n fresh samples, and uses all samples for every n; the best of the first n would use one draw of
+    many. Samples with equal proxy are equally likely to be chosen, so they share the mean of their values.
 
     >>> expected_best([1.0, 3.0, 2.0], [1.0, 3.0, 2.0]).round(4).tolist()
     [2.0, 2.6667, 3.0]
@@ -59,9 +60,9 @@ def expected_best(proxy: Sequence[float], value: Sequence[float]) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def chances(samples: int, n: int) -> np.ndarray:
-    """[N]: the chance C(i-1, n-1) / C(N, n) that the i-th smallest of N samples is the largest of n drawn without return.
+    """[N]: the probability C(i-1, n-1) / C(N, n) that the i-th smallest of N samples is the largest of n drawn without replacement.
 
-    From the top down: p_N = n / N, and p_i = p_(i+1) (i - n + 1) / i, so that no binomial overflows.
+    Computed from the top: p_N = n / N, and p_i = p_(i+1) (i - n + 1) / i, so that no binomial overflows.
     """
     chance_N = np.zeros(samples)
     chance_N[-1] = n / samples
@@ -71,11 +72,11 @@ def chances(samples: int, n: int) -> np.ndarray:
 
 
 def frontier(groups: Sequence[Group], ns: Sequence[int] | None = None) -> list[Point]:
-    """The reward-KL curve of best-of-n, from groups of N rated samples: a score's value is the proxy, its part `task` the gold reward
-    (as `rollouts.rate_groups` leaves them). Where no score has such a part, the value is both.
+    """The reward-KL curve of best of n, from groups of N rated samples. The value of a score is the proxy, and its part `task` is the
+    gold reward (as `rate_groups` leaves them). If no score has such a part, the value is both.
 
-    Each problem is a curve of its own and the figures are means over problems. Samples without one of the two are left out; n goes
-    as far as the smallest group.
+    Each problem has its own curve, and the figures are means over problems. Samples without a proxy or a gold reward are left out.
+    The largest n is the size of the smallest group.
     """
     both = any(GOLD in r.score.parts for group in groups for r in group.rollouts)
     curves, asked = [], []

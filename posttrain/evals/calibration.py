@@ -1,7 +1,8 @@
-"""How far a reward model can be trusted: which pairs it orders as people did, and whether it knows which.
+"""Measures how far a reward model can be trusted: which pairs it orders as people did, and whether its confidence matches its
+accuracy.
 
-A margin is the score of the preferred response less that of the other, so a positive one is a pair in the right order. By
-Bradley-Terry a model is sigmoid(|margin|) sure of its order, between 0.5 and 1.
+A margin is the score of the preferred response minus that of the other, so a positive margin is a pair in the right order. By
+Bradley-Terry, the model's confidence in its order is sigmoid(|margin|), between 0.5 and 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BINS = 10
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Pairs whose key (how far apart the labels are, say) lies in [low, high], and the share of them in the right order."""
+    """Pairs whose key (for example the distance between the labels) lies in [low, high], and the share of them in the right order."""
 
     low: float
     high: float
@@ -28,7 +29,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Pairs of which the model is about equally sure: how sure on average, and how often it was right."""
+    """Pairs with similar confidence of the model: their mean confidence, and their accuracy."""
 
     pairs: int
     confidence: float
@@ -56,10 +57,10 @@ def pair_accuracy(margins: Sequence[float]) -> float:
 def accuracy_by(
     keys: Sequence[float], margins: Sequence[float], buckets: int = BUCKETS
 ) -> tuple[Bucket, ...]:
-    """Accuracy over pairs sorted by `keys` and cut into `buckets` of about equal size; equal keys are never parted.
+    """Accuracy over pairs that are sorted by `keys` and divided into `buckets` of about equal size. Equal keys stay together.
 
-    With the distance of labels as the key it shows whether errors are among pairs that people found close too. Few
-    different keys give fewer buckets.
+    With the distance between labels as the key, it shows whether the errors are in pairs that people also found close. Few different
+    keys give fewer buckets.
 
     >>> accuracy_by([1, 1, 2, 2], [0.5, -0.5, 1.0, 2.0], buckets=2)
     (Bucket(low=1.0, high=1.0, pairs=2, accuracy=0.5), Bucket(low=2.0, high=2.0, pairs=2, accuracy=1.0))

@@ -1,7 +1,7 @@
-"""Whether held-out problems were trained on: the same question after normalisation, or one that shares most of its word sequences.
+"""Checks whether held-out problems were trained on: the same question after normalisation, or one that shares most of its n-grams.
 
-Exact overlap is counted by content hashes of the normalised question. Near overlap is reported, not refused: of the word n-grams of a
-held-out question, which share occurs somewhere in the training questions?
+Exact overlap is counted by content hashes of the normalised question. Near overlap is reported, not refused. It is the share of the
+word n-grams of a held-out question that occur in any training question:
 
     share(q) = |ngrams(q) in train| / |ngrams(q)|
 """
@@ -18,27 +18,27 @@ from posttrain.tasks._questions import normalised
 from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
-N = 13  # words and signs in a row, as the GPT-3 paper (arXiv:2005.14165) compares
-NEAR = 0.5  # a share of n-grams from which on a question is called near
-# how many problems of each level are compared if problems are made on demand, where a hash of their content keeps splits apart
+N = 13  # consecutive words and signs, as in the GPT-3 paper (arXiv:2005.14165)
+NEAR = 0.5  # a question with at least this share of n-grams is near
+# problems of each level to compare if problems are made on demand; a hash of their content keeps the splits apart
 LAZY = 500
-SCANNED = 100_000  # training questions whose n-grams are looked at; hashes are taken of all
+SCANNED = 100_000  # training questions whose n-grams are read; hashes cover all
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What two sets of questions have in common; pairs are places in (held out, train)."""
+    """The overlap of two sets of questions. Pairs are indices in (held out, train)."""
 
     train: int
     held_out: int
     exact: tuple[tuple[int, int], ...]
-    # (place in held out, share of its n-grams), exact ones left out
+    # (index in held out, share of its n-grams), without exact matches
     near: tuple[tuple[int, float], ...]
     short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
 
     def lines(self) -> list[str]:
-        """Lines of the report; none where nothing is shared."""
+        """Lines of the report; none if nothing is shared."""
         said = []
         of = f"of {self.held_out} held-out questions"
         if self.exact:
@@ -90,7 +90,7 @@ def overlap(
 
 
 def sample(task: Task, split: str) -> list[Problem]:
-    """The problems of a task's split, all of them where they lie in memory; of those made on demand, the first of every level."""
+    """The problems of a task's split: all that are in memory; if they are made on demand, the first of every level."""
     found: list[Problem] = []
     for level in task.levels:
         problems = task.problems(split, level)
@@ -99,16 +99,16 @@ def sample(task: Task, split: str) -> list[Problem]:
 
 
 def text(problem: Problem) -> str:
-    """What a problem asks. A conversation is known by all its turns, not by its last one; the start of an environment by its question
-    and by what it hides, the fact `state`."""
+    """The question of a problem. For a conversation, the text of all its turns. For the start of an environment, its question and its
+    hidden state, the fact `state`."""
     given, state = problem.facts.get("messages"), problem.facts.get("state")
     asked = "\n".join(str(m["content"]) for m in given) if given else problem.question
     return asked if state is None else f"{asked}\n{state}"
 
 
 def require_clean(task: Task, where: str, refuse: bool = True) -> Overlap:
-    """Refuse a task whose training and held-out problems share a question with a gold answer. Without one there is nothing to
-    remember: an open-ended prompt may come on both sides, and the overlap is only reported."""
+    """Refuse a task whose training and held-out problems share a question with a gold answer. Without an answer there is nothing to
+    memorise: an open-ended prompt may be in both splits, and the overlap is only reported."""
     train, held_out = sample(task, "train"), sample(task, "test")
     found = overlap([text(p) for p in train], [text(p) for p in held_out])
     leaked = [held_out[place] for place, _ in found.exact if held_out[place].answer]

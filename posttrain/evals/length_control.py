@@ -1,4 +1,4 @@
-"""What a win rate owes to length: the win rate that answers of equal length would have (Stiennon et al. 2020, appendix F)."""
+"""Length control of a win rate: the win rate that answers of equal length would have (Stiennon et al. 2020, appendix F)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def win_rate_at_equal_length(
     with X = (1, log ratio), H = X' diag(p (1 - p)) X + prior, S = sum over prompts of the outer products of their gradients,
     V = H^-1 S H^-1.
 
-    Where the longer answer wins 9 times of 10, and ours is the longer one 8 times of 10, the win rate is 0.74 by length alone:
+    If the longer answer wins 9 times of 10, and ours is the longer one 8 times of 10, the win rate is 0.74 by length alone:
 
     >>> lengths, won = [(20, 10)] * 80 + [(10, 20)] * 20, [1.0] * 72 + [0.0] * 8 + [1.0] * 2 + [0.0] * 18
     >>> print(sum(won) / 100, win_rate_at_equal_length(won, lengths, range(100)))
@@ -41,7 +41,7 @@ def win_rate_at_equal_length(
     gradients: dict[Hashable, np.ndarray] = {}
     for key, row in zip(asked, x_N2 * (y_N - p_N)[:, None], strict=True):
         gradients[key] = gradients.get(key, 0.0) + row
-    # half a win and half a loss more, at equal length, keep a width where all are alike
+    # add half a win and half a loss at equal length, so that the interval has a width even if all outcomes are the same
     scores = np.stack([*gradients.values(), np.array([0.5, 0.0])])
     inverse = np.linalg.inv(hessian)
     half = Z * float((inverse @ scores.T @ scores @ inverse)[0, 0]) ** 0.5

@@ -14,7 +14,7 @@ import numpy as np
 from posttrain.errors import require
 
 Values = Sequence[float]
-Clusters = Sequence[Hashable] | None  # keys: values with the same one are one observation
+Clusters = Sequence[Hashable] | None  # values with the same key are one observation
 LEVEL, Z = 0.95, 1.96  # the level of all intervals, and its normal quantile
 # a sum below this share of its terms counts as 0, because thirds do not add up to 1
 ROUNDING = 1e-9
@@ -41,7 +41,8 @@ class Interval:
 
 
 def wilson(successes: float, n: int, z: float = Z) -> Interval:
-    """Wilson's interval of a proportion: it holds at 0 and at n, where the normal interval has no width.
+    """Wilson's interval of a proportion. Unlike the normal interval, it is valid at 0 and at n successes, where the normal one has no
+    width.
 
     centre = (p + z^2/2n) / (1 + z^2/n), half-width = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n).
 
@@ -53,7 +54,7 @@ def wilson(successes: float, n: int, z: float = Z) -> Interval:
     p, shrink = successes / n, 1 + z * z / n
     centre = (p + z * z / (2 * n)) / shrink
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
-    # At the ends the bound is exactly the end; rounding alone would miss it, and may step over it nearby.
+    # At 0 and n the bound is exactly 0 or 1; rounding would miss it, and may exceed it nearby.
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     return Interval(p, low, 1.0 if successes == n else min(1.0, centre + half))
 
@@ -61,9 +62,9 @@ def wilson(successes: float, n: int, z: float = Z) -> Interval:
 def mean_interval(values: Values, clusters: Clusters = None) -> Interval:
     """The mean of real-valued scores with Student's interval, mean +- t s / sqrt(n), s with n - 1 and t of n - 1 degrees of freedom.
 
-    Values with the same key in `clusters` are one observation; where all have the same, the interval is of that cluster's own values.
-    One value says nothing of the spread and gives an infinite interval; equal values give one of no width, so use `share_interval`
-    for what lies in [0, 1].
+    Values with the same key in `clusters` are one observation. If all have the same key, the interval is over that cluster's own
+    values. One value gives no estimate of the spread, so its interval is infinite. Equal values give an interval of no width, so use
+    `share_interval` for values in [0, 1].
 
     >>> print(mean_interval([1.0, 2.0, 3.0]))
     2.000 [-0.484, 4.484]
@@ -81,7 +82,7 @@ def mean_interval(values: Values, clusters: Clusters = None) -> Interval:
 
 @lru_cache(maxsize=256)
 def student(freedom: int) -> float:
-    """The t with P(|T| <= t) = 0.95 of Student's distribution with a whole number of degrees of freedom v.
+    """The t with P(|T| <= t) = 0.95 of Student's distribution with a whole number v of degrees of freedom.
 
     With t = sqrt(v) tan a, P is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4), which is solved for a by bisection:
 
@@ -91,7 +92,7 @@ def student(freedom: int) -> float:
     >>> [round(student(v), 3) for v in (1, 2, 4, 30, 1000)]
     [12.706, 4.303, 2.776, 2.042, 1.962]
     """
-    freedom = min(freedom, 10_000)  # from there on it is the normal quantile to four digits
+    freedom = min(freedom, 10_000)  # from there on it equals the normal quantile to four digits
     odd, k = freedom % 2, np.arange(1, (freedom + 1) // 2 - (freedom % 2))
     ratios = (2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k)
     factors = np.cumprod([1.0, *ratios])[: (freedom - odd) // 2]
@@ -106,13 +107,13 @@ def student(freedom: int) -> float:
 
 
 def clustered(values: Values, clusters: Clusters) -> list[float]:
-    """One value for each cluster of values that belong together, such as the pairs of one ranking or several answers to one prompt:
-    clusters are independent of each other, and what lies in one of them is not. With C clusters, N values, m their mean, and n_c
-    values that add up to S_c in cluster c:
+    """One value for each cluster, such as the pairs of one ranking or several answers to one prompt. Clusters are independent of each
+    other; values within a cluster are not. With C clusters, N values, m their mean, and n_c values with sum S_c in cluster c:
 
         y_c = m + (S_c - m n_c) C / N
 
-    The mean of y is m, and its variance over C is the cluster-robust variance of m. Clusters of one size give their own means.
+    The mean of y is m, and its variance over C is the cluster-robust variance of m. For clusters of equal size, y_c is the cluster's
+    mean.
 
     >>> clustered([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"]), clustered([1.0, 0.0], None)
     ([0.5, 1.0], [1.0, 0.0])
@@ -132,16 +133,17 @@ def _by_cluster(values: Values, clusters: Sequence[Hashable]) -> dict[Hashable, 
 
 
 def share_interval(values: Values, clusters: Clusters = None, means: bool = False) -> Interval:
-    """The mean of values in [0, 1], over clusters of values that belong together where `clusters` has their keys.
+    """The mean of values in [0, 1]. `clusters` has the keys of values that belong together.
 
-    Single outcomes have Wilson's interval of their mean m: a value in [0, 1] has a variance of at most m (1 - m), so that it also holds
-    for partial credit. Clusters of several, and `means` of several outcomes each, vary less. They have the interval of Agresti and
-    Coull with the variance that is measured: to the n clusters y_c are added z^2/2 that are 0 and as many that are 1.
+    Single outcomes get Wilson's interval of their mean m. A value in [0, 1] has a variance of at most m (1 - m), so the interval also
+    holds for partial credit. Clusters of several outcomes, and `means` of several outcomes each, vary less. They get the interval of
+    Agresti and Coull with the measured variance: z^2/2 values of 0 and z^2/2 values of 1 are added to the n clusters y_c.
 
         m = (sum_c y_c + z^2/2) / (n + z^2),    v = (sum_c (y_c - m)^2 + z^2/2 (m^2 + (1 - m)^2)) / (n + z^2)
         m +- z sqrt(v / (n + z^2)),  within [0, 1]
 
-    For y of 0 and 1 that is Agresti and Coull's own, which holds Wilson's, and what was added keeps a width where all are equal.
+    For y of 0 and 1 this is Agresti and Coull's own interval, which contains Wilson's. The added values give a width even if all y
+    are equal.
 
     >>> print(share_interval([0.0, 0.0]), share_interval([0.0, 0.5]), share_interval([0.5] * 30, means=True))
     0.000 [0.000, 0.658] 0.250 [0.027, 0.802] 0.500 [0.443, 0.557]
@@ -160,7 +162,7 @@ def share_interval(values: Values, clusters: Clusters = None, means: bool = Fals
 
 
 def score_interval(values: Values, clusters: Clusters = None, means: bool = False) -> Interval:
-    """The mean of a task's scores: shares where all lie in [0, 1], real numbers elsewhere.
+    """The mean of a task's scores: as shares if all lie in [0, 1], otherwise as real numbers.
 
     >>> print(score_interval([1.0, 1.0]), score_interval([1.0, 2.0, 3.0]))
     1.000 [0.342, 1.000] 2.000 [-0.484, 4.484]
@@ -170,7 +172,8 @@ def score_interval(values: Values, clusters: Clusters = None, means: bool = Fals
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k), unbiased (Chen 2021).
+    """The probability that at least one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k), unbiased
+    (Chen 2021).
 
     >>> pass_at_k(8, 1, 8), pass_at_k(4, 2, 1), round(pass_at_k(4, 2, 2), 4)
     (1.0, 0.5, 0.8333)
@@ -181,7 +184,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
-    """Whether the most frequent of the first k answers is right. None (unparseable) has no vote; m tied ones share 1/m each.
+    """Whether the most frequent of the first k answers is right. None (unparseable) has no vote; m tied answers count 1/m each.
 
     >>> majority_at_k(["7", "8", "7", None], [True, False, True, False], 4), majority_at_k(["7", "8"], [True, False], 2)
     (1.0, 0.5)
@@ -200,15 +203,15 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models on the same problems: `wins` are better by the second, `losses` by the first, and the exact p-value. Problems with
-    the same prompt count once."""
+    """Two models on the same problems. In `wins` problems the second is better, in `losses` the first; `p_value` is exact. Problems
+    with the same prompt count once."""
 
     wins: int
     losses: int
     ties: int
     difference: Interval
     p_value: float
-    left_out: int = 0  # that could not be scored on one side at least
+    left_out: int = 0  # problems without a score on at least one side
 
     def __str__(self) -> str:
         more = f"; {self.left_out} left out, which could not be scored" if self.left_out else ""
@@ -216,11 +219,12 @@ class Comparison:
 
 
 def compare(first: Values, second: Values, clusters: Clusters = None) -> Comparison:
-    """The second against the first on paired scores: an exact sign test, which on scores of 0 and 1 is McNemar's exact test.
+    """Compare the second model with the first on paired scores, by an exact sign test. On scores of 0 and 1 it is McNemar's exact
+    test.
 
-    Without a difference each of the w + l problems on which they differ is a fair coin, so the two-sided
-    p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The interval is `paired_interval`'s. The order of problems must be the
-    same in both; a pair with a NaN, which is a problem that could not be scored, is left out and counted. Problems with the same key in
+    If the models are equal, each of the w + l problems on which they differ is a fair coin, so the two-sided
+    p = min(1, 2 P[Binomial(w + l, 1/2) <= min(w, l)]). The interval is that of `paired_interval`. Both lists must have the same order
+    of problems. A pair with a NaN, which is a problem without a score, is counted and left out. Problems with the same key in
     `clusters` are one observation.
 
     >>> result = compare([0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1])
@@ -252,12 +256,12 @@ def paired_interval(differences: Values, clusters: Clusters = None) -> Interval:
     """The mean difference of paired shares, within [-1, 1].
 
     Half a problem is added to each of the four cells of a table of pairs: two that differ, by 1 and by -1, and two that do not, each
-    with the weight 1/2. Of n differences d:
+    with weight 1/2. For n differences d:
 
         centre = sum d / (n + 2),    half-width = z sqrt(sum d^2 + 1 - (sum d)^2 / (n + 2)) / (n + 2)
 
-    Where each is -1, 0 or 1 that is the interval of Agresti and Min (2005); for shares of several samples it is the same with their
-    own squares. So equal results have a width too.
+    If each d is -1, 0 or 1, this is the interval of Agresti and Min (2005). For shares of several samples it uses their own squares
+    in the same way. So equal results also have an interval with a width.
 
     >>> print(paired_interval([0.0] * 20), paired_interval([1.0] * 5 + [0.0]))
     0.000 [-0.089, 0.089] 0.833 [0.210, 1.000]
@@ -270,7 +274,7 @@ def paired_interval(differences: Values, clusters: Clusters = None) -> Interval:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """The exact two-sided p-value of so many wins and losses between equals.
+    """The exact two-sided p-value of this many wins and losses if both models are equal.
 
     >>> sign_test(1, 9), sign_test(3, 3), sign_test(0, 0)
     (0.021484375, 1.0, 1.0)

@@ -1,1 +1,2 @@
-"""An OpenAI-compatible endpoint on the engine: `posttrain serve`, and the address of each episode where an outside agent is trained."""
+"""An OpenAI-compatible endpoint on the engine, for `posttrain serve` and for the address that each episode of an outside agent
+gets."""

@@ -1,4 +1,5 @@
-"""The HTTP side of a server: routes, what is refused before a request is read, and answers whole or as server-sent events."""
+"""The HTTP side of a server: its routes, the checks before a request is read, and responses in one piece or as server-sent
+events."""
 
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ class Source(Protocol):
 
     @property
     def names(self) -> Mapping[str, int | None]:
-        """Its models, and the length of their context where it is known."""
+        """Model names, each with its context length if known."""
 
     async def answer(self, body: wire.Body, retry: bool) -> wire.Answer:
-        """Begin to answer; `retry`: the client has asked this before, and did not get the answer."""
+        """Begin to answer. `retry`: the client sent this request before and did not receive the answer."""
 
 
 class Scores(Protocol):
     """Scores answers."""
 
     def names(self) -> Mapping[str, str]:
-        """What can score, and what it is: a policy gives log-probs, a reward_model and the reward of a stage give rewards."""
+        """Names of what can score, each with its kind: a policy gives log-probs; a reward_model and the reward of a stage give
+        rewards."""
 
     async def score(self, body: wire.ScoreBody) -> JSON:
         """The scores of a request's items."""
@@ -52,17 +54,17 @@ class Scores(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes. A request beyond these is refused, before its body is read where that can be."""
+    """Limits of a server. A request beyond them is refused, before its body is read if possible."""
 
     body_bytes: int = 4 << 20
-    requests: int = 1024  # that are answered or wait at the same time
-    read_seconds: float = 30.0  # until a request's body is there
-    send_seconds: float = 60.0  # that a client may take to read what is sent
+    requests: int = 1024  # requests in progress or waiting
+    read_seconds: float = 30.0  # to receive the body of a request
+    send_seconds: float = 60.0  # for a client to read what is sent
 
 
 @dataclass(eq=False)
 class Guard:
-    """Stands before the application: who may ask, from where, how much, and how slowly."""
+    """Checks each request before the application sees it: the token, the host, the number and size of requests, and timeouts."""
 
     app: Any
     token: str = ""
@@ -90,7 +92,7 @@ class Guard:
         self.busy += 1
         try:
             await self.app(scope, receive, send_in_time)
-        except (TimeoutError, ClientDisconnect):  # it does not read, or is gone
+        except (TimeoutError, ClientDisconnect):  # the client does not read, or has disconnected
             return
         finally:
             self.busy -= 1
@@ -117,7 +119,8 @@ class Guard:
 
 
 def permitted(host: str, hosts: Sequence[str]) -> bool:
-    """Whether a Host header names this server: by an address, which no name of another site can be, or by a name that is its own."""
+    """Whether a Host header names this server: by an IP address, which cannot be the name of another site, or by one of
+    `hosts`."""
     name = re.sub(r":[0-9]+$", "", host).lower()
     try:
         ipaddress.ip_address(name.strip("[]"))
@@ -132,7 +135,7 @@ def too_large(limits: Limits) -> wire.Refused:
 
 
 async def read(request: Request, limits: Limits) -> bytes:
-    """The body, where it is there in time and no longer than permitted."""
+    """Read the body. Refuse one that is too long or arrives too late."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.read_seconds):
@@ -150,7 +153,7 @@ async def read(request: Request, limits: Limits) -> bytes:
 async def respond(
     request: Request, find: Callable[[Request], Source], kind: type[wire.Body], limits: Limits
 ) -> Response:
-    """The answer to a completion: whole, or as a stream. A client that hangs up ends what is decoded for it."""
+    """Answer a completion request, in one piece or as a stream. If the client disconnects, decoding for it stops."""
     try:
         body = wire.read_body(await read(request, limits), kind)
         retry = request.headers.get(RETRY, "0") != "0"
@@ -158,7 +161,7 @@ async def respond(
         form = wire.Form(body, answer)
         if not body.stream:
             return JSONResponse(form.whole(await collected(request, answer.deltas)))
-        first = await anext(answer.deltas)  # what the engine refuses has a status of its own
+        first = await anext(answer.deltas)  # a refusal by the engine sets the status
     except ClientDisconnect:
         raise
     except Exception as error:
@@ -169,7 +172,7 @@ async def respond(
 
 
 async def collected(request: Request, deltas: AsyncIterator[wire.Delta]) -> list[wire.Delta]:
-    """All choices, whole, in order."""
+    """Wait for all choices and return them in order."""
 
     async def collect() -> dict[int, wire.Delta]:
         found: dict[int, wire.Delta] = {}
@@ -196,7 +199,7 @@ async def collected(request: Request, deltas: AsyncIterator[wire.Delta]) -> list
 async def events(
     form: wire.Form, first: wire.Delta, deltas: AsyncIterator[wire.Delta]
 ) -> AsyncIterator[str]:
-    """A stream of server-sent events. An error in the middle of it is one, which clients raise."""
+    """Write a stream of server-sent events. An error in the middle is sent as an event, which clients raise."""
     begun: set[int] = set()
     tokens = 0
 
@@ -224,7 +227,7 @@ def event(tree: JSON) -> str:
 
 
 async def score(scores: Scores, limits: Limits, request: Request) -> Response:
-    """What can score, or the scores of what was sent."""
+    """List what can score, or score the items that were sent."""
     if request.method != "POST":
         cards = [{"id": name, "kind": kind} for name, kind in scores.names().items()]
         return JSONResponse({"object": "list", "data": cards})
@@ -256,7 +259,7 @@ def application(
     prefix: str = "",
     scores: Scores | None = None,
 ) -> Starlette:
-    """The routes of a server; `find` gives who answers a request, `scores` scores answers."""
+    """Make the routes of a server. `find` returns the source that answers a request; `scores` scores answers."""
 
     async def chat(request: Request) -> Response:
         return await respond(request, find, wire.ChatBody, limits)

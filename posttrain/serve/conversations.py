@@ -1,6 +1,6 @@
-"""Conversations that were served, as ids. A client sends its messages anew with each request; where they begin with what was served
-before, the history is the ids that were read and sampled then, never a new rendering of them. A changed history begins anew.
-"""
+"""Keeps served conversations as token ids. A client sends all its messages with each request. If they begin with a conversation
+that was served before, the history is the ids that were read and sampled then; they are never rendered again. A changed history
+is rendered from its beginning."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from posttrain.errors import UserError
 from posttrain.serve.wire import Call, ChatBody, Delta
 from posttrain.types import JSON, Message, Segment
 
-LINKS = ("id", "tool_call_id")  # ids of calls, which templates need not show
+LINKS = ("id", "tool_call_id")  # ids of tool calls, which templates need not show
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A turn of the assistant: what was given before it since the turn before, and what was sampled."""
+    """A turn of the assistant: the ids that were added since the turn before, and the ids that were sampled."""
 
     before: Turn | None
     given: tuple[int, ...]
     reply: Segment
 
     def path(self) -> list[Turn]:
-        """This turn and those before it, the first one first."""
+        """All turns up to this one, first to last."""
         turns, turn = list[Turn](), self.before
         while turn is not None:
             turns.append(turn)
@@ -42,14 +42,14 @@ class Turn:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Everything up to the end of the reply."""
+        """All ids up to the end of the reply."""
         parts = ((*turn.given, *turn.reply.ids.tolist()) for turn in self.path())
         return tuple(i for part in parts for i in part)
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A conversation to be answered: the turn that it continues, if any, the ids since, and the messages."""
+    """A conversation to answer: the turn that it continues, if any, the ids added since, and the messages."""
 
     before: Turn | None
     given: tuple[int, ...]
@@ -62,14 +62,14 @@ class Prompt:
 
 
 class Conversations:
-    """Turns by the messages that lead to them; the last `limit` that were used are known."""
+    """Turns, found by the messages that lead to them. The `limit` most recently used ones are kept."""
 
     def __init__(self, tokenizer: Any, limit: int):
         self.tokenizer, self.limit = tokenizer, limit
         self.turns: OrderedDict[bytes, Turn] = OrderedDict()
 
     def prompt(self, body: ChatBody) -> Prompt:
-        """What the policy reads of a conversation, as it continues one that was served."""
+        """The prompt that the policy reads. It continues a served conversation if the messages do."""
         rows = [message_row(message) for message in body.messages]
         messages = parse_messages(rows, "messages")
         shown = body.tools if body.tool_choice != "none" else None
@@ -84,20 +84,20 @@ class Conversations:
             stop = int(reply.ids[-1]) if reply.finish == "stop" else None
             try:
                 given = render_turn(self.tokenizer, since, stop, "messages")
-            except UserError:  # a template that cannot go on from a turn as it is
+            except UserError:  # the template cannot continue from this turn
                 break
             return Prompt(turn, given, messages, tools)
         ids = render_prompt(self.tokenizer, messages, "messages", tools)
         return Prompt(None, ids, messages, tools)
 
     def reader(self, tools: Tools) -> CallReader | None:
-        """Reads the calls of an answer, where the request has tools."""
+        """The reader of tool calls for a request that has tools; None for others."""
         schemas = [tool.get("function", tool) for tool in tools or ()]
         form = format_of(str(self.tokenizer.chat_template))
         return CallReader(form, {str(one.get("name")): one for one in schemas}) if tools else None
 
     def add(self, prompt: Prompt, answer: Delta, reply: Segment) -> Turn:
-        """Remember a turn under the message that the client was sent, and will send back."""
+        """Store a turn under the message that the client received and will send back."""
         turn = Turn(prompt.before, prompt.given, reply)
         calls = [call.tree() for call in answer.calls]
         row = {"role": "assistant", "content": answer.text, "tool_calls": calls}
@@ -109,7 +109,7 @@ class Conversations:
 
 
 def message_row(message: JSON) -> JSON:
-    """A message as templates know it: OpenAI's newer name of the system role is the system's."""
+    """A message in the form that templates know: OpenAI's newer name of the system role becomes `system`."""
     if not isinstance(message, dict):
         return message
     role = "system" if message.get("role") == "developer" else message.get("role")
@@ -118,7 +118,7 @@ def message_row(message: JSON) -> JSON:
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """One for each beginning of a conversation, whatever the order of keys and the ids of calls."""
+    """A digest of each beginning of a conversation. It does not depend on the order of keys or on the ids of calls."""
     state, found = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
     for message in messages:
         state.update(json.dumps(_without_links(message.row()), sort_keys=True).encode() + b"\n")
@@ -134,7 +134,7 @@ def _without_links(value: JSON) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class CallReader:
-    """Reads the calls of tools that a request has, in the format of a chat template.
+    """Reads calls of a request's tools from text in the format of a chat template.
 
     >>> reader = CallReader("hermes", {"add": {}})
     >>> said, found = reader.read('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -151,12 +151,12 @@ class CallReader:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What a call begins with; a whole turn of JSON also does in Llama's."""
+        """The texts that begin a call. In Llama's format a call may also be a whole turn of JSON."""
         tags = tuple(f"<{name}>" for name in self.tools)
         return {"hermes": (OPEN,), "llama3": (PYTHON_TAG,), "tag": tags}.get(self.form, ())
 
     def read(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """What comes before the calls, and the calls. Where one of them cannot be read, all is text."""
+        """Split a text into the part before the calls, and the calls. If one call cannot be read, the whole is text."""
         found = calls(self.form, text, self.tools)
         if not found or any(call.problem for call in found):
             return text, ()
@@ -164,7 +164,7 @@ class CallReader:
         return self.visible(text).rstrip(), tuple(made)
 
     def visible(self, text: str) -> str:
-        """As much of a text as cannot be the beginning of a call."""
+        """The part of a text that cannot be the beginning of a call, and so can be sent."""
         if self.form == "llama3" and text.lstrip()[:1] == "{":
             return ""
         ends = [len(text), *(end for o in self.openings if (end := text.find(o)) >= 0)]
@@ -173,7 +173,7 @@ class CallReader:
         return text[: min(ends)]
 
     def _arguments(self, name: str, given: Mapping[str, JSON] | str) -> str:
-        """As JSON; a text is that of the tool's first parameter."""
+        """The arguments as JSON. A plain text becomes the tool's first parameter."""
         if not isinstance(given, str):
             return json.dumps(given)
         known = (self.tools.get(name) or {}).get("parameters", {}).get("properties", {})
@@ -182,22 +182,24 @@ class CallReader:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer as it comes: tokens in, text out. It ends where the model stops, at a limit, or where a stop text is complete."""
+    """One answer while it is decoded: tokens in, text out. It ends when the model stops, at a limit, or when a stop text is
+    complete."""
 
     decoder: Decoder
     index: int = 0
     stops: tuple[str, ...] = ()
-    limit: int = 1 << 62  # tokens
+    limit: int = 1 << 62  # in tokens
     tools: CallReader | None = None
     ids: list[int] = field(default_factory=list)
-    sent: int = 0  # characters of the text
-    ended: str = ""  # stop | length | cut: before the model was at its end
+    sent: int = 0  # characters sent so far
+    ended: str = ""  # stop | length | cut: ended before the model did
 
     def __post_init__(self) -> None:
-        self.whole = Delta(self.index)  # all that was fed so far
+        self.whole = Delta(self.index)  # everything fed so far
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[float], finish: str) -> Delta:
-        """What is new. The token that completes a stop text belongs to the answer; the text ends before it."""
+        """Add tokens and return what is new. The token that completes a stop text belongs to the answer; the text ends before the
+        stop text."""
         first, named, calls = len(self.ids), finish, tuple[Call, ...]()
         self.ids += ids
         if len(self.ids) > self.limit:
@@ -227,12 +229,12 @@ class Choice:
         return delta
 
     def _stop(self, text: str) -> tuple[int, int] | None:
-        """Where the first stop text in it begins and ends."""
+        """Start and end of the first stop text in `text`."""
         at = ((text.find(stop, max(0, self.sent - len(stop))), stop) for stop in self.stops)
         return min(((place, place + len(stop)) for place, stop in at if place >= 0), default=None)
 
     def _tokens(self, ids: Sequence[int], text: str, bounds: Sequence[int]) -> list[str]:
-        """The characters that each token completes; of a control token its name."""
+        """The characters that each token completes. A control token gives its name."""
         tokenizer = self.decoder.tokenizer
         special = set(tokenizer.all_special_ids)
         named = [str(tokenizer.convert_ids_to_tokens(i)) if i in special else "" for i in ids]
@@ -240,7 +242,7 @@ class Choice:
         return [name or text[start:end] for name, start, end in spans]
 
     def segment(self, reply: Segment) -> Segment:
-        """The reply as far as the answer goes: what was sampled after its end is no part of it."""
+        """Cut the reply at the end of the answer. Tokens that were sampled after it are dropped."""
         if self.ended != "cut":
             return reply
         count = len(self.ids)

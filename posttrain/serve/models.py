@@ -1,6 +1,5 @@
-"""The models that are served, and the thread that samples from them. Requests arrive while others are decoded, and all of one model
-are decoded together. Models are loaded when they are first asked for; the one that was not asked for longest makes room.
-"""
+"""The models of a server, and the thread that samples from them. Requests arrive while others are decoded; all requests of one
+model are decoded together. A model is loaded at its first request; the least recently used one is unloaded to make room."""
 
 from __future__ import annotations
 
@@ -26,25 +25,25 @@ from posttrain.serve.conversations import Choice, Conversations, Prompt
 from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBody
 from posttrain.types import Completion, Request, Segment
 
-IDLE_SECONDS = 0.5  # between two looks of a thread that has nothing to do
-# conversations of a model whose ids, and sessions whose caches, are kept for another turn
+IDLE_SECONDS = 0.5  # the sampling thread waits this long when it has nothing to do
+# conversations of a model whose ids are kept, and sessions whose caches are kept, for another turn
 KEPT = 256
-LONG = 1 << 20  # tokens, where a model does not say how long its context is
+LONG = 1 << 20  # context length in tokens if the model states none
 ID_BYTES = 8
 
 Result = TypeVar("Result")
-Found = tuple[int, Completion | Exception]  # which choice of a request, and what is new of it
+Found = tuple[int, Completion | Exception]  # index of the choice, and its new tokens
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One sample that a client waits for or, where it `streams`, reads along with."""
+    """One sample that a client waits for. With `streams`, the client reads it while it is decoded."""
 
     request: Request
     index: int
     updates: asyncio.Queue[Found]
     streams: bool
-    sent: int = 0  # tokens
+    sent: int = 0  # tokens sent so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Session:
 
 
 class ServedModel:
-    """A model that is loaded. The engine and `tickets` belong to the sampling thread, all else to the event loop."""
+    """A loaded model. Only the sampling thread uses the engine and `tickets`; only the event loop uses the rest."""
 
     def __init__(self, name: str, policy: Policy, rows: int):
         self.name, self.tokenizer = name, policy.tokenizer
@@ -66,9 +65,9 @@ class ServedModel:
         self.decoder = Decoder(policy.tokenizer)
         self.conversations = Conversations(policy.tokenizer, KEPT)
         self.positions = policy.positions or LONG
-        self.sessions: list[Session] = []  # in the order of their last use
+        self.sessions: list[Session] = []  # least recently used first
         self.tickets: dict[int, Ticket] = {}
-        self.requests = 0  # that are being answered
+        self.requests = 0  # requests in progress
 
     def prompts(self, body: Body) -> list[Prompt]:
         if isinstance(body, ChatBody):
@@ -84,7 +83,7 @@ class ServedModel:
         return found
 
     def take_session(self, ids: Sequence[int]) -> Session | None:
-        """The kept session that has computed most of these ids; it is then nobody else's."""
+        """Take the kept session that has computed the longest prefix of these ids, so that no other request can use it."""
         whole = np.array(ids, np.int64).tobytes()
         fits = [s for s in self.sessions if len(s.ids) < len(whole) and whole.startswith(s.ids)]
         found = max(fits, key=lambda session: len(session.ids), default=None)
@@ -94,7 +93,7 @@ class ServedModel:
 
 
 class SamplingThread(threading.Thread):
-    """Polls the engines of all models that have something to decode."""
+    """Polls the engines of all models that have requests to decode."""
 
     def __init__(self) -> None:
         super().__init__(name="sampling", daemon=True)
@@ -102,16 +101,16 @@ class SamplingThread(threading.Thread):
         self.awake, self.closing = threading.Event(), False
         self.models: list[ServedModel] = []
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.updates: list[tuple[Ticket, Completion | Exception]] = []  # not handed out yet
+        self.updates: list[tuple[Ticket, Completion | Exception]] = []  # not delivered yet
 
     def order(self, work: Callable[[], None]) -> None:
-        """Let the thread do something between two bursts. Called from the event loop."""
+        """Queue work that the thread does between two bursts. Called from the event loop."""
         self.loop = asyncio.get_running_loop()
         self.orders.append(work)
         self.awake.set()
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, done between two bursts."""
+        """Run `work` in the thread between two bursts, and return its result."""
         done: Future[Result] = Future()
 
         def run() -> None:
@@ -135,14 +134,14 @@ class SamplingThread(threading.Thread):
             while self.orders:
                 try:
                     self.orders.popleft()()
-                except Exception:  # an engine that cannot cancel or close; the others go on
+                except Exception:  # this engine cannot cancel or close; the others continue
                     traceback.print_exc()
             busy = [model for model in self.models if model.tickets]
             for model in busy:
                 self.step(model)
             if self.updates and self.loop is not None:
                 updates, self.updates = self.updates, []
-                with suppress(RuntimeError):  # the loop was closed: nobody reads
+                with suppress(RuntimeError):  # the event loop is closed, so there is no reader
                     self.loop.call_soon_threadsafe(_hand_out, updates)
             if not busy:
                 self.awake.wait(IDLE_SECONDS)
@@ -163,10 +162,10 @@ class SamplingThread(threading.Thread):
             model.tickets.pop(session, None)
 
     def step(self, model: ServedModel) -> None:
-        """One burst: what is finished, and what is new of those that are read along with."""
+        """Decode one burst. Deliver finished samples, and the new tokens of streamed ones."""
         try:
             finished = model.engine.poll(0.0)
-        except Exception as error:  # the engine has forgotten everything, and can go on
+        except Exception as error:  # the engine has dropped all its requests and can continue
             self.updates += [(ticket, error) for ticket in model.tickets.values()]
             self.cancel(model, [*model.tickets, *model.engine.sessions])
             return
@@ -193,15 +192,15 @@ def _after(completion: Completion, sent: int) -> Completion:
 
 @dataclass(eq=False)
 class Models:
-    """The models of a server. `load` makes one by its name, in a thread; at most `loaded` of them are in memory."""
+    """The models of a server. `load` loads a model by name, in a thread; at most `loaded` models are in memory."""
 
-    names: dict[str, int | None]  # and the length of their context, where it is known
+    names: dict[str, int | None]  # with their context lengths, if known
     load: Callable[[str], Policy]
-    default: str  # that is meant where a request names none
+    default: str  # used if a request names no model
     loaded: int = 1
     rows: int = 256
-    max_new_tokens: int = 2048  # of an answer whose request does not say
-    ready: dict[str, ServedModel] = field(default_factory=dict)  # the last one used comes last
+    max_new_tokens: int = 2048  # limit of an answer if its request states none
+    ready: dict[str, ServedModel] = field(default_factory=dict)  # least recently used first
 
     def __post_init__(self) -> None:
         self.thread, self.loading = SamplingThread(), asyncio.Lock()
@@ -212,7 +211,7 @@ class Models:
         self.thread.close()
 
     async def model(self, name: str) -> ServedModel:
-        """The model called `name`; it is loaded now where nobody has asked for it before."""
+        """The model called `name`. It is loaded at the first request."""
         name = name or self.default
         if name not in self.names:
             known = ", ".join(self.names)
@@ -241,7 +240,7 @@ class Models:
         model.engine.close()
 
     async def answer(self, body: Body, retry: bool = False) -> Answer:
-        """Begin to answer a request; what cannot be answered is refused here. `deltas` are to be read at once, or not at all."""
+        """Begin to answer a request, or refuse it. The caller must read `deltas` at once, or not at all."""
         model = await self.model(body.model)
         prompts = model.prompts(body)
         longest = max(len(prompt.ids) for prompt in prompts)
@@ -252,17 +251,17 @@ class Models:
 
 @dataclass(eq=False)
 class Asked:
-    """A request while it is answered: a ticket and a choice for each sample of each prompt."""
+    """A request in progress, with a ticket and a choice for each sample of each prompt."""
 
     models: Models
     model: ServedModel
     body: Body
     prompts: Sequence[Prompt]
-    tokens: int  # that an answer may have
+    tokens: int  # token limit of an answer
     updates: asyncio.Queue[Found] = field(default_factory=asyncio.Queue)
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The pieces of all choices as they come. However this ends, nothing is decoded for it afterwards."""
+        """Yield the pieces of all choices as they arrive. When this ends, for any reason, decoding for it stops."""
         body, model, thread = self.body, self.model, self.models.thread
         tickets = self.tickets()
         choices = [
@@ -290,7 +289,7 @@ class Asked:
             self.cancel(tickets[index].request.session for index in running)
 
     def tickets(self) -> list[Ticket]:
-        """One for each sample. A prompt that continues what a kept session has computed is a turn of that session."""
+        """Make one ticket for each sample. A prompt that continues the ids of a kept session becomes a turn of that session."""
         body, numbers, found = self.body, self.models.numbers, list[Ticket]()
         sampling, alone = body.sampling(self.tokens), body.n == 1
         seed = secrets.randbits(62) if body.seed is None else body.seed % (1 << 62)
@@ -308,7 +307,7 @@ class Asked:
         return found
 
     def keep(self, request: Request, prompt: Prompt, choice: Choice) -> None:
-        """Remember a finished turn for the one after it, and the session that has computed it."""
+        """Keep a finished turn, and the session that computed it, for the next turn."""
         ids = np.array(choice.ids, np.int64)
         if prompt.messages:
             reply = Segment(ids, choice.whole.text, True, finish=choice.ended)

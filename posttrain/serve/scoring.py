@@ -1,5 +1,5 @@
-"""Scores answers that were given: their log-probs under a served model, their KL from another one, and the reward that a reward model
-or a stage of a run would give them. Models are asked in the sampling thread, between two bursts."""
+"""Scores given answers: their log-probs under a served model, their KL from another model, and the reward that a reward model or
+a stage of a run would give. Models are run in the sampling thread, between two bursts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ UNSCORED = Score.failed("not scored")
 
 
 class Reward(Protocol):
-    """A reward that is loaded."""
+    """A loaded reward."""
 
     @property
     def tokenizer(self) -> Any:
-        """That of the models it asks."""
+        """The tokenizer of the models that it runs."""
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """The rollouts with what rules say of them. It asks no model."""
+        """Score rollouts with rules. This runs no model."""
 
     def rate(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        """What the models say of them, or the rules where there are none."""
+        """Score rollouts with the reward's models, or with its rules if it has no models."""
 
 
 Load = Callable[[], Reward]
@@ -46,8 +46,8 @@ Load = Callable[[], Reward]
 
 @dataclass(eq=False)
 class Scoring:
-    """Scores with the models of a server, and with reward models and rewards of stages, by name: each is loaded when it is first asked
-    for, and as many are kept as models."""
+    """Scores with the models of a server, and with reward models and rewards of stages, by name. Each is loaded at its first
+    request; as many are kept in memory as models."""
 
     models: Models
     reward_models: Mapping[str, Load] = field(default_factory=dict)
@@ -96,7 +96,8 @@ class Scoring:
             return self.ready[name]
 
     async def _measured(self, body: ScoreBody) -> list[dict[str, JSON]]:
-        """Log-probs at temperature 1; summed over an answer and less those of `against`, one sample's estimate of the KL from it."""
+        """Compute log-probs at temperature 1. Their sum over an answer, minus the sum under `against`, is a one-sample estimate
+        of the KL."""
         model = await self.models.model(body.model)
         decoder = model.decoder
         rollouts = [_rollout(item, decoder, f"items.{n}") for n, item in enumerate(body.items)]
@@ -135,7 +136,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def _rollout(item: ScoreItem, decoder: Decoder, where: str) -> Rollout:
-    """An answer as it would have been sampled. Ids are taken as they are; text in a conversation gets the token that ends a turn."""
+    """Make a rollout of an answer, as if it had been sampled. Ids are used as they are. Text in a conversation gets the
+    end-of-turn token."""
     tokenizer, rows = decoder.tokenizer, [message_row(message) for message in item.messages]
     messages = parse_messages(rows, where) if rows else ()
     if messages and isinstance(item.answer, str):

@@ -1,4 +1,4 @@
-"""Runs an application on a port: in this thread until it is interrupted, or in a thread of its own."""
+"""Runs an application on a port, either in this thread until it is interrupted, or in a new thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from posttrain.errors import UserError
 from posttrain.serve.app import Guard, Limits
 
-HEADER_SECONDS = 10.0  # until the headers of a request are there
-IDLE_SECONDS = 60.0  # that a connection is kept between two requests
+HEADER_SECONDS = 10.0  # to receive the headers of a request
+IDLE_SECONDS = 60.0  # before an idle connection is closed
 STOP_SECONDS = 5.0
 BACKLOG = 4096
 
 
 class Protocol(H11Protocol):  # type: ignore[misc]  # untyped where it is not installed
-    """HTTP/1.1 that closes a connection whose headers do not come in time."""
+    """HTTP/1.1 that closes a connection whose headers do not arrive in time."""
 
     timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +35,7 @@ class Protocol(H11Protocol):  # type: ignore[misc]  # untyped where it is not in
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:  # they are there
+        if self.cycle is not None and not self.cycle.response_complete:  # the headers have arrived
             if self.timer is not None:
                 self.timer.cancel()
                 self.timer = None
@@ -48,12 +48,12 @@ class Protocol(H11Protocol):  # type: ignore[misc]  # untyped where it is not in
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, and who may ask: beyond this machine only those with the token."""
+    """The address of a server, and its token. Requests from other machines need the token."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     token: str = ""
-    hosts: Sequence[str] = ()  # names of this server in the Host header, besides its addresses
+    hosts: Sequence[str] = ()  # names in the Host header, in addition to its addresses
 
     @property
     def loopback(self) -> bool:
@@ -63,15 +63,16 @@ class Address:
             return False
 
     def secured(self) -> Address:
-        """With a token that was made now, where one is needed and none is given."""
+        """This address with a new token, if one is needed and none is given."""
         if self.token or self.loopback:
             return self
         return Address(self.host, self.port, secrets.token_urlsafe(24), self.hosts)
 
     def listen(self) -> socket.socket:
-        """The socket. A port of 0 is one that is free."""
+        """Open the socket. Port 0 chooses a free port."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio sends at once, without waiting for an acknowledgement (40 ms), only where a socket names the protocol
+        # asyncio sets TCP_NODELAY only if the socket names its protocol; without it, a small response waits 40 ms for an
+        # acknowledgement
         found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,13 +99,13 @@ class Server:
         return f"http://{host}:{self.socket.getsockname()[1]}"
 
     def run(self) -> None:
-        """Answer requests until Ctrl-C, which is how a server ends."""
+        """Answer requests until Ctrl-C."""
         with suppress(KeyboardInterrupt):
             self.server.run([self.socket])
 
     @contextmanager
     def in_thread(self) -> Iterator[str]:
-        """Answer requests in a thread for as long as this is open: the URL."""
+        """Answer requests in a thread while this context is open. Yields the URL."""
         answer = self.server.serve
         work = threading.Thread(target=lambda: asyncio.run(answer([self.socket])), daemon=True)
         work.start()
@@ -123,7 +124,7 @@ def make_server(app: Any, address: Address, limits: Limits) -> Server:
 def open_server(
     app: Any, address: Address, stop: float = STOP_SECONDS, connections: int | None = None
 ) -> Server:
-    """A server of an application that guards itself. It ends `stop` seconds after it is told to, at the latest."""
+    """Open a server for an application that guards itself. After it is asked to stop, it ends within `stop` seconds."""
     config = uvicorn.Config(
         app,
         http=Protocol,

@@ -1,7 +1,7 @@
-"""The wire format of an OpenAI-compatible server: bodies of requests, checked, and what is sent back, whole or in chunks.
+"""The wire format of an OpenAI-compatible server: checked request bodies, and responses in one piece or in chunks.
 
-Beyond OpenAI's: `top_k`, `min_tokens`, prompts of ids, and `return_token_ids`, as vLLM spells them. What the engine cannot do is
-refused by name; only settings that change nothing in an answer (`user`, `metadata`, ...) are ignored.
+Additions to OpenAI's format, spelled as in vLLM: `top_k`, `min_tokens`, prompts of ids, and `return_token_ids`. A setting that
+the engine does not support is refused by name. Only settings that cannot change an answer (`user`, `metadata`, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from posttrain.types import JSON, Sampling
 
 IGNORED = frozenset({"user", "metadata", "store", "parallel_tool_calls", "service_tier"})
 IGNORED |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-# settings with one value that asks for nothing; null asks for nothing either
+# settings with the one value that has no effect; null has no effect either
 NEUTRAL: dict[str, JSON] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p"), 0),
     **{"repetition_penalty": 1, "best_of": 1, "echo": False, "ignore_eos": False},
     **{"logit_bias": {}, "suffix": "", "modalities": ["text"], "response_format": {"type": "text"}},
 }
 MAX_CHOICES, MAX_ITEMS = 128, 256
-MISSING = -9999.0  # for a log-prob of minus infinity, which JSON has not
-TEXT_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's
+MISSING = -9999.0  # stands for a log-prob of minus infinity, which JSON cannot express
+TEXT_TOKENS = 16  # default limit of /v1/completions, as OpenAI's
 
 
 class Refused(Exception):
@@ -49,26 +49,26 @@ class Refused(Exception):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides its chunks."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class Strict(BaseModel):
-    """What has no other keys, and no value of another type."""
+    """Refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(Strict):
-    """What both kinds of completions take."""
+    """Settings that both kinds of completion have."""
 
-    model: str = ""  # that of the server where none is named
+    model: str = ""  # "": the default model of the server
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    top_k: int = Field(0, ge=-1)  # 0 and -1: no limit
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: str | list[str] = []
@@ -82,11 +82,11 @@ class Body(Strict):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer; None where the request does not say."""
+        """The token limit of an answer; None if the request states none."""
         return self.max_tokens
 
     def tokens(self, prompt: int, context: int, default: int) -> int:
-        """Tokens that an answer to a prompt of so many may have."""
+        """How many tokens an answer to a prompt of this length may have."""
         room = context - prompt
         tokens = self.limit or min(default, max(room, 1))
         if tokens > room:
@@ -106,7 +106,7 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     tools: list[Any] | None = None
-    # frameworks ask for `required`; nothing can force a call, so that it is `auto`
+    # frameworks send `required`; a call cannot be forced here, so it means `auto`
     tool_choice: Literal["auto", "none", "required"] = "auto"
 
     @property
@@ -115,10 +115,10 @@ class ChatBody(Body):
 
 
 class TextBody(Body):
-    """/v1/completions. A prompt is text or ids, alone or several of them."""
+    """/v1/completions. A prompt is text or ids; a request may have several."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=0)  # 0: of the sampled tokens
+    logprobs: int | None = Field(None, ge=0, le=0)  # 0: those of the sampled tokens
 
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt
@@ -134,19 +134,19 @@ Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ScoreItem(Strict):
-    """A prompt, as messages, text or ids, and an answer to it, as text or ids."""
+    """A prompt (messages, text or ids) and an answer to it (text or ids)."""
 
     messages: list[Any] = []
     prompt: str | list[Id] = ""
     answer: str | list[Id]
-    gold: str = ""  # the right answer, where a task's reward needs it
+    gold: str = ""  # the right answer, if a task's reward needs it
 
 
 class ScoreBody(Strict):
     """/v1/score."""
 
     model: str = ""
-    against: str = ""  # a model from which the KL is estimated
+    against: str = ""  # estimate the KL from this model
     items: list[ScoreItem] = Field(min_length=1, max_length=MAX_ITEMS)
 
 
@@ -154,10 +154,10 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_body(data: bytes, kind: type[Kind]) -> Kind:
-    """A request's body, or a refusal that names what is wrong in it."""
+    """Parse the body of a request. A refusal names what is wrong in it."""
     try:
         tree = json.loads(data)
-        if b"\\u" in data:  # an escape may be half a character, which no tokenizer reads
+        if b"\\u" in data:  # an escape may be half a surrogate pair, which no tokenizer reads
             json.dumps(tree, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}", "invalid_json") from None
@@ -180,7 +180,7 @@ def read_body(data: bytes, kind: type[Kind]) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool; `arguments` is a text of JSON."""
+    """A tool call; `arguments` is JSON as text."""
 
     name: str
     arguments: str
@@ -193,14 +193,14 @@ class Call:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of a choice: text, tokens, calls, and how it ended."""
+    """The new part of a choice: text, tokens, calls, and how it ended."""
 
     index: int
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)  # the text of each
-    start: int = 0  # where in the choice's text the first of these tokens begins
+    tokens: list[str] = field(default_factory=list)  # the text of each token
+    start: int = 0  # where the first of these tokens begins in the choice's text
     calls: tuple[Call, ...] = ()
     finish: str = ""  # stop | length | tool_calls
 
@@ -214,7 +214,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a request is answered with: the prompts as the model reads them, and the choices piece by piece."""
+    """The answer to a request: the prompts as the model reads them, and the choices piece by piece."""
 
     model: str
     prompts: Sequence[Sequence[int]]
@@ -222,7 +222,7 @@ class Answer:
 
 
 class Form:
-    """How an answer to one request is written: chat, or text."""
+    """Writes the response to one request, in chat or text format."""
 
     def __init__(self, body: Body, answer: Answer):
         self.body, self.prompts = body, answer.prompts
@@ -238,7 +238,7 @@ class Form:
         return {**counts, "total_tokens": prompt + tokens}
 
     def whole(self, answers: Sequence[Delta]) -> JSON:
-        """The answer in one piece."""
+        """The response in one piece."""
         choices = []
         for one in answers:
             choice = self._choice(one, self._message(one) if self.chat else one.text)
@@ -252,7 +252,7 @@ class Form:
         return tree
 
     def chunks(self, delta: Delta, first: bool) -> Iterator[JSON]:
-        """What is new of a choice; `first`: nothing of it was sent before."""
+        """Chunks for the new part of a choice. `first`: nothing of this choice was sent before."""
         if not self.chat:
             yield self._chunk([self._choice(delta, delta.text)])
             return
@@ -314,7 +314,7 @@ class Form:
 
 
 def refusal(error: Exception) -> Refused:
-    """Any error as a request's answer. What is not the client's fault is not described to it."""
+    """Turn any error into a response. The client sees no details of an error that it did not cause."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, UserError):

@@ -29,7 +29,7 @@ from posttrain.train.rating import ModelRating
 from posttrain.types import JSON, Example, Group, Problem, Rollout, Sampling
 
 BATCH = 256  # problems answered together
-# tokens of a text that are predicted together; fewer where the model has fewer positions
+# tokens of a text that are predicted together; fewer if the model has fewer positions
 WINDOW = 4096
 UNLIMITED = sys.maxsize
 BUDGET = 8192  # tokens in one forward pass
@@ -74,11 +74,11 @@ class AnswerStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class AskingStage(AnswerStage):
-    """A stage that asks a model `prompts` training problems, with `samples` answers to each."""
+    """A stage that asks a model `prompts` training problems and samples `samples` answers to each."""
 
     counts = "prompts"
     leaves = "data"
-    writes_responses: ClassVar[bool] = True  # into its data, where they are one turn each
+    writes_responses: ClassVar[bool] = True  # whether its data holds responses, one turn each
 
     prompts: Count = 1000
     samples: Several = 4
@@ -102,7 +102,7 @@ class AskingStage(AnswerStage):
         return [source[n % len(source)] for n in range(self.skip, self.skip + self.prompts)]
 
     def answers(self, context: Context, problems: Sequence[Problem]) -> Iterator[Group]:
-        """Answers of `model`, scored by the task. Another `skip` is another draw."""
+        """Answers of `model`, scored by the task. Another `skip` gives other samples."""
         seed = seeds(context, self.skip)
         return self.ask(context, self.load(context), problems, self.samples, seed)
 
@@ -140,7 +140,7 @@ def kl_known(sampling: Sampling) -> bool:
 def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interval:
     """KL(sampler || other) in nats a response, from the sampler's own answers: the mean of sum_t log p(a_t) - log q(a_t).
 
-    Unbiased, and so negative by chance where the two are near. The interval is over prompts.
+    The estimate is unbiased, so it can be negative by chance if the two models are close. The interval is over prompts.
     """
     text = "a KL is estimated from samples: it needs a temperature above 0, and no top_k or top_p"
     require(kl_known(sampling), text)

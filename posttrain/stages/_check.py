@@ -20,7 +20,7 @@ from posttrain.stages.base import Stage, check_names, temporary_context
 from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
-PROMPTS = 256  # the first, and as many of the longest, are compared with the positions and the vocabulary of the model
+PROMPTS = 256  # how many of the first prompts, and of the longest, are compared with the model's positions and vocabulary
 Readers = dict[tuple[str, str, bool | None], Reader]  # by (name, alphabet of a tiny model, kind)
 
 

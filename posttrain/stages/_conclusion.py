@@ -1,4 +1,4 @@
-"""What the evaluations of a finished run say together: scores before and after training, answers side by side, pass@k."""
+"""Summarises the evaluations of a finished run: scores before and after training, answers side by side, pass@k."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.types import JSON
 
 
 def score_of(result: Mapping[str, JSON]) -> JSON:
-    """The held-out score of an evaluation: its accuracy, or the mean reward where no score says right or wrong."""
+    """The held-out score of an evaluation: its accuracy, or the mean reward if no score tells right from wrong."""
     return result.get("accuracy" if result.get("verifiable", True) else "reward")
 
 
@@ -42,7 +42,8 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
 
 
 def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
-    """Draw pass@k of the evaluations that took several samples of the last one's task, where there are two or more; whether it was."""
+    """Draw pass@k of all evaluations with several samples on the same task as the last one, if there are at least two. Returns
+    whether it was drawn."""
     folder, curves, task = context.directory, {}, None
     for stage in reversed([s for s in stages if isinstance(s, EvaluateStage)]):
         points = (context.result(stage.name) or {}).get("pass_at", {})

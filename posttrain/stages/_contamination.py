@@ -1,8 +1,9 @@
-"""The guard against training on what is measured: a stage that trains leaves hashes of its questions, and evaluation looks there.
+"""Detects training on evaluation problems: a training stage writes hashes of its questions, and an evaluation compares its problems
+with them.
 
 A stage refuses to train on a task whose own train and held-out problems share a question. Data of other stages and files may still
-hold what a later stage evaluates on; by then the model is trained, so that is not refused: it is said, counted, and the accuracy on the
-other problems is reported too.
+contain problems that a later stage evaluates on. The model is trained by then, so this is not refused: the evaluation reports it,
+counts these problems, and also gives the accuracy on the others.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def guard_training(
     data: Sequence[Data] = (),
     measures: bool = True,
 ) -> None:
-    """Check the tasks that a stage trains on, and leave the hashes of all it learns from, with those of the model it starts from.
-    A stage that `measures` nothing on held-out problems gets a message about an overlap, not a refusal."""
+    """Check the tasks that a stage trains on, and write the hashes of all its questions, with those of the model that it starts from.
+    If the stage evaluates nothing on held-out problems (`measures` is False), an overlap is a message, not an error."""
     hashes = set(trained_on(context, model))
     for task in [*tasks, *(source.task for source in data if source.task is not None)]:
         report = require_clean(task, stage, measures)
@@ -45,7 +46,7 @@ def guard_training(
 
 
 def file_questions(file: str) -> Iterable[str]:
-    """What is asked in a file of examples: prompts, every user's turn and all turns before the answer, or the whole of a plain text."""
+    """The questions in a file of examples: prompts, each user turn and all turns before the answer, or the whole of a plain text."""
     for _, record in read_jsonl(file):
         prompt: JSON = record.get("prompt", record.get("messages", record.get("text", "")))
         if not isinstance(prompt, list):
@@ -60,13 +61,13 @@ def file_questions(file: str) -> Iterable[str]:
 
 
 def trained_on(context: Context, model: str) -> frozenset[str]:
-    """Hashes of what a model of this run, or of another, has been trained on; of a stage that noted none, what any stage of its run
-    has. Of models from elsewhere nothing is known."""
+    """Hashes of what a model of this run or of another run was trained on. If its stage wrote none, those of all stages in its run.
+    Empty for other models, because nothing is known about them."""
     return noted(context.earlier(model) or made_by(model))
 
 
 def made_by(place: str) -> Path | None:
-    """The folder of the stage that made the model at `place`: a run, its export, or a stage's model; None of a model from elsewhere."""
+    """The folder of the stage that made the model at `place`: a run, its export, or a stage's model. None for other models."""
     path = model_folder(Path(place).expanduser()).resolve()
     if path.is_dir() and path.parent.parent.name == "stages":
         return path.parent
@@ -77,7 +78,7 @@ def made_by(place: str) -> Path | None:
 
 
 def noted(stage: Path | None) -> frozenset[str]:
-    """The hashes that a stage left."""
+    """The hashes that a stage wrote."""
     if stage is None:
         return frozenset()
     own = stage / FILE

@@ -1,4 +1,4 @@
-"""Answers that go on from a beginning which was sampled before: its ids are given as they are, and only the rest is sampled."""
+"""Continues answers from a sampled prefix: the ids of the prefix are given unchanged, and only the rest is sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIVEN, BEGIN = "given_ids", "given_begin"
 
 
 def beginning(rollout: Rollout, end: int) -> Problem:
-    """The problem of going on after the first `end` ids of a rollout of one turn."""
+    """The problem of continuing a one-turn rollout after its first `end` ids."""
     ids, prompt = rollout.ids[:end], rollout.segments[0]
     facts = {**rollout.problem.facts, GIVEN: ids.tolist(), BEGIN: len(prompt.ids)}
     return replace(rollout.problem, facts=facts)
@@ -24,7 +24,7 @@ def beginning(rollout: Rollout, end: int) -> Problem:
 
 @dataclass(frozen=True)
 class Continued(Task):
-    """The task, for problems that `beginning` made."""
+    """The task, for problems made by `beginning`."""
 
     task: Task
 
@@ -43,7 +43,8 @@ class Continued(Task):
 
 
 def joined(rollout: Rollout, decoder: Decoder) -> Rollout:
-    """A continued rollout as if it had been sampled at once: the prompt, and all that the policy wrote. Others stay as they are."""
+    """A continued rollout in the form of one sampled at once: the prompt, and everything that the policy wrote. Other rollouts are
+    returned unchanged."""
     if BEGIN not in rollout.problem.facts:
         return rollout
     given, turn = rollout.segments
@@ -56,7 +57,8 @@ def joined(rollout: Rollout, decoder: Decoder) -> Rollout:
 
 
 def cut(rollout: Rollout, count: int, steps: str, decoder: Decoder) -> Rollout:
-    """The rollout up to the end of its step number `count`, the separator included; as it is where it has no more of them."""
+    """The rollout up to the end of step `count`, including the separator. A rollout with no more steps than that is returned
+    unchanged."""
     found = steps_of(rollout, steps)
     if len(found) <= count:
         return rollout

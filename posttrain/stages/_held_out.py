@@ -15,7 +15,7 @@ from posttrain.train.pack import micro_batches, pack_examples, with_loss
 from posttrain.train.trainer import Trainer
 from posttrain.types import Metric
 
-Piece = tuple[int, list[Metric]]  # the number of the first prompt, and what was measured
+Piece = tuple[int, list[Metric]]  # index of the first prompt, and its metrics
 
 
 class Judge:
@@ -25,7 +25,7 @@ class Judge:
         self.trainer, self.units = trainer, units
 
     def evaluate(self) -> Mapping[str, float]:
-        """The held-out metrics by name, for the loop, without those that nothing was measured for."""
+        """The held-out metrics by name, for the loop, without those that have no measurement."""
         figures = merge([metric for _, metrics in self.pieces() for metric in metrics])
         return {f"{name}/held_out": value for name, value in figures.items() if value == value}
 

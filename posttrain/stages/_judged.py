@@ -1,4 +1,4 @@
-"""Who says which of two answers is better: a judge, in this process or behind an address, or a reward model."""
+"""Settings for what decides which of two answers is better: a judge, in this process or behind a URL, or a reward model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from posttrain.train.judging import JudgeRating, LocalModel
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(EndpointSettings, Naming):
-    """A judge: a stage, directory or hub name, run in this process, or the name of a model behind `url`, which the other settings are
-    for; `cache` is for both. `rules` are a judge without a model: the score of a task, with errors that are known."""
+    """A judge: a stage, directory or hub name that runs in this process, or the name of a model behind `url`. All other settings
+    except `cache` apply to `url` only. `rules` is a judge without a model: the score of a task, with known errors."""
 
     shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
 
-    model: ModelName = ""  # "": the rules judge
+    model: ModelName = ""  # "": judge by `rules`
     rubric: str = ""  # a file; "": the default
-    rules: Task | None = None  # in place of a model: a task whose score judges
-    noise: NotNegative = 0.0  # of the rules: Gumbel noise of each text, the same in both orders
-    # of the rules: what they add to the score of the answer that is shown first
+    rules: Task | None = None  # a task whose score judges, instead of a model
+    noise: NotNegative = 0.0  # of `rules`: Gumbel noise of each text, the same in both orders
+    # of `rules`: added to the score of the answer that is shown first
     position_bias: NotNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class JudgeSettings(EndpointSettings, Naming):
         return self.model or f"the judge of {type(self.rules).__name__.lower()}"
 
     def ready(self) -> None:
-        """Refuse what can be known before it is asked."""
+        """Check the settings before the first request."""
         if self.url:
             endpoint(self)
         read_rubric(self.rubric)
@@ -50,7 +50,7 @@ class JudgeSettings(EndpointSettings, Naming):
         return {} if self.url else super().named(kind)
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
-        """The judge, after it has passed the canaries, which are for models, and what asking it takes."""
+        """Open the judge, and return it with its usage counters. A model must first pass the canaries."""
         if self.rules is not None:
             rules = RuleJudge(self.rules, self.noise, self.position_bias)
             return Judge(rules, read_rubric(self.rubric)), rules.usage
@@ -65,7 +65,7 @@ class JudgeSettings(EndpointSettings, Naming):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedStage(Stage):
-    """A stage in which a `judge`, or a reward model, says which of two answers is better."""
+    """A stage in which a `judge` or a reward model decides which of two answers is better."""
 
     reward_model: ScorerName = ""
     judge: JudgeSettings | None = None

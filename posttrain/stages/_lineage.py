@@ -1,8 +1,8 @@
 """The lineage of a stage's result: its settings and the content of its inputs. A stage runs again only if these changed.
 
-Inputs are found, not declared: every string in a stage's settings that names an earlier stage, a file, or a directory (with a slash
-in its name, or in a field for places), and the files of a user's own classes and functions. They are compared by content:
-a stage done again with the same outcome changes nothing below it.
+Inputs are found, not declared. They are every string in a stage's settings that names an earlier stage, a file, or a directory (with
+a slash in its name, or in a field for paths), and the files of a user's own classes and functions. They are compared by content: if a
+stage runs again with the same outcome, later stages are unchanged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from posttrain.system.files import model_folder, read_json
 from posttrain.trust import code_place
 from posttrain.types import JSON
 
-# how the work is done, not what comes of it; a harmless "name" is that of the run, and `evaluate_units` decides a stage's own result
+# settings of how the work is done, which do not change its outcome; "name" here is that of the run, and `evaluate_units` does change
+# a stage's result
 NEUTRAL = HARMLESS - {"name", "evaluate_units"}
 RECORD, RESULT = "lineage.json", "result.json"
 OWN = ("name", "cache")
-# fields of a result that differ without a reason to run again
+# fields of a result that may differ without a new run
 CLOCKS = ("seconds", "train_seconds", "lineage", "best_score")
-# fields that name models: those are opened as tensors and settings, and their content is sent nowhere
+# fields that name models: models are read as tensors and settings, and their content is not sent anywhere
 _JUDGES = ("critic", "reward_model", "reward_models", "judge", "process", "outcome")
 MODELS = ("model", "models", "against", "reference", "teacher", "trained", *_JUDGES)
-# fields that name a file or a directory, or a stage of the run
+# fields that name a file, a directory, or a stage of the run
 _FILES = ("file", "test_file", "dataset", "rubric", "problems", "before", "again")
 PLACES = (*MODELS, *_FILES, "data", "test_data", "held_out_data")
 
@@ -136,12 +137,12 @@ def place(word: str, field: str) -> Path | None:
     must have an extension or be in a field for paths."""
     try:
         path = Path(word).expanduser()
-        if path.name in ("", ".."):  # "." or "/" is a mark of something, not a place to be hashed
+        if path.name in ("", ".."):  # "." and "/" are not paths to hash
             return None
         named = os.sep in word or field in PLACES
         there = (path.is_file() and (named or path.suffix)) or (path.is_dir() and named)
         return path if there else None
-    # not there, may not be read, or no path at all: too long, with a null
+    # it does not exist, cannot be read, or is no path: too long, or with a null character
     except (OSError, ValueError, RuntimeError):
         return None
 

@@ -1,5 +1,5 @@
-"""The material of stages that do not sample: demonstrations of tasks and JSONL files, mixed by weight, and preference data, whose
-sequences are cut where a rollout would end, with some prompts held out."""
+"""The material of stages that do not sample. Demonstrations of tasks and JSONL files are mixed by weight. Sequences of preference
+data are cut where a rollout would end. Some prompts are held out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Example
 
 FEW = 4  # demonstrations of a task that are rendered before a run
-# a share of the prompts that is kept apart
+# a share of the prompts that is not trained on
 HeldOut = Annotated[float, Range(ge=0, lt=1, text="a share of the prompts in [0, 1)")]
 # the kinds of rows that a file may hold, by what the algorithm learns from
 ROWS = {
@@ -56,8 +56,8 @@ class Data(Naming):
         require(counted, "data: a task needs counts, such as {1: 200, 2: 1000}")
 
     def few(self) -> Data:
-        """The source with few demonstrations of its task, for a check: they are alike, and a task makes them without reading data.
-        An error if a level has fewer problems than asked for."""
+        """The source with few demonstrations of its task, for a check: demonstrations are alike, and a task makes them without
+        reading data. Raises an error if a level has fewer problems than requested."""
         if self.task is None:
             return self
         for level, count in self.counts.items():

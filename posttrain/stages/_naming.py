@@ -1,4 +1,5 @@
-"""Settings that name models, reward models, data and stages: what is checked before a run is found by the types of its fields."""
+"""Types of settings that name models, reward models, data and stages. The checks before a run find these settings by the types of the
+fields."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from posttrain.errors import Checked, field_types
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Marks a setting whose text names something: a model, a reward model, data or a stage. A model is an earlier stage, a directory or
-    a hub name; data an earlier stage that writes it, or a file."""
+    """Marks a setting whose text is a name. A model is an earlier stage, a directory or a hub name. Data is an earlier stage that
+    writes it, or a file."""
 
     kind: str
 
@@ -29,7 +30,7 @@ class Naming(Checked):
     """Settings that may name models, reward models, data and stages; see `Names`."""
 
     def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """What they name of a kind, by the key that names it; what a task names is the task's."""
+        """The names of one kind in these settings, by key. Names in the settings of a task are not included."""
         own: type = type(self)
         hints, found = dict(field_types(own)), {}
         for f in fields(self):
@@ -40,7 +41,7 @@ class Naming(Checked):
 
 
 def _words(value: Any, hint: Any, kind: str) -> Iterator[str]:
-    """The texts in a setting that name something of a kind."""
+    """The texts in a setting that are names of one kind."""
     if isinstance(value, Naming):
         yield from chain(*value.named(kind).values())
     elif get_origin(hint) is tuple:

@@ -28,19 +28,20 @@ NEVER = 10**7
 
 @dataclass(frozen=True)
 class DryRun:
-    """A stage cut down, and what the whole one does: `factor` times as much, or its `steps` with an evaluation before, after and every
-    `evaluate_every`. `loops` are the names under which the small one writes its metrics. A stage that samples while it trains has
-    responses of at most `limit` tokens; one that learns from examples, `batch` of them a step."""
+    """A shortened stage, and how to compute the whole stage's time from it: `factor` times as long, or `steps` steps with an
+    evaluation before, after and every `evaluate_every`. `loops` are the names under which the shortened stage writes its metrics.
+    `limit` is the token limit of responses if the stage samples while it trains; `batch` is the number of examples a step if it
+    learns from examples."""
 
     stage: Stage
     factor: float = 1.0
     steps: int = 0
-    counted: Callable[[int], int] | None = None  # steps by the examples, where epochs decide them
+    counted: Callable[[int], int] | None = None  # steps by number of examples, if epochs are given
     evaluate_every: int = 0
     loops: tuple[str, ...] = ()
     limit: int = 0
     batch: int = 0
-    same_time_as: str = ""  # an earlier stage whose time it takes
+    same_time_as: str = ""  # an earlier stage that it takes as long as
 
     def at_length(self, tokens: int, name: str) -> Stage:
         """The shortened stage with every response `tokens` long, under another name."""
@@ -108,9 +109,9 @@ def training_memory(
     layered: bool | None = None,
     predicted: int = 0,
 ) -> Memory:
-    """Weights, and for those that learn gradients and Adam's two moments; the activations of one micro-batch of `tokens`, whose layers
-    are checkpointed where `layered`, or else the settings, say so; logits of its tokens, or of the `predicted` ones; the sampler's
-    cache and the weights of other models."""
+    """Memory of training: the weights; gradients and Adam's two moments of the trained weights; the activations of one micro-batch of
+    `tokens`; the logits of its tokens, or of `predicted` of them; the sampler's cache; and the weights of other models. `layered`
+    says whether layers are checkpointed; None takes the setting."""
     by_layer = optimizer.checkpointing == "layer" if layered is None else layered
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
@@ -124,8 +125,9 @@ def training_memory(
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Tokens of a micro-batch and whether layers are checkpointed, as the trainer will choose them where the device is here; and what
-    a step would need without checkpointing, not counting the weights, and what there is for it."""
+    """How a step will be computed: the tokens of a micro-batch and whether layers are checkpointed, as the trainer will choose them
+    if the device is present. `need` is the memory of a step without checkpointing, excluding the weights; `have` is the free memory
+    for it."""
 
     tokens: int
     layered: bool
@@ -137,7 +139,7 @@ def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float
     """The `Way` of a stage for sequences of up to `longest` tokens. Trained roles are not counted."""
     optimizer, lora, have = stage.optimizer, stage.lora, memory.at_hand(policy.device)
     count = policy.parameters if lora is None else lora.parameters(policy.body)
-    if have is not None:  # once the weights are there, and in 4 bits
+    if have is not None:  # free memory after the weights are loaded, possibly in 4 bits
         there = policy.model.device.type == policy.device.type
         more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
         have -= more + (0.0 if there else memory.weight_bytes(policy))
@@ -191,7 +193,7 @@ def memory_line(stage: DataStage, policy: Policy, longest: int) -> str:
 
 
 def how_long(stage: DataStage, size: int = 0) -> str:
-    """The length of a stage in words, over `size` examples where they are known."""
+    """The length of a stage in words, with the steps over `size` examples if that is known."""
     if stage.steps is None:
         return many(stage.epochs or 0.0, "epoch")
     steps = many(stage.steps, "step")
@@ -249,7 +251,7 @@ def rl_plan(
     here = memory.at_hand(policy.device) is not None
     elsewhere = automatic and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
-    # a prompt is computed once for those of its group that are in one micro-batch
+    # the prompt is computed once for all responses of its group in the same micro-batch
     together = min(samples, max(1, budget // longest))
     tokens = -(-together // group) * (longest - new) + together * new
 
@@ -287,9 +289,9 @@ def rl_memory(
     layered: bool | None = None,
     predicted: int = 0,
 ) -> Memory:
-    """The policy's memory in training, and that of the other models; `rewards` is the weights of the reward models. A model that
-    is on the CPU between calls is not counted: it comes when the gradients are not yet there. A cache that is released before training
-    counts where it is larger than the gradients and activations that come in its place."""
+    """The policy's memory in training, and that of the other models. `rewards` is the size of the reward models' weights. A model
+    that is on the CPU between calls is not counted, because it is on the device only while there are no gradients. A cache that is
+    released before training counts only as far as it exceeds the gradients and activations that take its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     others["weights of the sampler"] = stage.sampler_bytes(policy)
     settings = (stage.optimizer, stage.lora, cache, others, layered, predicted)
@@ -345,7 +347,7 @@ def savings(stage: RLStage, needed: Callable[[RLStage], Memory]) -> list[str]:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
     if not stage.max_staleness:  # with max_staleness the sampler continues during training
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
-    if stage.lora is None and not stage.moves:  # a reference that moves has weights of its own
+    if stage.lora is None and not stage.moves:  # a moving reference has its own weights
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))
     now = needed(stage).total
     found = [(way, now - needed(other).total) for way, other in ways]

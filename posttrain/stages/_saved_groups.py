@@ -43,8 +43,8 @@ class Saved:
 
 
 def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -> Saved:
-    """Read the groups of a JSONL file: one prompt with its responses a line, or the rollouts of a step as a run wrote them, which must
-    have been sampled at this temperature."""
+    """Read the groups of a JSONL file. A line is one prompt with its responses, or a rollout of a step as a run wrote it. Rollouts of
+    a run must have been sampled at this temperature."""
     rows = list(read_jsonl(path))
     require(bool(rows), f"{path} has no rows; give one of {OWN} a line")
     where, first = rows[0]
@@ -166,7 +166,7 @@ def _of_run(
 
 
 def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> None:
-    """Log-probs of another temperature would make every importance ratio wrong."""
+    """Refuse rollouts of another temperature: their log-probs would make every importance ratio wrong."""
     stages = run.config.get("stages")
     own = [s for s in stages if s.get("name") == stage] if isinstance(stages, list) else []
     sampling = own[0].get("sampling") if own else None

@@ -1,4 +1,4 @@
-"""What the stages of a run answer to the same held-out prompts: a run of several trained models ends with it."""
+"""Answers of all stages of a run to the same held-out prompts, shown at the end of a run with several trained models."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from posttrain.tasks.base import Task
 from posttrain.types import Message, Sampling
 
 PROMPTS = 2
-TOKENS = 64  # the limit of an answer
-# bytes of models and of files that are read for this; beyond them it would take longer than a second or two
+TOKENS = 64  # limit of an answer
+# largest total size in bytes of the models and files to read; larger ones would take longer than a second or two
 MAX_MODELS = {"cpu": 1 << 30, "cuda": 1 << 34}
 MAX_FILES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, as turns of a task or as ids of a file, with its text and the answer where one is known."""
+    """A prompt, as turns of a task or as ids of a file, with its text and, if known, the answer."""
 
     text: str
     turns: tuple[Message, ...] = ()
@@ -41,7 +41,7 @@ class Asked:
 def answering_models(
     directory: Path, stages: Iterable[str], answering: bool = True
 ) -> dict[str, Path]:
-    """The models of a run that can answer, by stage, in the order of the stages; or those that cannot: reward models."""
+    """The policies of a run by stage, in the order of the stages; without `answering`, its reward models."""
     folders = {name: directory / "stages" / name / "model" for name in stages}
     configs = {name: folder / "config.json" for name, folder in folders.items()}
     return {
@@ -52,8 +52,8 @@ def answering_models(
 
 
 def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
-    """The answers of every trained stage to one or two held-out prompts, greedy and short. None where one stage alone has made a model,
-    or where loading the models, or finding a prompt, would take long."""
+    """Short greedy answers of every trained stage to one or two held-out prompts. Empty if only one stage has made a model, or if
+    loading the models or finding a prompt would take long."""
     models = answering_models(context.directory, (stage.name for stage in stages))
     size = sum(file.stat().st_size for folder in models.values() for file in folder.glob("*.safe*"))
     if len(models) < 2 or size > MAX_MODELS[context.device.partition(":")[0]]:
@@ -70,7 +70,7 @@ def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
 def answers_of(
     context: Context, stage: str, policy: Policy, asked: Sequence[Asked]
 ) -> list[AnswerRow]:
-    """What one model says to each prompt."""
+    """The answers of one model to each prompt."""
     ids = [one.ids or tuple(render_prompt(policy.tokenizer, one.turns)) for one in asked]
     room = (policy.positions or sys.maxsize) - max(map(len, ids), default=0)
     if room < 1:
@@ -86,8 +86,8 @@ def answers_of(
 
 
 def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> list[Asked]:
-    """Held-out problems of the last stage that has a task, or else prompts that the last stage with files of its own has held out; what
-    was trained on, where nothing was held out."""
+    """Held-out problems of the last stage with a task; without one, held-out prompts of the last stage with data files. If nothing
+    was held out, training prompts."""
     for stage in reversed(stages):
         task = getattr(stage, "task", None)
         if isinstance(task, Task):
@@ -106,7 +106,7 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
 
 
 def from_files(context: Context, stage: DataStage, policy: Policy) -> list[Asked]:
-    """Prompts of the files of a stage, read again without a word."""
+    """Prompts from the data files of a stage, read again without messages."""
     with temporary_context(context.seed, context.device) as quiet:
         train, held_out = stage.examples(quiet, policy)
     decoder = Decoder(policy.tokenizer)

@@ -1,4 +1,4 @@
-"""Compares a judge with people before anything is trained on its verdicts: how often it prefers what they preferred."""
+"""Compares a judge with people, before anything is trained on its verdicts: how often it prefers what they preferred."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class AgreementStage(JudgedStage):
-    """Up to `pairs` comparisons of people, from a file of preferences or an earlier stage (`data`), judged in both orders by `judge`.
-    Which answer stands first is drawn by the seed. What is reported:
+    """`judge` judges up to `pairs` comparisons of people, each in both orders. They come from a file of preferences or an earlier
+    stage (`data`). The seed decides which answer is shown first. The stage reports:
 
         agreement = #(judge prefers what people preferred) / #(pairs that it judged)
         kappa     = (agreement - chance) / (1 - chance)
 
-    A tie of the judge agrees with nobody; chance is how often both would say the same at random, each at its own rates. The stage
-    stops where agreement ends below `min_agreement`: a policy would learn the judge's errors. With a `reward_model` in place of the
+    A tie of the judge counts as disagreement. Chance is how often both would agree at random, each at its own rates. The stage stops
+    if agreement is below `min_agreement`, because a policy would learn the judge's errors. With a `reward_model` instead of the
     judge, agreement is its accuracy on the pairs.
     """
 
@@ -39,7 +39,7 @@ class AgreementStage(JudgedStage):
 
     data: DataName
     pairs: Count = 200
-    min_agreement: Share = 0.0  # 0: no gate
+    min_agreement: Share = 0.0  # the stage stops below this agreement; 0: no gate
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -99,9 +99,9 @@ class AgreementStage(JudgedStage):
         judged = {n: v.winner for n, v in enumerate(verdicts) if v.winner is not None}
         why = next((v.failure for v in verdicts if v.failure), "")
         require(bool(judged), f"{self.name}: the judge gave no verdict on any pair: {why}")
-        kappa = cohen_kappa(judged, dict(enumerate(labels)))  # None: neither ever says another word
+        kappa = cohen_kappa(judged, dict(enumerate(labels)))  # None: all verdicts are the same
         same = [float(winner == labels[n]) for n, winner in judged.items()]
-        # over prompts: one may be compared several times
+        # the interval is over prompts: one prompt may be compared several times
         interval = share_interval(same, [questions[n] for n in judged])
         ties = [v for v in verdicts if v.winner == "tie"]
         return {

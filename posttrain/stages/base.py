@@ -60,14 +60,14 @@ class Context:
     interrupt: Interrupt = field(default_factory=Interrupt)
     trackers: Trackers | None = None
     threads: int = 0  # 0: chosen by the model's size, on the CPU
-    say: bool = True  # print what a person should read
+    say: bool = True  # print messages
     saving: Saving = field(default_factory=Saving)  # how checkpoints are written
     on_step: OnStep | None = None  # called after each training step
-    workers: WorkerPool | None = None  # score what isolated tasks ask for; see `worker_pool`
-    # the run, where another process writes it and `writer` is of this process alone
+    workers: WorkerPool | None = None  # score responses of isolated tasks; see `worker_pool`
+    # the run directory, if another process writes it and `writer` belongs to this process alone
     place: Path | None = None
     cluster: Cluster | None = None  # where samplers run, if not on this machine
-    loop: Callable[..., Loop] = Loop  # trains: a replay has one of its own
+    loop: Callable[..., Loop] = Loop  # the training loop; a replay replaces it
 
     def __post_init__(self) -> None:
         self.events.show = print_message if self.say else lambda event: None
@@ -197,12 +197,12 @@ def temporary_context(
 class Stage(Naming, ABC):
     """One stage of a pipeline. Its name is unique in the run."""
 
-    # what later stages can use by its name: a model or data; "": neither; None: unknown
+    # what later stages can use under its name: a model or data; "": neither; None: unknown
     leaves: ClassVar[str | None] = None
-    # whether several processes run it together; else the first alone
+    # whether several processes run it together; otherwise the first process runs it alone
     together: ClassVar[bool] = False
-    shares: ClassVar[str] = ""  # the key that says how much of a step there is for them to share
-    # whether its plan, and its run before all else, reads its data as `check_data` does
+    shares: ClassVar[str] = ""  # the key with the size of a step, which the processes share
+    # whether its plan reads its data as `check_data` does; its run does so first
     reads_first: ClassVar[bool] = False
 
     name: str
@@ -236,7 +236,7 @@ class Stage(Naming, ABC):
         return ()
 
     def asks(self, split: str, problems: Sequence[Problem]) -> Sequence[Problem]:
-        """Those problems of a split that it may use."""
+        """The problems of a split that it may use."""
         return problems
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:

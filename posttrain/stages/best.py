@@ -1,4 +1,4 @@
-"""Chooses the best of several models by a figure that other stages measured, at the end of rounds."""
+"""Chooses the best of several models, at the end of rounds, by a figure that other stages measured."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class BestStage(Stage):
-    """Keep the model whose `figure` is best: `models[n]` was measured by stage `measured[n]`. A figure may be a path, such as
-    parts.format; an interval counts by its estimate. Of equals the first is kept: it has moved least."""
+    """Keep the model with the best `figure`; stage `measured[n]` measured `models[n]`. A figure may be a path, such as parts.format.
+    An interval counts by its estimate. Of equal models the first is kept, because it has changed least."""
 
     leaves = "model"
 
     models: tuple[ModelName, ...]
     measured: tuple[StageName, ...]
-    figure: str = "accuracy"
-    higher: bool = True  # is better
+    figure: str = "accuracy"  # a figure in the results of `measured`, or its path
+    higher: bool = True  # whether a higher figure is better
 
     def mistakes(self) -> Iterator[str]:
         if not len(self.models) == len(self.measured) > 0:

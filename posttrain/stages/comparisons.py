@@ -1,5 +1,5 @@
-"""Makes preference data from a model's answers: it answers twice or more, and the task's own score with noise, or a judge, decides
-which is better."""
+"""Makes preference data from a model's answers. The model answers each prompt several times, and the task's own score with noise, or
+a judge, decides which answer is better."""
 
 from __future__ import annotations
 
@@ -29,24 +29,30 @@ JUDGED = ("written", "equal", "truncated", "empty", "tied", "unjudged")  # the s
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonsStage(JudgedStage, AskingStage):
-    """`prompts` training problems, `samples` answers to each, ordered by a simulated annotator that knows the task's own score s, or
-    that of a `reward_model`, or by a `judge`. The annotator prefers a to b with probability sigmoid((s_a - s_b) / noise), the
-    Bradley-Terry model; noise 0 never errs, and prefers neither of two that score the same.
-    The judge, a model in this process or behind an address, compares every two answers in both orders, and more than two are ranked by
-    the comparisons they win; what it finds equal teaches nothing, and is left out. With `annotator=people` the answers are written to
-    the run's folder `labels`, and the run ends until people have compared `needed` of them (0: all), in the studio or with `posttrain
-    label`; resumed, it goes on with what they prefer. What is written, `data.jsonl` in the stage's folder,
-    is read by reward_model and preference stages that name this stage as their data.
+    """Sample `samples` answers to each of `prompts` training problems, and order them by preference. By default a simulated annotator
+    decides. It knows the task's own score s, or that of a `reward_model`, and prefers a to b with probability sigmoid((s_a - s_b) /
+    noise), the Bradley-Terry model. With noise 0 it never errs, and has no preference between equal scores.
+
+    A `judge`, which is a model in this process or behind a URL, compares every two answers in both orders. More than two answers are
+    ranked by the comparisons that they win. Answers that the judge finds equal are left out, because nothing can be learned from
+    them.
+
+    With `annotator=people` the answers are written to the run's folder `labels`, and the run ends. People compare them in the studio
+    or with `posttrain label`. After `needed` comparisons (0: all) the run can be resumed, and continues with their preferences.
+
+    The stage writes `data.jsonl` in its folder. Reward_model and preference stages read it if they name this stage as their data.
     """
 
     samples: Annotated[
         int, Range(ge=2, le=65_536, text="at least 2 (one answer cannot be compared)")
     ] = 2
     noise: NotNegative = 0.1  # of the simulated annotator
+    # people: the run ends until people have compared the answers
     annotator: Literal["simulated", "people"] = "simulated"
-    needed: Whole = 0  # comparisons by people after which the run may go on; 0: all
-    against: ModelName = ""  # a second model: half of the answers to each problem are its own
-    before: DataName = ""  # an earlier comparisons stage, or a file: its rows come first, and are learned from again
+    needed: Whole = 0  # comparisons by people before the run may continue; 0: all
+    against: ModelName = ""  # a second model, which gives half of the answers to each problem
+    # an earlier comparisons stage, or a file, whose rows are put first and trained on again
+    before: DataName = ""
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -175,7 +181,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         if not different:
             return None
         best_first = self.ordered(different, coin)
-        # without noise, answers that score the same share a place
+        # without noise, answers with the same score share a rank
         values = [r.score.value if self.noise == 0 else n for n, r in enumerate(best_first)]
         if len(set(values)) < 2:
             counts["equal"] += 1
@@ -187,7 +193,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         """The answers that can be compared; none, and counted, if there are fewer than two."""
         usable = [r for r in group.rollouts if r.finish != "length"]
         counts["truncated"] += len(group.rollouts) - len(usable)
-        if self.judge is None and self.annotator == "simulated":  # others need no score
+        if self.judge is None and self.annotator == "simulated":  # people and judges need no score
             scored = [r for r in usable if r.score.value is not None]
             counts["failed"] += len(usable) - len(scored)
             usable = scored

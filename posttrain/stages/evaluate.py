@@ -56,16 +56,17 @@ def answer_problems(
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateStage(AnswerStage):
-    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. `reference` gives
-    KL(model || reference) on the answers, which must be samples then; `text` the perplexity on held-out text."""
+    """Answer `problems` held-out problems `samples` times each. Temperature 0 with one sample is greedy accuracy. If `reference`
+    names a model, KL(model || reference) is measured on the answers, which must then be samples. `text` is held-out data on which
+    perplexity is measured."""
 
     together: ClassVar[bool] = True
 
     problems: Count = 500
     samples: Several = 1
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
-    reference: ModelName = ""
-    text: tuple[Data, ...] = ()
+    reference: ModelName = ""  # measure the KL to this model on sampled answers
+    text: tuple[Data, ...] = ()  # held-out text for perplexity
 
     def mistakes(self) -> Iterator[str]:
         if self.sampling.temperature == 0 and self.samples > 1:

@@ -21,16 +21,16 @@ from posttrain.types import JSON, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class MineStage(AskingStage):
-    """`prompts` fresh training problems, after what an earlier mine stage kept (`again`), answered `samples` times each. Written to
-    `data.jsonl`, for an rl stage that names this one as its `problems`: those of which at most a share `max_solved` of the answers was
-    right. A problem that could not be scored at all says nothing of the model and is left out, and counted.
-    """
+    """Answer `prompts` new training problems, and those that an earlier mine stage kept (`again`), `samples` times each. A problem is
+    kept if at most a share `max_solved` of its answers is right. The kept problems are written to `data.jsonl`, for an rl stage that
+    names this stage as its `problems`. A problem without any score is counted and left out, because it says nothing about the
+    model."""
 
     writes_responses = False
 
     max_solved: Annotated[float, Range(ge=0, lt=1, text="a share of the answers in [0, 1)")] = 0.5
-    again: DataName = ""  # an earlier mine stage, or a file: what it kept is asked once more
-    # if fewer problems were failed, the hardest of the others are kept, too
+    again: DataName = ""  # an earlier mine stage, or a file, whose problems are asked again
+    # if fewer problems qualify, the hardest of the others are also kept
     min_problems: Count = 16
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:

@@ -28,10 +28,10 @@ UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRLStage(ReferenceStage):
-    """Train `model` on the groups in the `data` files, `batch` of them a step: a prompt with responses and rewards a line, or the
-    rollouts of a step that a run kept (RUN/rollouts/STAGE/step-N.jsonl). Where the log-probs that the responses were sampled with are
-    there, the algorithm's importance ratio is to them, clipped and corrected as it says (`correction`, `drop`, `mask_high`); where
-    not, there is no correction, and the run says so. The rewards stay as they are: what the policy learns to say is never scored."""
+    """Train `model` on the groups in the `data` files, `batch` groups a step. A line is a prompt with responses and rewards, or a
+    rollout of a step that a run kept (RUN/rollouts/STAGE/step-N.jsonl). If the file has the log-probs of the sampling policy, the
+    algorithm's importance ratio uses them, clipped and corrected by its settings (`correction`, `drop`, `mask_high`). If not, there
+    is no correction, and a message says so. New responses of the policy are never sampled or scored."""
 
     reads = ("rollouts",)
     builds = ("proximal", "reference")

@@ -1,4 +1,5 @@
-"""The curve of over-optimisation: the reward model's score (proxy) and the task's own score (gold) against the KL to the start."""
+"""Measures over-optimisation: the reward model's score (proxy) and the task's own score (gold) against the KL to the starting
+model."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURES = ("proxy", "gold", "kl")
-BATCH = 8  # problems of which all samples are written together
-FALLEN = 2.0  # standard errors below its best at which the gold counts as turned down
+BATCH = 8  # problems whose samples are written together
+FALLEN = 2.0  # standard errors below its best at which the gold reward counts as fallen
 Curve = list[dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OveroptimisationStage(AnswerStage):
-    """Curves of (KL, proxy, gold), as Stiennon et al. 2020 and Gao et al. 2022 draw them:
+    """Curves of (KL, proxy, gold), as in Stiennon et al. 2020 and Gao et al. 2022:
 
-    - of each rl stage in `trained`, along its training, as it measured itself with `measure_problems`;
-    - of best of n by each of `reward_models`, from `samples` answers of `model` to `problems` held-out problems, n = 1, 2, 4, ...,
+    - for each rl stage in `trained`, during its training, as it measured itself with `measure_problems`;
+    - for best of n by each of `reward_models`, from `samples` answers of `model` to `problems` held-out problems, n = 1, 2, 4, ...,
       at KL = log n - (n - 1) / n.
 
-    Writes curve.png where matplotlib is installed. The result holds every point and, for each curve, its best gold, its last,
-    and the fall between them in standard errors; best is chosen by the same samples, so that a small fall means nothing.
+    Writes curve.png if matplotlib is installed. The result has every point and, for each curve, its best gold reward, its last, and
+    the fall between them in standard errors. The best is chosen from the same samples, so a small fall is not significant.
     """
 
     trained: tuple[StageName, ...] = ()
@@ -123,7 +124,8 @@ def said(name: str, found: Mapping[str, JSON]) -> str:
 
 
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    """Draw gold and proxy with their 95% intervals against the square root of the KL, in which both are simplest (Gao et al. 2022)."""
+    """Draw gold and proxy with their 95% intervals against the square root of the KL, in which both have the simplest form (Gao et
+    al. 2022)."""
 
     def paint(axes: Axes, what: str) -> None:
         for number, (name, curve) in enumerate(curves.items()):

@@ -23,12 +23,12 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceStage(UnitStage, ReferenceStage):
-    """Train `model` on the preferences in the `data` files (see data/preferences.py for what they may hold), `batch` units a step.
+    """Train `model` on the preferences in the `data` files (data/preferences.py describes their formats), `batch` units a step.
 
-    Rankings become all of their pairs. An algorithm that learns from single examples takes a pair as one good and one bad, and
-    each example gets a mismatched one with it for the baseline. The reference, where the algorithm needs one, is the model the
-    stage starts from, frozen, or the one that `reference` names. Loss, accuracy and margins are measured every `evaluate_every` steps
-    on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is kept apart.
+    A ranking becomes all of its pairs. An algorithm that learns from single examples takes a pair as one good and one bad example,
+    and gets a mismatched example with each for the baseline. If the algorithm needs a reference, it is the stage's starting model,
+    frozen, or the model that `reference` names. Loss, accuracy and margins are measured every `evaluate_every` steps. They are
+    measured on the files in `held_out_data` or, without any, on a share `held_out` of the prompts, which is not trained on.
     """
 
     reads = ("pairs", "labels")
@@ -38,6 +38,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
     optimizer: Optimization = field(
         default_factory=lambda: Optimization(lr=1e-6, warmup=20, schedule="cosine")
     )
+    # files of held-out preferences; none: a share held_out of the prompts
     held_out_data: tuple[DataName, ...] = ()
     # how many held-out units are evaluated; drawn by the seed if there are more
     evaluate_units: Count = 500
@@ -57,7 +58,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
             self.check_labels(good, bad)
 
     def check_labels(self, good: int, bad: int) -> None:
-        """Raise an error if all labels are the same: everything would only become likelier, or less likely."""
+        """Raise an error if all labels are the same: training would only raise all probabilities, or lower all of them."""
         what = f"{self.name}: all {good + bad} labelled responses are {'good' if good else 'bad'}"
         why = f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
         why += ", or imitate these with an sft stage" if good else ""

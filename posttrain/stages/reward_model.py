@@ -1,4 +1,4 @@
-"""Trains reward models: a score of responses from comparisons, or of the steps of solutions from their labels."""
+"""Trains reward models: on comparisons, to score responses, or on labelled steps, to score the steps of solutions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from posttrain.types import JSON
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdicts:
-    """A scorer's verdicts on held-out comparisons: `margin_K` is positive where it agrees with the labels; `distance_K` is how far
-    apart the labels are, `prompt_K` the index of the prompt."""
+    """A scorer's verdicts on held-out comparisons. `margin_K` is positive if it agrees with the labels, `distance_K` is the distance
+    between the labels, and `prompt_K` is the index of the prompt."""
 
     margin_K: np.ndarray
     distance_K: np.ndarray
@@ -38,8 +38,8 @@ class Verdicts:
 
     @property
     def accuracy(self) -> Interval:
-        """Share of comparisons in the right order, averaged over prompts, which are independent as comparisons about one prompt are
-        not: a ranking of K has K (K - 1) / 2 pairs, and K responses."""
+        """Share of comparisons in the right order, averaged over prompts. Prompts are independent; comparisons of one prompt are not:
+        a ranking of K responses has K (K - 1) / 2 pairs."""
         numbers = np.unique(self.prompt_K)
         margins = (self.margin_K[self.prompt_K == number].tolist() for number in numbers)
         shares = [pair_accuracy(one) for one in margins]
@@ -48,12 +48,11 @@ class Verdicts:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelStage(UnitStage):
-    """Train a scorer on a copy of `model`'s body, with a new head of one number, on the comparisons in the `data` files (or, with
-    algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is kept apart, and the stage stops where
-    accuracy there ends below `min_accuracy`: a policy trained against a bad reward model only learns its errors. `members` of an
-    ensemble differ in the seeds of head and data order, and are saved as model, model-1, model-2, ...: plain transformers checkpoints,
-    but for those with head=mlp, whose head is read here alone.
-    """
+    """Train a scorer, a copy of the body of `model` with a new scalar head, on the comparisons in the `data` files (or, with
+    algorithm=process_reward_model, on labelled steps). A share `held_out` of the prompts is not trained on. The stage stops if the
+    accuracy on them is below `min_accuracy`, because a policy trained against a bad reward model only learns its errors. The
+    `members` of an ensemble differ in the seeds of the head and of the data order. They are saved as model, model-1, model-2, ...:
+    plain transformers checkpoints, except with head=mlp, which only posttrain reads."""
 
     leaves = "reward model"
     reads = ("rankings", "step_labels")
@@ -61,9 +60,10 @@ class RewardModelStage(UnitStage):
 
     algorithm: Algorithm = field(default_factory=RewardModel)
     batch: Several = 16  # pairs, rankings or solutions an optimizer step
-    min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0  # 0: no gate
-    members: Several = 1
-    # linear, as transformers has it, or mlp with one hidden layer
+    # the stage stops below this held-out accuracy; 0: no gate
+    min_accuracy: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    members: Several = 1  # reward models to train, with different seeds, as an ensemble
+    # linear, as in transformers, or mlp with one hidden layer
     head: Literal["linear", "mlp"] = "linear"
 
     def mistakes(self) -> Iterator[str]:
@@ -122,7 +122,7 @@ class RewardModelStage(UnitStage):
         if folder.is_dir():
             return load_scorer(str(folder), *kind)
         seed = derive(context.seed, member) >> 1
-        # merging changes the body, which the next member needs as it was
+        # merging changes the body, which the next member needs unchanged
         share = self.lora is not None and self.members == 1
         scorer = from_policy(policy, self.head, zero=False, seed=seed, share=share)
         self.train(
@@ -134,7 +134,7 @@ class RewardModelStage(UnitStage):
             evaluate=lambda: {"accuracy/held_out": self.judge(scorer, held_out).accuracy.value},
         )
         context.save_model(self.name, scorer, self.lora, folder.name)
-        # merged in float32 on the CPU: judged is what others will load
+        # merged in float32 on the CPU: the evaluation must use the weights that others will load
         return scorer if self.lora is None else load_scorer(str(folder), *kind)
 
     def judge(self, scorer: Scorer, units: Sequence[Unit]) -> Verdicts:

@@ -46,10 +46,10 @@ class RewardSource(Naming, ABC):
     """A source of rewards. Its fields are its settings; recipes refer to it by `name`."""
 
     name: ClassVar[str] = ""
-    apart: ClassVar[bool] = True  # its keys are set by their path alone: rl.reward.k
+    apart: ClassVar[bool] = True  # its keys are set by their full path only: rl.reward.k
     gives_steps: ClassVar[bool] = False  # whether its scores have values of steps
 
-    # of a mixed task, the source whose answers are scored; answers of the others keep their own task's score
+    # with a mixed task: rate answers to this source only; the others keep their task's own score
     rated: str = ""
 
     def loads(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class _Scorers(RewardSource):
     makes: ClassVar[type[ModelRating]] = ModelRating
 
     models: tuple[ScorerName, ...]
-    weights: tuple[Positive, ...] = ()  # (): all alike
+    weights: tuple[Positive, ...] = ()  # one for each of models; (): all equal
     combine: Literal["mean", "worst", "mean_minus"] = "mean"
     k: NotNegative = 1.0
     device: Device = "same"
@@ -255,16 +255,16 @@ class ImplicitReward(RewardSource):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReward(EndpointSettings, RewardSource):
-    """A language model as a judge (rewards/judge.py), in this process or, with a `url`, behind an OpenAI-compatible address. It
-    reads text, so it may have another vocabulary. `mode`: points for each response, points for a group at once, or a tournament;
-    `rubric` is a file that describes a good response."""
+    """A language model as a judge (rewards/judge.py), in this process or, with a `url`, behind an OpenAI-compatible address. It reads
+    text, so it may have another vocabulary. `mode`: points for each response, points for a group at once, or a tournament. `rubric`
+    is a file that describes a good response."""
 
     name: ClassVar[str] = "judge"
 
     model: ModelName
     mode: Literal["points", "group", "tournament"] = "points"
     rubric: str = ""  # "": the default
-    device: Device = "same"  # cpu: it comes to the policy's device only when it is asked
+    device: Device = "same"  # cpu: on the policy's device only while it judges
 
     def named(self, kind: str) -> dict[str, tuple[str, ...]]:
         return {} if self.url else super().named(kind)

@@ -1,4 +1,4 @@
-"""Rejection sampling into data: a model answers training problems, and its good answers become examples to imitate."""
+"""Rejection sampling: a model answers training problems, and its good answers become examples for sft."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ KINDS = ("written", "rejected", "repeated", "truncated", "failed")  # outcomes o
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStage(AskingStage):
-    """`prompts` training problems, `samples` answers to each. Those whose score is at least `min_score` are kept, no text twice and at
-    most `keep` a problem, best first, and written to `data.jsonl`, which an sft stage reads as `Data(file=NAME)`.
+    """Sample `samples` answers to each of `prompts` training problems. Keep answers whose score is at least `min_score`: at most
+    `keep` a problem, best first, without duplicates. They are written to `data.jsonl`, which an sft stage reads as `Data(file=NAME)`.
 
-    What is imitated is pi(y | x) restricted to {y: score(x, y) >= min_score}: the next model may say what this one can, without its
+    The next model then imitates pi(y | x) restricted to {y: score(x, y) >= min_score}: it learns what this model can do, without its
     errors.
 
-    With a `hint` (STaR's rationalisation, Zelikman et al. 2022, arXiv:2203.14465) a problem of which no answer is kept is asked again,
-    with the hint at the end of its prompt, in which {answer} stands for the right answer. What scores then is written with the prompt
-    as it was, without the hint: an answer to learn also for what was not solved. A score that looks at the final answer alone cannot
-    tell whether the way to it is sound.
+    With a `hint` (STaR's rationalisation, Zelikman et al. 2022, arXiv:2203.14465), a problem without a kept answer is asked again
+    with the hint at the end of its prompt; {answer} in it is replaced by the right answer. Answers that then reach `min_score` are
+    written with the original prompt, without the hint, so that unsolved problems also give examples. A score that checks only the
+    final answer cannot tell whether the reasoning is sound.
 
-    With `labels` every answer is written, and whether it scores `min_score`: thumbs up and down, from which a preference stage with
-    algorithm=kto learns.
+    With `labels` every answer is written, labelled by whether it reaches `min_score`: binary feedback, from which a preference stage
+    with algorithm=kto learns.
     """
 
     min_score: float = 1.0
-    keep: Several = 1  # answers to one problem
-    labels: bool = False  # write all answers, good and bad, and which they are
-    hint: str = ""  # as "(The answer is {answer}.)"; "": problems that are not solved are left out
+    keep: Several = 1  # answers kept for each problem
+    labels: bool = False  # write all answers, each labelled good or bad
+    hint: str = ""  # such as "(The answer is {answer}.)"; "": unsolved problems are left out
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -53,10 +53,10 @@ class SampleStage(AskingStage):
         return [Hinted(self.task, self.hint) if self.hint else self.task]
 
     def dry_run(self) -> DryRun:
-        cut = fewer(self, self.counts, min_score=0.0)  # any answer will do
+        cut = fewer(self, self.counts, min_score=0.0)  # accept any answer
         if not self.labels:
             return cut
-        # feedback of one kind, as on the answers of an untrained model, is refused: of two answers one is better
+        # answers of an untrained model may all get the same label, which is refused; comparisons always have a better answer
         sampling = replace(self.sampling, temperature=self.sampling.temperature or 1.0)
         asked = {name: getattr(cut.stage, name) for name in ("name", "model", "task", "prompts")}
         return replace(cut, stage=ComparisonsStage(**asked, sampling=sampling))

@@ -1,4 +1,5 @@
-"""Search at inference: chooses one of several answers by vote or by reward models, or searches steps with a process reward model."""
+"""Search at inference: chooses one of several answers by vote or by reward models, or searches over steps with a process reward
+model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from posttrain.stages.base import Context, load_reward_model, model_places
 from posttrain.train.rating import ProcessRating
 from posttrain.types import JSON, Group, Problem, Rollout, Score
 
-# how the probabilities of its steps are combined into the score of an answer
+# how the score of an answer is computed from the probabilities of its steps
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "product": prod,
@@ -33,21 +34,23 @@ RULES: dict[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SearchStage(AnswerStage):
-    """`samples` = N answers of `model` to each of `problems` held-out problems. For n = 1, 2, 4, ..., N: the accuracy of the most
-    frequent of n (majority), of the best of n by the reward model `outcome`, and by the process reward model `process`, where an
-    answer is worth the least, the product or the last of its steps' chances; pass@n is what a perfect choice would reach.
+    """Sample N = `samples` answers of `model` to each of `problems` held-out problems. For n = 1, 2, 4, ..., N, the stage measures
+    the accuracy of the most frequent of n answers (majority), of the best of n by the reward model `outcome`, and of the best of n by
+    the process reward model `process`. The value of an answer by `process` is the minimum, the product or the last of its steps'
+    probabilities. pass@n is the accuracy of a perfect choice.
 
-    Beam search over steps: N candidates for the first step, of which the best `beams` are kept, N / beams candidates for the next
-    step of each, and so on, by the chance of the last step; what is best at the end counts. A candidate is at most
-    `step_tokens` long. `tokens` in the result are those sampled for a problem: N answers, and N / beams x beams a round.
+    Beam search over steps samples N candidates for the first step and keeps the best `beams`, then samples N / beams candidates for
+    the next step of each, and so on. Candidates are ranked by the probability of their last step; the best at the end is the answer.
+    A candidate step has at most `step_tokens` tokens. `tokens` in the result is the number of tokens sampled for a problem: N
+    answers, and N / beams x beams a round.
     """
 
     process: ScorerName  # a process reward model: a stage or a directory
-    outcome: ScorerName = ""  # a model of the same kind that was trained on outcomes alone
+    outcome: ScorerName = ""  # a model of the same kind that was trained on outcomes only
     problems: Annotated[int, Range(ge=2)] = 500
     samples: Annotated[int, Range(ge=2)] = 16
-    beams: Count = 4  # beginnings that are kept after each step
-    step_tokens: Count = 64  # the longest step in beam search
+    beams: Count = 4  # prefixes that are kept after each step
+    step_tokens: Count = 64  # token limit of a step in beam search
     max_steps: Count = 32  # rounds of beam search
     steps: str = "\n"  # what ends a step, as in reward=process
 

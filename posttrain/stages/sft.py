@@ -26,8 +26,8 @@ from posttrain.types import JSON, Example
 
 @dataclass(frozen=True, kw_only=True)
 class SFTStage(DataStage):
-    """Train `model` on `data`, and measure the loss of what is held out before, meanwhile and after. `as_long_as` names an earlier
-    stage: train for the time that one took, whatever `steps` says."""
+    """Train `model` on `data`, and measure the loss on held-out examples before, during and after. `as_long_as` names an earlier
+    stage: train for as long as that stage took, regardless of `steps`."""
 
     reads = ("demonstrations",)
     all_tokens: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Labels steps without people: the label of a step is the share of completions from there that solve the problem."""
+"""Labels steps without people: the label of a step is the share of completions from its end that solve the problem."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ Key = tuple[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class StepLabelsStage(AskingStage):
-    """`prompts` training problems, `samples` solutions to each. From the end of every step but the last `completions` are sampled, and
-    the label of the step is the share of them that solve the problem, or 1 where `any` does (Wang et al. 2023, arXiv:2312.08935: soft
-    and hard estimation); the last step has the outcome of the solution itself. Equal beginnings are completed once. With
-    `completions=0` a solution is one step, labelled by its outcome: what an outcome reward model learns from.
+    """Sample `samples` solutions to each of `prompts` training problems. From the end of every step except the last, sample
+    `completions`. The label of the step is the share of them that solve the problem, or, with `label=any`, 1 if any does (soft and
+    hard estimation, Wang et al. 2023, arXiv:2312.08935). The last step has the outcome of the solution itself. Equal prefixes are
+    completed once. With `completions=0` a solution is one step, labelled by its outcome, which is what an outcome reward model learns
+    from.
 
-    Written to `data.jsonl`, for a reward_model stage with algorithm=process_reward_model that names this stage as its data.
+    The stage writes `data.jsonl`, for a reward_model stage with algorithm=process_reward_model that names this stage as its data.
     """
 
     completions: Whole = 8  # sampled from the end of each step
-    # the share of completions that solve the problem, or whether any does
+    # share: the share of completions that solve the problem; any: 1 if any does
     label: Literal["share", "any"] = "share"
     steps: str = "\n"  # what ends a step, as in reward=process
 
@@ -46,7 +47,7 @@ class StepLabelsStage(AskingStage):
             yield "the completions of a task that is scored in worker processes cannot be scored yet; use another task"
 
     def dry_run(self) -> DryRun:
-        # a model of a few steps solves nothing, and labels that are all alike teach nothing
+        # a model after a few steps solves nothing, and nothing can be learned from equal labels
         return fewer(self, self.counts, task=EitherOutcome(self.task))
 
     def run(self, context: Context) -> dict[str, JSON]:

@@ -66,7 +66,7 @@ class TrainStage(Stage):
     checkpoint_every: Interval = 100
     # export the model of the last step, or that of the best held-out score
     keep: Literal["last", "best"] = "last"
-    # end the stage early at a KL or a plateau, and go on with the next stage
+    # end the stage early at a KL or a plateau, and continue with the next stage
     stop: Stop = field(default_factory=Stop)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
@@ -104,7 +104,7 @@ class TrainStage(Stage):
             self.lora.ready(device)
 
     def warnings(self) -> list[str]:
-        # without steps, the data decides how many the epochs take
+        # without `steps`, the epochs and the data decide their number
         found = self.optimizer.warning(f"{self.name}.optimizer", self.steps) if self.steps else ""
         return [found] if found else []
 
@@ -362,7 +362,7 @@ class UnitStage(DataStage):
         limited = self.limited(reader)
         files = [*chain(*self.named("data").values())]
         there = [path for path in files if path not in before]
-        if len(there) < len(files):  # the rest is not there yet, so it cannot be split
+        if len(there) < len(files):  # the other files do not exist yet, so the data cannot be split
             limited.read(context, reader.tokenizer, there)
         else:
             limited.split(context, reader.tokenizer)

@@ -29,23 +29,22 @@ from posttrain.stages._naming import ModelName
 from posttrain.stages.base import Context
 from posttrain.types import JSON, Group
 
-PARTS = 10  # parts into which the problems are cut, to estimate the spread
+PARTS = 10  # groups of problems, to estimate the spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersusStage(JudgedStage, AnswerStage):
-    """`model` against `against`, one answer each to `problems` held-out problems, judged by the task's own score or, where one is
-    named, by a reward model or by a `judge`, who is asked in both orders as in an agreement stage: where they disagree it is a tie. A
-    tie is half a win; what could not be judged is counted, and left out. Where the model wins and its answers have changed far
-    from those of `against`, an alarm says so, as in training. KL(model || against) is in nats a response, estimated on the model's
-    answers; there is none where they are not samples (temperature 0), or where the two have different vocabularies.
-    `win_rate_at_equal_length` is what is left of the win rate where both answers have as many characters (evals/length_control.py).
-    `text` gives the perplexity of both on data that neither was tuned for: the alignment tax.
-    """
+    """Compare `model` with `against` by one answer each to `problems` held-out problems. The task's own score decides or, if given, a
+    reward model or a `judge`, which is asked in both orders as in an agreement stage; if the two verdicts differ, it is a tie. A tie
+    counts as half a win. Pairs without a verdict are counted and left out. If the model wins and its answers differ strongly from
+    those of `against`, an alarm is emitted, as in training. KL(model || against) is in nats a response, estimated on the model's
+    answers; it is not measured if they are not samples (temperature 0) or if the vocabularies differ. `win_rate_at_equal_length` is
+    the win rate that answers of equal length in characters would have (evals/length_control.py). `text` is data for the perplexity of
+    both models, on which neither was tuned: the alignment tax."""
 
     against: ModelName
     problems: Annotated[int, Range(ge=2)] = 500
-    text: tuple[Data, ...] = ()
+    text: tuple[Data, ...] = ()  # data for the perplexity of both models
 
     def mistakes(self) -> Iterator[str]:
         if self.judge and self.reward_model:
@@ -71,7 +70,7 @@ class VersusStage(JudgedStage, AnswerStage):
             kl = kl_to(ours, policies[1], self.sampling).value
         result |= {"reward": _reward(ours), "reward_against": _reward(theirs), "kl": kl}
         if usage is not None:
-            # ties by the order alone
+            # ties because the two orders gave different verdicts
             swayed = sum(v.winner == "tie" and not v.agreed for v in verdicts)
             result |= {"swayed": swayed, "usage": usage.row()}
         text = placed(self.text, context)
@@ -92,7 +91,7 @@ class VersusStage(JudgedStage, AnswerStage):
         """Raise an alarm if winning answers have changed a lot: the win may be due to that alone."""
         if rate.low <= 0.5:
             return
-        # a judge leaves the task's own score as it is, which is then reported with its verdicts
+        # a judge does not change the task's own score, which is then reported together with its verdicts
         golds = (*GOLD, "reward") if self.judge else GOLD
         for alarm, seen in drifts(ours, theirs, golds).items():
             text = f"{alarm}: {self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
@@ -107,9 +106,9 @@ class VersusStage(JudgedStage, AnswerStage):
 
 
 def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> Interval:
-    """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion, with Wilson's interval; else (1 + d) / 2 of the
-    paired difference d of wins (1), ties (0) and losses (-1), whose interval has a width also where all are ties. Where prompts
-    (`asked`) come several times, they are the clusters of a share.
+    """The mean of wins (1), ties (1/2) and losses (0). Without ties it is a proportion with Wilson's interval. With ties it is
+    (1 + d) / 2, where d is the mean paired difference of wins (1), ties (0) and losses (-1); its interval has a width even if all are
+    ties. If prompts (`asked`) are repeated, each prompt is a cluster.
 
     >>> print(win_rate([0.5] * 20), win_rate([1.0] * 20))
     0.500 [0.455, 0.545] 1.000 [0.839, 1.000]
@@ -123,7 +122,7 @@ def win_rate(won: Sequence[float], asked: Sequence[Hashable] | None = None) -> I
 
 
 def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str]) -> dict[str, str]:
-    """What has changed from their answers to ours, by the rules of training: metric by metric, with PARTS of the problems in place
+    """What has changed from their answers to ours, by the rules of training: metric by metric, with PARTS groups of problems in place
     of steps. Nothing if a gold metric, the first of `golds` that was measured, has risen; without one, only very large changes."""
     if len(ours) < 2 * PARTS:
         return {}

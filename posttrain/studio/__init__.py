@@ -1,1 +1,2 @@
-"""`posttrain studio`: one local web app over run directories. It reads runs through `runs`, and asks models through `serve`."""
+"""`posttrain studio`: a local web app that shows run directories. It reads runs through `runs`, and runs models through
+`serve`."""

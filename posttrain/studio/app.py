@@ -1,4 +1,4 @@
-"""The web application: pages, the API behind them, and the stream that says what has changed."""
+"""The web application: pages, their API, and the event stream that reports changes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from posttrain.system.files import atomic_write
 
 STATIC = Path(__file__).parent / "static"
 PAGES = ("/", "/run/{rest:path}", "/compare", "/label", "/label/{rest:path}", "/play")
-POLL, PING = 1.0, 15.0  # seconds between two looks at a run, and between two signs of life
+POLL, PING = 1.0, 15.0  # seconds between checks of a run, and between keep-alive messages
 TAGS, ROWS = "tags.json", "rows.sqlite"
-STREAMS = 64  # that are open at once
+STREAMS = 64  # open at once
 
 
 @dataclass(slots=True)
 class Studio:
-    """What the pages share: the runs, the processes that were started here, the models that answer."""
+    """State that all pages share: the runs, the processes started here, and the model servers."""
 
     library: Library
     jobs: Jobs
@@ -49,7 +49,7 @@ class Studio:
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def tags(self) -> dict[str, list[str]]:
-        """What people call their runs, by id."""
+        """Users' tags of runs, by run id."""
         try:
             return dict(json.loads((self.home / FOLDER / TAGS).read_text("utf-8")))
         except (OSError, ValueError):
@@ -61,7 +61,7 @@ class Studio:
             atomic_write(self.home / FOLDER / TAGS, json.dumps(self.tags() | {run: tags}))
 
     def server(self, model: str) -> tuple[Server, str]:
-        """Who is asked for a model, RUN/STAGE or one of the server that was named, and by which name."""
+        """The server of a model, and the model's name there. A model is RUN/STAGE, or one of the server that the user named."""
         run, _, stage = model.partition("/")
         if stage and run in self.library.runs():
             return self.models.of_run(self.library.index(run).run.directory), stage
@@ -69,12 +69,12 @@ class Studio:
 
     @property
     def home(self) -> Path:
-        """Where new runs and files of labels go."""
+        """The folder for new runs and label files."""
         return home_of(self.library.roots[0])
 
 
 def home_of(root: Path) -> Path:
-    """The folder that was named, or, where that is a run itself, the one it lies in."""
+    """The folder that the user named; if that is a run, its parent folder."""
     return root.parent if (root / layout.CONFIG).is_file() else root
 
 
@@ -85,7 +85,7 @@ def make_app(
     local: bool = True,
     serve: str = "",
 ) -> Guard:
-    """The application over the runs below `roots`."""
+    """Make the application for the runs below `roots`."""
     home = home_of(Path(roots[0]))
     library = Library([Path(root) for root in roots], home / FOLDER / ROWS)
     studio = Studio(library, Jobs(home), Models(serve))
@@ -100,13 +100,14 @@ def make_app(
 
 
 async def _page(studio: Studio, request: Request) -> Response:
-    """Every page is the same file; its script reads the address. It carries the token for changes, which other sites cannot read."""
+    """Serve the page. Every page is the same file; its script reads the address. It contains the token for changes, which other
+    sites cannot read."""
     text = (STATIC / "index.html").read_text("utf-8")
     return Response(text.replace("STUDIO_TOKEN", studio.token), media_type="text/html")
 
 
 async def _events(studio: Studio, request: Request) -> Response:
-    """Server-sent events: `changed` where a run's files have grown, or, without a run, where any has."""
+    """Send server-sent events: `changed` when the files of a run have grown; without a run, when those of any run have."""
     if studio.streams >= STREAMS:
         raise UserError("too many pages are open")
     name = word(request, "run")
@@ -137,7 +138,7 @@ async def _changes(studio: Studio, name: str) -> AsyncIterator[str]:
 
 
 def _signature(studio: Studio, name: str) -> Any:
-    """What differs when there is something new."""
+    """A value that changes when there is something new."""
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")

@@ -1,10 +1,11 @@
-"""What every request passes before it reaches a page: the host it was sent to, where it came from, the token, and limits.
+"""Checks every request before it reaches a page: the Host header, the origin, the token, and limits.
 
 - The Host header must name this server: a site that points its own name at 127.0.0.1 (DNS rebinding) is refused.
-- Whatever may change something (every method but GET and HEAD) needs the token in a header, which another site cannot set, JSON as its
-  content type, and an Origin of ours where the browser sends one.
-- Beyond the loopback address every request needs the token: in a cookie that the first address, `/?token=...`, sets.
-- Model output is hostile: the content security policy runs no script but our files, loads nothing from elsewhere, and sends nothing.
+- A request that may change something (every method but GET and HEAD) needs the token in a header, which another site cannot set, JSON
+  as its content type, and, if the browser sends an Origin, this server's origin.
+- Requests from other machines always need the token, in a cookie that the first address, `/?token=...`, sets.
+- Model output is untrusted: the content security policy runs no script except our files, loads nothing from other hosts, and sends
+  nothing to them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 COOKIE, HEADER = "posttrain_studio", "x-studio-token"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 BODY_BYTES, BODY_SECONDS = 2 << 20, 20.0
-TRIES, TRY_SECONDS = 20, 60.0  # wrong tokens in a while, after which all of them are refused
+TRIES, TRY_SECONDS = 20, 60.0  # wrong tokens in these seconds; then all tokens are refused
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -47,7 +48,7 @@ HEADERS = {
 
 @dataclass(slots=True)
 class Guard:
-    """Wraps an application. `hosts` are names by which it may be reached; `local` says that only this machine can."""
+    """Wraps an application. `hosts` are the names of this server; `local` means that only this machine can connect."""
 
     app: App
     token: str
@@ -60,7 +61,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a web socket: there are none here
+            return  # a web socket: this server has none
         pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
         headers = {name.lower(): value for name, value in pairs}
         refused = self._refusal(scope, headers)
@@ -75,7 +76,7 @@ class Guard:
         await self.app(scope, _limited(receive), _with_headers(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Status and reason of what is refused, or None."""
+        """Status and reason for a refusal; None to accept."""
         if _name(headers.get("host", "")) not in self.hosts:
             return 421, "this server does not answer to that host name"
         safe = scope["method"] in ("GET", "HEAD")
@@ -117,18 +118,18 @@ def _name(host: str) -> str:
 
 
 def _cookie(text: str) -> str:
-    """Our cookie among those that a browser sends."""
+    """The value of our cookie in a Cookie header."""
     pairs = (part.strip().partition("=") for part in text.split(";"))
     return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 def _limited(receive: Receive) -> Receive:
-    """The request's body, which must arrive in time and be small."""
+    """Limit the size of a request's body and the time that it may take to arrive."""
     state = {"bytes": 0, "done": False}
 
     async def limited() -> MutableMapping[str, Any]:
         if state["done"]:
-            return await receive()  # the end of the connection, which a stream waits for
+            return await receive()  # wait for the disconnect, which ends a stream
         try:
             message = await asyncio.wait_for(receive(), BODY_SECONDS)
         except TimeoutError:

@@ -1,6 +1,7 @@
-"""Processes of `posttrain`: runs that are started, stopped and resumed from the page, and a program that answers at once.
+"""Starts `posttrain` in other processes: runs that the page starts, stops and resumes, and model servers.
 
-Runs are sessions of their own, and their output goes to a file: the server may end, and they go on."""
+A run gets its own session and writes its output to a file, so that it continues when the studio ends.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +23,28 @@ from posttrain.runs import layout
 from posttrain.runs.lock import live_owner
 from posttrain.types import JSON
 
-# the first lines of a program that ends when its parent does: nobody else holds the other end of its input
+# the first lines of a program that must end when its parent does: only the parent holds the other end of its standard input
 WATCH = """import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
 """
 SETTING = re.compile(r"[a-z0-9_.]{1,80}=.{0,400}", re.IGNORECASE)
-MAX_PROCESSES = 8  # processes at once
-# settings that name a place, a program or an address: a page may not
+MAX_PROCESSES = 8  # running at once
+# settings that name a path, a program or an address: a page may not set them
 REFUSED = ("out", "checkpoint_hook", "again", "trackers")
 START_SECONDS, RECIPE_SECONDS, END_SECONDS = 60.0, 60.0, 10.0
-# small enough for three minutes on a CPU
+# trains in about three minutes on a CPU
 DEMO = "run instructgpt pretrain.steps=400 compared=1000 reward.steps=100 steps=25 prompts=64 problems=200"
 
 
 @dataclass(slots=True)
 class Jobs:
-    """The processes that this server has started, by the folder of their run."""
+    """The processes that this studio has started, by run directory."""
 
     root: Path
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, recipe: str, settings: list[str]) -> Path:
-        """Begin a run of a shipped recipe in a new folder, and return that."""
+        """Start a run of a shipped recipe in a new directory, and return the directory."""
         known = catalogue.names("recipe")
         if recipe not in known:
             raise unknown("recipe", recipe, known)
@@ -58,19 +59,19 @@ class Jobs:
         return self._open(directory, "run", recipe, f"out={directory}", *settings)
 
     def resume(self, directory: Path) -> Path:
-        """Continue a run that nobody writes."""
+        """Resume a run, if no process writes to it."""
         require(live_owner(directory / layout.LOCK) is None, f"{directory.name} is running")
         return self._open(directory, "resume", str(directory))
 
     def stop(self, directory: Path) -> None:
-        """Ask the process of a run to stop after its step; it writes a checkpoint."""
+        """Ask the process of a run to stop after its current step. It writes a checkpoint."""
         process = live_owner(directory / layout.LOCK)
         require(bool(process), f"{directory.name} is not running on this machine")
         if process:
             os.kill(process, signal.SIGINT)
 
     def replay(self, words: list[str], result: Path) -> None:
-        """Compute a step again: `posttrain replay`, which writes the file `result`. One that is under way goes on."""
+        """Recompute a step with `posttrain replay`, which writes the file `result`. If that is already running, do nothing."""
         directory = Path(words[0])
         running = f"{directory.name} is running; replay it when it has ended or was stopped"
         require(live_owner(directory / layout.LOCK) is None, running)
@@ -82,7 +83,7 @@ class Jobs:
             self.started[result] = _run_apart(command, _log(result))
 
     def replay_state(self, result: Path) -> tuple[str, str]:
-        """How far a replay is (none, running, done or failed), and what it said last."""
+        """The state of a replay (none, running, done or failed), and the last line of its output."""
         job, log = self.started.get(result), _log(result)
         if job is not None and job.poll() is None:
             return "running", _last_line(log) if log.stat().st_size else "starting"
@@ -91,7 +92,7 @@ class Jobs:
         return ("failed", _last_line(log)) if log.is_file() else ("none", "")
 
     def stop_replay(self, result: Path) -> None:
-        """End a replay that was started here."""
+        """Stop a replay that was started here."""
         job = self.started.get(result)
         require(job is not None and job.poll() is None, "no such replay is running")
         if job is not None:
@@ -100,7 +101,7 @@ class Jobs:
                 log.write("stopped from the page\n")
 
     def _make_room(self) -> None:
-        """Forget what has ended; refuse too many processes."""
+        """Forget processes that have ended. Refuse if too many are running."""
         self.started = {path: job for path, job in self.started.items() if job.poll() is None}
         many = f"{MAX_PROCESSES} processes were started from this page; wait for one"
         require(len(self.started) < MAX_PROCESSES, many)
@@ -120,13 +121,14 @@ class Jobs:
 
 
 def start_demo(root: Path) -> None:
-    """Start training a small run where there is none yet."""
+    """Start training a small run if there is no run yet."""
     if not (root / "demo").exists():
         _run_apart([*DEMO.split(), f"out={root / 'demo'}"], root / "demo.log")
 
 
 def start_serving(directory: Path) -> subprocess.Popen[str]:
-    """`posttrain serve RUN` at a free port; it prints its address, and ends with this process, however that ends."""
+    """Start `posttrain serve RUN` at a free port. It prints its address, and ends when this process ends, even if that is
+    killed."""
     program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
     words = [sys.executable, "-c", program, "serve", str(directory), "port=0"]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
@@ -134,7 +136,7 @@ def start_serving(directory: Path) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process that was started here."""
+    """Stop a process that was started here."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
@@ -143,7 +145,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @cache
 def recipe_settings(name: str) -> dict[str, JSON]:
-    """A shipped recipe with nothing changed, resolved in a process of its own: building stages imports torch."""
+    """Resolve the default settings of a shipped recipe, in another process because building stages imports torch."""
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
     line = [sys.executable, "-c", program, name]
     done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
@@ -153,7 +155,7 @@ def recipe_settings(name: str) -> dict[str, JSON]:
 
 
 def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A process of `posttrain` that outlives this one."""
+    """Start a `posttrain` process that outlives this one."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         command = [sys.executable, "-m", "posttrain", *words]

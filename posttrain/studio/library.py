@@ -1,4 +1,4 @@
-"""The runs below some folders: found by their files, named by ids, summed up in a row each. A browser never names a file."""
+"""Finds the runs below some folders, gives each an id, and summarises each in a row. A browser sends ids, never file names."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from posttrain.studio.replies import Missing
 from posttrain.system.files import MAX_JSON, read_bytes
 from posttrain.types import JSON
 
-DEPTH = 4  # folders below a root in which runs are looked for
+DEPTH = 4  # depth below a root to which runs are searched for
 RESCAN = 2.0  # seconds between two searches for runs
-QUICK = 0.2  # seconds of a search that a request waits for
-MANY = 1000  # runs, from which on a row that was right a moment ago is not checked again
-SAVE_SECONDS = 2.0  # between two times that rows of the table are kept
-LABELS = "labels"  # a folder of files of comparisons
-VERSION = 1  # of the rows that are kept
-OPEN = 16  # indexes that are kept open: each has three files in every thread that reads it
+QUICK = 0.2  # seconds that a request waits for a search
+MANY = 1000  # with more runs than this, a row that was checked recently is not checked again
+SAVE_SECONDS = 2.0  # between two saves of the rows
+LABELS = "labels"  # folder of comparison files
+VERSION = 1  # of the saved rows
+OPEN = 16  # indexes kept open: each has three files open in every thread that reads it
 LISTED = 50  # runs whose models are listed
-HEAD = b"ForSequenceClassification"  # in the configuration of a reward model
-SPARK = 40  # points of a row's curve
+HEAD = b"ForSequenceClassification"  # marks the configuration of a reward model
+SPARK = 40  # points of the small curve in a row
 FILES = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.ROLLOUTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run directory as a search has found it."""
+    """A run directory that a search has found."""
 
     id: str
     path: Path
-    shown: str  # from the folder that the studio was started on
+    shown: str  # path relative to the folder that the studio was started on
     changed: float
-    labels: bool  # whether it has a folder of comparisons
+    labels: bool  # whether it has a folder of comparison files
 
 
 @dataclass(slots=True)
 class Library:
-    """Runs by id. The id of a run is a hash of its place, so that a link to it stays good when the server is started again. Where there
-    are so many that a search takes long, it is done in a thread, and answers are given from the last one."""
+    """Runs by id. The id is a hash of the run's path, so that a link stays valid after a restart. With so many runs that a search
+    is slow, a thread searches, and requests are answered from the last search."""
 
     roots: Sequence[Path]
-    kept: Path | None = None  # a file for the rows of the table
-    looked: float = 0.0  # seconds that were spent on rows which were made anew
+    kept: Path | None = None  # a file that saves the rows of the table
+    looked: float = 0.0  # seconds spent on making rows
     _found: dict[str, Path] = field(default_factory=dict)
     _places: dict[Path, Place] = field(default_factory=dict)
     _scanned: float = -math.inf
@@ -74,7 +74,7 @@ class Library:
         self._rows = Rows(self.kept)
 
     def runs(self, age: float = RESCAN) -> dict[str, Path]:
-        """All runs, those that changed last first, as of so many seconds ago."""
+        """All runs, most recently changed first. The list is at most `age` seconds old."""
         with self._mutex:
             since = time.monotonic() - self._scanned
             if age == 0 or since == math.inf or (self._took < QUICK and since > age):
@@ -97,7 +97,7 @@ class Library:
             self._took, self._searching = self._scanned - began, False
 
     def with_labels(self) -> list[Path]:
-        """The runs that have a folder of comparisons."""
+        """Runs that have a folder of comparison files."""
         runs = self.runs()
         labelled = {place.path for place in self._places.values() if place.labels}
         return [path for path in runs.values() if path in labelled]
@@ -117,7 +117,7 @@ class Library:
             return held
 
     def row(self, name: str) -> JSON:
-        """One line of the table of runs; computed again only where files have changed, or while the run is live."""
+        """One row of the table of runs. It is computed again only if files have changed, or while the run is live."""
         path = self.runs()[name]
         held = self._rows.recent(name) if len(self._found) > MANY else None
         if held is not None:
@@ -161,7 +161,7 @@ class Library:
             return shown | none | {"status": asdict(broken)}
 
     def models(self, answering: bool = True) -> list[tuple[str, str]]:
-        """Run and stage of the models of the runs that changed last: those that answer, or the reward models."""
+        """Run and stage of the models in the most recently changed runs: policies, or reward models."""
         found = []
         for name, path in islice(self.runs().items(), LISTED):
             for file in sorted(path.glob("stages/*/model/config.json")):
@@ -170,18 +170,18 @@ class Library:
         return found
 
     def place(self, path: Path) -> str:
-        """Where a run is, from the folder that the studio was started on."""
+        """The path of a run, relative to the folder that the studio was started on."""
         held = self._places.get(path)
         return held.shown if held else path.name
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of the table of runs, with what the files were like when each was made; kept in a file, where there is a place for one, so
-    that a server which is started again need not look into every run."""
+    """Rows of the table of runs, each with the state of the files that it was made from. If there is a place for one, a file
+    saves them, so that a restarted studio need not read every run."""
 
     file: Path | None
-    # a row is text until it is asked for
+    # a row stays text until it is needed
     _held: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _new: dict[str, tuple[str, JSON]] = field(default_factory=dict)
     _checked: dict[str, float] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Rows:
                 self._held[name] = mark, row
 
     def recent(self, name: str) -> JSON:
-        """A row that was found to be good a moment ago, of a run that is not live."""
+        """The row of a run that is not live, if it was checked recently."""
         fresh = time.monotonic() - self._checked.get(name, -math.inf) < RESCAN / 2
         return self._held[name][1] if fresh else None
 
@@ -216,7 +216,7 @@ class Rows:
 
     def _save(self) -> None:
         rows = [(name, mark, json.dumps(row)) for name, (mark, row) in self._new.items()]
-        with suppress(sqlite3.Error, OSError):  # a folder that others own, a full disk
+        with suppress(sqlite3.Error, OSError):  # a folder of another user, or a full disk
             self._execute("INSERT OR REPLACE INTO rows VALUES(?, ?, ?)", rows)
         self._new.clear()
         self._saved = time.monotonic()
@@ -226,7 +226,7 @@ class Rows:
             return []
         self.file.parent.mkdir(exist_ok=True)
         with closing(sqlite3.connect(self.file, timeout=5)) as connection, connection:
-            connection.execute("PRAGMA synchronous=OFF")  # it can be made anew
+            connection.execute("PRAGMA synchronous=OFF")  # the file can be made again
             if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
                 connection.execute("DROP TABLE IF EXISTS rows")
                 connection.execute("CREATE TABLE rows(id TEXT PRIMARY KEY, mark TEXT, row TEXT)")
@@ -236,14 +236,14 @@ class Rows:
 
 
 def path_id(path: Path | str) -> str:
-    """The id of a run's directory, or of a file of comparisons; a text is a path that is resolved already."""
+    """The id of a run directory or of a comparison file. A str must be a resolved path."""
     resolved = path if isinstance(path, str) else str(path.resolve())
     return hashlib.sha256(resolved.encode()).hexdigest()[:12]
 
 
 def _walk(folder: str, resolved: str, shown: str, depth: int) -> list[Place]:
-    """Run directories below a folder, without those within a run, those in hidden folders, and those with files that lie elsewhere.
-    Links to folders are not followed, so that a folder is where its name says."""
+    """Find run directories below a folder. It skips directories inside a run, hidden folders, and runs whose files lie elsewhere.
+    It does not follow links to folders, so that the path of a folder is its real one."""
     try:
         with os.scandir(folder) as listed:
             entries = {entry.name: entry for entry in listed}
@@ -281,7 +281,7 @@ def _stamp(path: str) -> tuple[int, int]:
 
 
 def _progress(index: Index, config: Mapping[str, JSON], stage: str) -> JSON:
-    """The step of a stage, and of how many; None where it has no fixed length."""
+    """The current step of a stage and its last one; None if the stage has no fixed length."""
     settings = next((s for s in stages(config) if s["name"] == stage), {})
     spans = {name: step for name, _, _, step in index.stage_spans()}
     total = settings.get("steps")
@@ -289,7 +289,7 @@ def _progress(index: Index, config: Mapping[str, JSON], stage: str) -> JSON:
 
 
 def stages(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
-    """The stages of a configuration that have a name which is safe in a path."""
+    """The stages of a configuration whose names are safe in a path."""
     found = config.get("stages", [])
     named = [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
     return [s for s in named if layout.plain_name(str(s.get("name", "")))]
@@ -306,21 +306,21 @@ def _score(index: Index, stage: str) -> JSON:
 
 
 def _spark(index: Index, stage: str) -> list[float | None]:
-    """A short curve of what should rise: reward, else margin, else the loss."""
+    """A short curve of the reward; without one, of the margin; without that, of the loss."""
     figures = index.figures(stage)
     name = next((n for n in ("reward", "margin", "nll", "loss") if n in figures), "")
     return index.series(stage, name, SPARK).mean if name else []
 
 
 def timeline(events: Sequence[EventRow]) -> list[JSON]:
-    """What is marked on the time line: stages, alarms, resumes, levels that open."""
+    """Events to mark on the time line: stages, alarms, resumes, curriculum levels."""
     kinds = ("stage", "alarm", "resume", "curriculum", "ended", "waiting", "damaged", "warning")
     marked = [e for e in events if e.kind in kinds][-500:]
     return [{"kind": e.kind, "time": e.time, "attempt": e.attempt, **e.details} for e in marked]
 
 
 def require_stage(index: Index, stage: str) -> str:
-    """A stage of this run, and nothing else."""
+    """Refuse a name that is not a stage of this run."""
     known = {str(s["name"]) for s in stages(index.run.config)} | set(index.stage_names())
     if stage not in known:
         raise Missing("no such stage in this run")

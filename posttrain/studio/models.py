@@ -1,7 +1,8 @@
-"""The studio's side of `serve`: models answer over HTTP, at an OpenAI-compatible endpoint; none is loaded in this process.
+"""The client of `serve` in the studio. Models answer over HTTP, at an OpenAI-compatible endpoint; this process loads none.
 
-A server that is running is named by its address. For the stages of a run one is started when they are first asked, in a process of
-its own; a few are kept, and they end with the studio."""
+The user may name a running server by its address. For the stages of a run, a server is started in another process at the first
+request; a few are kept, and they end with the studio.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from posttrain.studio.jobs import end, start_serving
 from posttrain.types import JSON
 
 ANSWER_SECONDS, START_SECONDS = 120.0, 120.0
-SERVERS = 2  # processes that are kept
-KINDS = ("policy", "reward_model", "stage")  # of what scores
-ITEMS = 128  # that are scored in one request
+SERVERS = 2  # server processes to keep
+KINDS = ("policy", "reward_model", "stage")  # of scorers
+ITEMS = 128  # to score in one request
 
 
 @lru_cache(maxsize=1)
 def _client() -> Any:
-    """One for all servers and threads: to make one takes longer than to ask."""
+    """One client for all servers and threads: making one takes longer than a request."""
     import httpx
 
     return httpx.Client(timeout=ANSWER_SECONDS, trust_env=False)
@@ -38,27 +39,27 @@ def _client() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An endpoint: its base URL, as in http://127.0.0.1:8000/v1, and the process behind it, where it is ours."""
+    """An endpoint: its base URL, such as http://127.0.0.1:8000/v1, and its process if the studio started it."""
 
     address: str
-    process: Any = None  # as jobs.py starts it
-    made: frozenset[str] = frozenset()  # stages whose models were there when it was started
+    process: Any = None  # started by jobs.py
+    made: frozenset[str] = frozenset()  # stages that had a model when the server was started
 
     def names(self) -> list[str]:
-        """Models that can be asked."""
+        """Names of the models."""
         found = self._call("GET", "/models").get("data", [])
         return [str(one.get("id", "")) for one in found if isinstance(one, dict)]
 
     def ask(
         self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
     ) -> dict[str, JSON]:
-        """The answer to a conversation: its text, tokens with their log-probs, and why it ended."""
+        """Answer a conversation. Returns the text, the tokens with their log-probs, and why it ended."""
         return self.answers(model, messages, options)[0]
 
     def answers(
         self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
     ) -> list[dict[str, JSON]]:
-        """The same of all answers that the options ask for."""
+        """Like `ask`, for all answers that the options request."""
         sent = {"model": model, "messages": list(messages), "logprobs": True, **options}
         sent["return_token_ids"] = True
         found = self._call("POST", "/chat/completions", sent)
@@ -66,7 +67,7 @@ class Server:
         return [_answer(choice, prompt) for choice in found.get("choices") or [{}]]
 
     def scorers(self) -> dict[str, str]:
-        """What can score answers, and its kind: policy, reward_model or stage. Other servers than ours cannot."""
+        """Names of the scorers, each with its kind: policy, reward_model or stage. Only `posttrain serve` has them."""
         try:
             found = self._call("GET", "/score").get("data", [])
         except UserError:
@@ -77,7 +78,7 @@ class Server:
     def score(
         self, model: str, items: Sequence[Mapping[str, JSON]], against: str = ""
     ) -> list[dict[str, Any]]:
-        """The scores of answers, in order."""
+        """Score answers; the scores are in the same order."""
         found: list[dict[str, Any]] = []
         for start in range(0, len(items), ITEMS):
             sent = {"model": model, "against": against, "items": list(items[start : start + ITEMS])}
@@ -86,7 +87,8 @@ class Server:
         return found
 
     def judge(self, answers: Sequence[dict[str, JSON]], gold: str = "") -> None:
-        """Give each answer, of the model `stage`, its KL from the first model and every reward that the server knows; its ids go."""
+        """Add to each answer of the model `stage` its KL from the first model, and every reward that the server has. Removes the
+        ids."""
         items = []
         for one in answers:
             prompt, said = one.pop("ids")
@@ -98,7 +100,7 @@ class Server:
         for n in read:
             name = str(answers[n]["stage"])
             if base != name and known.get(name) == "policy":
-                with suppress(UserError):  # a base with another vocabulary, say
+                with suppress(UserError):  # for example, a base model with another vocabulary
                     found = self.score(name, [items[n]], base)[0]
                     answers[n] |= {"kl": found.get("kl"), "base": base}
         for name, kind in known.items():
@@ -162,7 +164,7 @@ def _answer(choice: Mapping[str, Any], prompt: JSON) -> dict[str, JSON]:
 
 @dataclass(slots=True)
 class Models:
-    """The server that was named, "" for none, and those of runs."""
+    """The server that the user named ("" for none), and the servers of runs."""
 
     address: str = ""
     _runs: OrderedDict[Path, Server] = field(default_factory=OrderedDict)
@@ -174,7 +176,7 @@ class Models:
         return Server(self.address.rstrip("/"))
 
     def of_run(self, directory: Path) -> Server:
-        """The server of a run's stages, started where there is none, and anew where the run has made other models since."""
+        """The server of a run's stages. It is started if there is none, and restarted if the run has made more models since."""
         made = frozenset(path.parent.name for path in directory.glob("stages/*/model"))
         with self._mutex:
             held = self._runs.pop(directory, None)
@@ -209,6 +211,6 @@ def _start(directory: Path) -> Server:
 
 
 def _drain(process: Any) -> None:
-    """Read what a server prints, so that it never waits for a reader."""
+    """Read what a server prints, so that its output pipe never fills."""
     for _ in process.stdout or ():
         pass

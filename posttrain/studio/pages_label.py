@@ -1,4 +1,4 @@
-"""The API of labelling: files of comparisons, one item at a time, blind; votes, undo, agreement, and what comes of it for training."""
+"""The API of the labelling page: comparison files, one blind item at a time, votes, undo, agreement, and export for training."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from posttrain.types import JSON
 if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
-PAIRS = 2000  # that are made of one run
-WAIT_SECONDS = 3.0  # in a request, for what is sampled or scored; the rest goes on without it
+PAIRS = 2000  # made from one run
+WAIT_SECONDS = 3.0  # a request waits this long; the work continues in the background
 GUIDELINES = "guidelines.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of comparisons, the name it is shown under, and the run that waits for it."""
+    """A comparison file, its displayed name, and the run that waits for it."""
 
     id: str
     name: str
@@ -47,14 +47,14 @@ class Source:
 
 @dataclass(slots=True)
 class Desk:
-    """The files of comparisons below the studio's folders, each read once."""
+    """The comparison files below the studio's folders. Each is read once."""
 
     studio: Studio
     background: Background = field(default_factory=Background)
     _read: dict[str, tuple[float, Labels]] = field(default_factory=dict)
 
     def sources(self) -> dict[str, Source]:
-        """Files of comparisons in the folders `labels`, of the studio's own and of each run."""
+        """Comparison files in the studio's own `labels` folder and in that of each run."""
         runs = self.studio.library.with_labels()
         found = []
         for owner in (*self.studio.library.roots, *runs):
@@ -106,8 +106,8 @@ def _list(desk: Desk, request: Request) -> Response:
 
 
 def _next(desk: Desk, request: Request) -> Response:
-    """The next item of an annotator, with sides shuffled and no word of who wrote what: at random, or where reward models disagree
-    most, as the file says, or as those of the run do which is named."""
+    """The next item for an annotator, with shuffled sides and without the names of the models. It is drawn at random, or by the
+    disagreement of reward models: that recorded in the file, or that of the reward models of a named run."""
     source, labels = desk.labels(request.path_params["file"])
     who, run = annotator_name(word(request, "annotator")), word(request, "run")
     order: Order = "disagreement" if word(request, "order") == "disagreement" else "random"
@@ -167,7 +167,7 @@ async def _vote(desk: Desk, request: Request) -> Response:
 
 
 def _waits_no_longer(desk: Desk, source: Source, labels: Labels) -> Path | None:
-    """The run that waited for these labels and has enough of them now."""
+    """The run that waits for these labels, if it now has enough of them."""
     if not source.run:
         return None
     run = desk.studio.library.index(source.run).run
@@ -192,7 +192,7 @@ def _report(desk: Desk, request: Request) -> Response:
 
 
 def _download(desk: Desk, request: Request) -> Response:
-    """What the annotators prefer, as a reward_model or preference stage reads it."""
+    """The annotators' preferences, in the format that a reward_model or preference stage reads."""
     _, labels = desk.labels(request.path_params["file"])
     text = "".join(json.dumps(row) + "\n" for row in labels.rows())
     headers = {"content-disposition": 'attachment; filename="labels.jsonl"'}
@@ -200,7 +200,7 @@ def _download(desk: Desk, request: Request) -> Response:
 
 
 async def _create(desk: Desk, request: Request) -> Response:
-    """Make a file of comparisons: of a run's rollouts, or, where a model is named, of answers that it samples now."""
+    """Make a comparison file from a run's rollouts, or, if a model is named, from answers that it samples now."""
     sent = await body(request)
     name, count = text_of(sent, "name", 60), sent.get("count", 200)
     fine = re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name) is not None
@@ -218,7 +218,7 @@ async def _create(desk: Desk, request: Request) -> Response:
 
 
 def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
-    """Two different answers to each prompt out of a stage's rollouts, of the last steps first."""
+    """Two different answers to each prompt from a stage's rollouts, last steps first."""
     while index.read_rollouts(2.0):
         pass
     rows: list[JSON] = []
@@ -236,7 +236,8 @@ def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
 
 
 def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Response:
-    """Two answers of a model to each prompt that was typed, or that its run knows; the first are there now, the rest comes later."""
+    """Sample two answers of a model to each prompt that the user typed, or that its run has. The first pairs are returned; the
+    rest is sampled in the background."""
     model, temperature = text_of(sent, "model", 400), sent.get("temperature", 1.0)
     fine = isinstance(temperature, int | float) and 0 < temperature <= 10
     require(fine, "temperature must be above 0, and at most 10")

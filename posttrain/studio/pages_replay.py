@@ -1,4 +1,5 @@
-"""The API of the page that shows what moved the policy in a step: `posttrain replay` in the background, its results kept with runs."""
+"""The API of the page that shows what changed the policy in a step. It runs `posttrain replay` in the background and keeps its
+results with the run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from posttrain.types import JSON
 if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
-ITEMS, LONGEST_TEXT = 100, 2000  # of one answer
+ITEMS, LONGEST_TEXT = 100, 2000  # of one response
 
 
 def routes(studio: Studio) -> list[Any]:
@@ -31,7 +32,7 @@ def routes(studio: Studio) -> list[Any]:
 
 
 def _words(studio: Studio, request: Request, asked: Mapping[str, JSON]) -> tuple[list[str], Path]:
-    """The arguments of the command for what is asked, and the file that is its answer."""
+    """Arguments of `posttrain replay` for a request, and the file of its result."""
     index = studio.library.index(request.path_params["run"])
     stage = require_stage(index, str(asked["stage"]))
     require(not stage.startswith("-"), "the page cannot name this stage; use the command line")
@@ -43,7 +44,7 @@ def _words(studio: Studio, request: Request, asked: Mapping[str, JSON]) -> tuple
 
 
 def _show(studio: Studio, request: Request) -> Response:
-    """How far a replay is, or what it found."""
+    """The progress of a replay, or its result."""
     asked: dict[str, JSON] = {name: whole(request, name, 1, 2**52) for name in ("step", "update")}
     asked |= {name: word(request, name) for name in ("stage", "without", "prompt", "answer")}
     require(asked["without"] == "" or asked["without"].isdigit(), "without must be a whole number")
@@ -73,7 +74,7 @@ async def _stop(studio: Studio, request: Request) -> Response:
 
 
 def _short(tree: dict[str, JSON]) -> JSON:
-    """What is shown: the first items, and of long texts the beginning."""
+    """Shorten a result for display: the first items, and the beginning of long texts."""
     found = tree["found"]
     found["left"] = max(0, len(found["items"]) - ITEMS)
     found["items"] = found["items"][:ITEMS]

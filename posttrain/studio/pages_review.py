@@ -1,4 +1,4 @@
-"""The API of review (does a person agree with the reward?), of the hacking console, of the playground and of the export."""
+"""The API of the pages for review (does a person agree with the reward?), reward hacking, the playground and the export."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FILE = "reviews.sqlite"
 SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
-HIGH = 0.5  # a part of at least this much says yes
-QUEUE = 500  # rollouts from which the next one is taken
+HIGH = 0.5  # a part of at least this value counts as yes
+QUEUE = 500  # the next rollout is taken from this many
 DRIFTS = "length repetition distinct entropy keyword agreement disagreement reward_spread"
 
 
@@ -50,7 +50,7 @@ def routes(studio: Studio) -> list[Any]:
 
 
 def _store(index: Index) -> sqlite3.Connection:
-    """Reviews, in a file of their own: unlike the index they cannot be made anew."""
+    """Reviews, in a separate file: unlike the index, they cannot be computed again."""
     made = sqlite3.connect(index.path.with_name(FILE), timeout=30.0, isolation_level=None)
     made.execute("PRAGMA journal_mode=WAL")
     made.execute(SCHEMA)
@@ -65,7 +65,7 @@ def _reviews(index: Index) -> list[tuple[Any, ...]]:
 
 
 def _next(studio: Studio, request: Request) -> Response:
-    """The next rollout to audit: of the highest reward, the newest, or any."""
+    """The next rollout to review: the highest reward, the newest, or a random one."""
     index = studio.library.index(request.path_params["run"])
     index.read_rollouts(INDEX_SECONDS)
     order, stage = word(request, "order", "highest"), word(request, "stage")
@@ -102,7 +102,8 @@ def _find(index: Index, stage: str, step: int, place: int) -> Found:
 
 
 def _report(studio: Studio, request: Request) -> Response:
-    """Of the rollouts that the reward, or a part of it, says yes to: with how many a person agrees, with an interval over problems."""
+    """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
+    problems."""
     index = studio.library.index(request.path_params["run"])
     rows = _reviews(index)
     said: dict[str, list[tuple[float, str]]] = {}
@@ -120,7 +121,7 @@ def _report(studio: Studio, request: Request) -> Response:
 
 
 def _flagged(studio: Studio, request: Request) -> Response:
-    """Flagged rollouts as test cases of a reward: problem, response, what it was paid, and what a person said."""
+    """Flagged rollouts as test cases of a reward: problem, response, reward, and the person's verdict."""
     index = studio.library.index(request.path_params["run"])
     lines = []
     for _, stage, step, place, agrees, flagged, note, who, *_ in _reviews(index):
@@ -136,7 +137,8 @@ def _flagged(studio: Studio, request: Request) -> Response:
 
 
 def _hacking(studio: Studio, request: Request) -> Response:
-    """What shows a reward that is gamed: the reward against the gold, both against KL, drifts, and the rollouts behind each alarm."""
+    """Signs of reward hacking: the reward against the gold reward, both against KL, drifts, and the rollouts behind each
+    alarm."""
     index = studio.library.index(request.path_params["run"])
     index.read_metrics()
     rewarded = [s for s in index.stage_names() if "reward" in index.figures(s)]
@@ -156,7 +158,7 @@ def _hacking(studio: Studio, request: Request) -> Response:
 
 
 def _export(studio: Studio, request: Request) -> Response:
-    """The run as one file that can be mailed: no script, nothing loaded from elsewhere."""
+    """The run as one HTML file, without scripts and without external resources."""
     index = studio.library.index(request.path_params["run"])
     index.read_metrics()
     while index.read_rollouts(2.0):
@@ -168,7 +170,7 @@ def _export(studio: Studio, request: Request) -> Response:
 
 
 async def _models(studio: Studio, request: Request) -> Response:
-    """Who can be talked to: the models of the server that was named, and the stages of runs, as RUN/STAGE."""
+    """The models to talk to: those of the server that the user named, and the stages of runs, as RUN/STAGE."""
     named = await run_in_threadpool(studio.models.named().names) if studio.models.address else []
     found = [{"id": name, "name": name} for name in named]
     for run, stage in studio.library.models():

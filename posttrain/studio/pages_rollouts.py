@@ -1,4 +1,5 @@
-"""The API of rollouts and of the pipeline: what the model wrote, by step, problem and group, token by token, and stage by stage."""
+"""The API of the rollouts page and the pipeline page: responses by step, problem and group, token by token, and stage by
+stage."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 SHORT = 600  # characters of a text in a list
 LONGEST = 200_000  # characters of a text on its own page
 ANSWER_TOKENS = 256
-INDEX_SECONDS = 0.4  # of indexing within a request; the rest goes on in the next one
+INDEX_SECONDS = 0.4  # spent on indexing in one request; the next request continues
 
 
 def routes(studio: Studio) -> list[Any]:
@@ -41,7 +42,7 @@ def routes(studio: Studio) -> list[Any]:
 
 
 def filter_of(request: Request) -> Filter:
-    """The filter in an address; its keys are the fields of Filter."""
+    """The filter that an address states; its keys are the fields of Filter."""
     found: dict[str, Any] = {}
     for one in fields(Filter):
         said = word(request, one.name)
@@ -81,7 +82,7 @@ def numbered(found: Sequence[Found], number: int) -> Found:
 
 
 def shown(found: Found, row: RolloutRow, limit: int) -> JSON:
-    """A rollout for the page: what the index knows, and its text up to a limit."""
+    """A rollout for the page: its fields in the index, and its text up to a limit."""
     texts = {name: getattr(row, name)[:limit] for name in ("question", "answer", "response")}
     said = {"cut": len(row.response) > limit, "characters": len(row.response)}
     conversation = [[kind, text[:limit]] for kind, text in getattr(row, "conversation", ())]
@@ -89,7 +90,7 @@ def shown(found: Found, row: RolloutRow, limit: int) -> JSON:
 
 
 def _export(studio: Studio, request: Request) -> Response:
-    """The rollouts of a filter as JSONL, as they are in the run's files."""
+    """The rollouts that match a filter, as JSONL, as they stand in the run's files."""
     index = studio.library.index(request.path_params["run"])
     wanted = filter_of(request)
 
@@ -106,7 +107,7 @@ def _export(studio: Studio, request: Request) -> Response:
 
 
 def _rollout(studio: Studio, request: Request) -> Response:
-    """One rollout with its tokens, and the others of its group."""
+    """One rollout with its tokens, and the other rollouts of its group."""
     index = studio.library.index(request.path_params["run"])
     place = request.path_params
     stage = require_stage(index, place["stage"])
@@ -129,8 +130,8 @@ def _rollout(studio: Studio, request: Request) -> Response:
 
 
 def _pipeline(studio: Studio, request: Request) -> Response:
-    """The same prompts at every stage that answered them, out of what the run saved: held-out problems of evaluate stages, and the
-    rollouts of rl stages step by step."""
+    """Answers to the same prompts from every stage that answered them, as the run saved them: held-out problems of evaluate
+    stages, and rollouts of rl stages, step by step."""
     index = studio.library.index(request.path_params["run"])
     left = index.read_rollouts(INDEX_SECONDS)
     found, config = [], stages(index.run.config)
@@ -155,8 +156,8 @@ def _evaluations(
 
 
 def prompts_of(index: Index, text: str = "") -> dict[str, list[JSON]]:
-    """Prompts with what was paid for answers to them: those that every stage answered, then those of evaluations, those first whose
-    answers changed, then those of rollouts."""
+    """Prompts with the rewards of their answers. Prompts that every stage answered come first, then those of evaluations, and
+    among these first the ones whose answers changed, then those of rollouts."""
     seen: dict[str, list[JSON]] = {}
     for _, rows in _evaluations(index, stages(index.run.config)):
         for row in rows:
@@ -169,7 +170,8 @@ def prompts_of(index: Index, text: str = "") -> dict[str, list[JSON]]:
 
 
 def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> list[JSON]:
-    """What each model answered to one prompt: at the end of the run, when it was measured, when two were compared, or in rollouts."""
+    """Each model's answers to one prompt: at the end of the run, in an evaluation, in a comparison of two models, or in
+    rollouts."""
     if not prompt:
         return []
     found: dict[str, dict[str, JSON]] = {}
@@ -194,7 +196,7 @@ def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> li
 
 
 def _listed(row: dict[str, JSON], side: int | None) -> list[JSON]:
-    """The answers in a row of an evaluation; of a comparison, that of one side."""
+    """The answers in a row of an evaluation; in a row of a comparison, those of one side."""
     outcomes = row.get("outcomes") or [""] * len(row["responses"])
     listed = zip(row["responses"], row.get("values") or [], outcomes, strict=False)
     answers = [{"text": str(t)[:LONGEST], "reward": v, "outcome": o} for t, v, o in listed]
@@ -219,7 +221,7 @@ def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str
 
 
 async def _ask(studio: Studio, request: Request) -> Response:
-    """The answers of every stage's model to a prompt of the user's, sampled now, with their rewards."""
+    """Sample answers from the model of every stage to a prompt that the user typed, with their rewards."""
     sent = await body(request)
     prompt, gold = text_of(sent, "prompt", 4000), text_of(sent, "gold", 4000, "")
     require(bool(prompt.strip()), "type a prompt")
@@ -228,7 +230,7 @@ async def _ask(studio: Studio, request: Request) -> Response:
 
 
 def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str) -> list[JSON]:
-    """The same prompt, seed and temperature for the model of every stage, and what each answer would be paid."""
+    """Answer one prompt with the model of every stage, at the same seed and temperature, and score each answer."""
     server = studio.models.of_run(directory)
     said, found = [{"role": "user", "content": prompt}], []
     for name in server.names():

@@ -1,4 +1,4 @@
-"""The API of the table of runs and of a run's page: figures, stages, alarms, settings; start, stop, resume."""
+"""The API of the table of runs and of the page of a run: figures, stages, alarms, settings; start, stop and resume."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from posttrain.types import JSON
 if TYPE_CHECKING:
     from posttrain.studio.app import Studio
 
-BUCKETS, FIGURES = 2000, 60  # of one answer
-PAGE, ROW_SECONDS = 100, 0.7  # runs of one answer, and the time to look at new ones
+BUCKETS, FIGURES = 2000, 60  # of one response
+PAGE, ROW_SECONDS = 100, 0.7  # rows of one response, and the time to make new ones
 ROUTINE = ("out", "next_command", "trackers", "format")
 
 
@@ -42,8 +42,8 @@ def routes(studio: Studio) -> list[Any]:
 
 
 def _runs(studio: Studio, request: Request) -> Response:
-    """Some rows of the table: those whose place or tags have the text, and whose status is asked for. Runs that were never looked at
-    take a moment each: after a while what is there is sent, and `left` says how many are still to be looked at."""
+    """Rows of the table of runs whose path or tags contain the text and whose status matches. A row of a new run takes a moment
+    to make: after a time limit the response has the rows made so far, and `left` is the number of runs without a row."""
     text, kind = word(request, "text").lower(), word(request, "status")
     skip, limit = whole(request, "skip", 0, 10**6), whole(request, "limit", PAGE, PAGE)
     ids, tags = studio.library.runs(), studio.tags()
@@ -67,7 +67,7 @@ def _recipes(studio: Studio, request: Request) -> Response:
 
 
 def _run(studio: Studio, request: Request) -> Response:
-    """Everything of a run's page but its curves."""
+    """Everything on the page of a run except its curves."""
     name = request.path_params["run"]
     index = studio.library.index(name)
     index.read_metrics(seconds=0.5)
@@ -95,7 +95,7 @@ def _summary(found: Mapping[str, JSON] | None) -> JSON:
 
 
 def _stages(index: Index, kind: str) -> list[JSON]:
-    """The stages of the recipe in order: what each is, starts from, has found, and whether it is done."""
+    """The stages of the recipe in order: kind, start model, results, and whether each is done."""
     spans = {name: (begun, ended, step) for name, begun, ended, step in index.stage_spans()}
     begun = {str(e.details.get("stage")): e.time for e in index.events() if e.kind == "stage"}
     rows = []
@@ -122,7 +122,7 @@ def _stages(index: Index, kind: str) -> list[JSON]:
 
 
 def _short(result: Mapping[str, JSON]) -> JSON:
-    """The figures of a stage's result: numbers, and numbers with an interval."""
+    """The numbers in a stage's result, with their intervals if they have them."""
 
     def plain(value: JSON) -> bool:
         values = value if isinstance(value, list) and len(value) == 3 else [value]
@@ -132,7 +132,7 @@ def _short(result: Mapping[str, JSON]) -> JSON:
 
 
 def _series(studio: Studio, request: Request) -> Response:
-    """Figures of one run: `figure` may be given again; of one stage, or of all that recorded it."""
+    """Figures of one run. `figure` may be given several times; they are of one stage, or of all stages that recorded them."""
     index = studio.library.index(request.path_params["run"])
     index.read_metrics(seconds=0.5)
     stage, asked = word(request, "stage"), request.query_params.getlist("figure")[:FIGURES]
@@ -146,7 +146,7 @@ def _series(studio: Studio, request: Request) -> Response:
 
 
 def _settings(studio: Studio, request: Request) -> Response:
-    """The resolved settings, and those that differ from the recipe's own or from another run's."""
+    """The resolved settings, and those that differ from the recipe's defaults or from another run."""
     index = studio.library.index(request.path_params["run"])
     ours = flatten(index.run.config)
     other, name = word(request, "against"), str(index.run.config.get("name", ""))
@@ -172,7 +172,7 @@ async def _start(studio: Studio, request: Request) -> Response:
 
 
 async def _act(studio: Studio, request: Request) -> Response:
-    """Stop a run, resume it, or tag it."""
+    """Stop, resume or tag a run."""
     name, verb = request.path_params["run"], request.url.path.rpartition("/")[2]
     directory = studio.library.index(name).run.directory
     if verb == "stop":

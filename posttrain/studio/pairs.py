@@ -1,5 +1,5 @@
-"""Pairs that models take part in, while people label: answers that are sampled on the spot, and the pairs on which reward models
-disagree. Each is the work of a thread, which asks `serve`; what is there so far can be labelled."""
+"""Makes pairs with models while people label: samples answers, and finds the pairs on which reward models disagree. Each job is a
+thread that sends requests to `serve`; the pairs made so far can be labelled meanwhile."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from posttrain.studio.models import Server
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
-TOKENS = 512  # of an answer
-TRIES = 4  # until two answers to a prompt differ
-EACH = 8  # pairs, after which the file is written
-SCORED = 32  # items that are scored at once
+TOKENS = 512  # limit of an answer
+TRIES = 4  # attempts to get two different answers to a prompt
+EACH = 8  # pairs between two writes of the file
+SCORED = 32  # items in one scoring request
 JOBS = 4  # threads at once
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a thread is, and why it has ended early."""
+    """The progress of a thread, and why it ended early."""
 
     total: int
     done: int = 0
@@ -44,7 +44,7 @@ class Progress:
         return {**state, "running": self.running}
 
     def start(self, work: Callable[[], None], seconds: float) -> None:
-        """Begin, and wait a little: often it is done by then."""
+        """Start the thread and wait for it for a short time, in which it often finishes."""
 
         def guarded() -> None:
             try:
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Two answers of one model to each of `prompts`, over and over until there are `count` pairs."""
+    """Samples two answers of one model to each of `prompts`, repeatedly, until there are `count` pairs."""
 
     server: Server
     model: str
@@ -68,7 +68,7 @@ class Sampled:
     temperature: float
 
     def write(self, file: Path, progress: Progress) -> None:
-        """Write the file anew with every few pairs."""
+        """Sample, and rewrite the file after every few pairs."""
         lines: list[str] = []
         pairs = self.pairs(progress)
         while some := [*islice(pairs, EACH)]:
@@ -91,13 +91,13 @@ class Sampled:
                     yield {"prompt": prompt, "responses": sorted(two), "model": self.model}
                     break
             else:
-                progress.total -= 1  # they were the same each time
+                progress.total -= 1  # all attempts gave the same answer
 
 
 def score_items(
     server: Server, items: Sequence[Item], found: dict[str, float], progress: Progress
 ) -> None:
-    """How far the reward models of a server disagree on each item, into `found`, by its id."""
+    """Compute how much the reward models of a server disagree on each item. Writes to `found`, by item id."""
     models = [name for name, kind in server.scorers().items() if kind == "reward_model"]
     if not models:
         raise UserError("this run has no reward model yet")
@@ -118,7 +118,7 @@ def _messages(prompt: JSON) -> JSON:
 
 
 def _members(scores: Sequence[Mapping[str, JSON]]) -> list[float]:
-    """What every reward model says of one answer: each member of an ensemble is one."""
+    """The score of one answer by each reward model. Each member of an ensemble counts as a model."""
     found: list[float] = []
     for score in scores:
         if score.get("reward") is None:
@@ -130,8 +130,9 @@ def _members(scores: Sequence[Mapping[str, JSON]]) -> list[float]:
 
 
 def disagreement(members: Sequence[Sequence[float]]) -> float:
-    """Of the scores of each response by every reward model: the variance of the difference between two responses over the models, or,
-    of one model, 0.5 - |p - 0.5| where p is the chance that it prefers the first; the mean over all pairs of responses.
+    """How much reward models disagree, given their scores of each response. For a pair of responses: with several models, the
+    variance over the models of the difference of scores; with one model, 0.5 - |p - 0.5|, where p is its probability of
+    preferring the first response. The result is the mean over all pairs.
 
     >>> disagreement([[1.0, 0.0], [0.0, 1.0]]), disagreement([[1.0, 3.0], [0.0, 2.0]])
     (1.0, 0.0)
@@ -148,7 +149,7 @@ def disagreement(members: Sequence[Sequence[float]]) -> float:
 
 @dataclass(slots=True)
 class Background:
-    """The threads of a studio: files that are being sampled, and files that reward models of a run score, by id."""
+    """The threads of a studio, by id: files that are being sampled, and files that the reward models of a run are scoring."""
 
     sampled: dict[str, Progress] = field(default_factory=dict)
     scored: dict[tuple[str, str], tuple[Progress, dict[str, float]]] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class Background:
         items: Sequence[Item],
         seconds: float,
     ) -> tuple[Progress, dict[str, float]]:
-        """What is known so far; what is new in the file is scored now."""
+        """Score the new items of a file in the background. Returns the scores known so far."""
         with self.mutex:
             progress, found = self.scored.get(key) or (Progress(0), {})
             new = [item for item in items if item.id not in found]

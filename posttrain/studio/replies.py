@@ -1,4 +1,4 @@
-"""Requests as checked values, and values as JSON."""
+"""Reads and checks the values of requests, and writes JSON responses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LONGEST = 10_000  # characters of a value in an address
 
 
 class Missing(UserError):
-    """What was asked for does not exist."""
+    """The requested thing does not exist."""
 
 
 def reply(value: Any, status: int = 200, background: Any = None) -> Response:
-    """JSON in which a number that is none or infinite is null: a browser has no word for it."""
+    """A JSON response in which NaN and infinity are null, because JSON cannot express them."""
     try:
         text = json.dumps(value, allow_nan=False, default=_plain)
     except ValueError:
@@ -52,7 +52,7 @@ def _finite(value: JSON) -> JSON:
 
 
 def word(request: Request, name: str, default: str = "") -> str:
-    """A value of the address as text."""
+    """A query parameter as text."""
     value = str(request.query_params.get(name, default))
     require(len(value) <= LONGEST, f"{name} is too long")
     return value
@@ -61,7 +61,7 @@ def word(request: Request, name: str, default: str = "") -> str:
 def number(
     request: Request, name: str, kind: type[Number], default: Number | None = None
 ) -> Number | None:
-    """A value of the address as a number; the default where there is none."""
+    """A query parameter as a number; the default if it is missing."""
     said = word(request, name)
     if not said:
         return default
@@ -74,13 +74,13 @@ def number(
 
 
 def whole(request: Request, name: str, default: int, maximum: int) -> int:
-    """A value of the address between 0 and `maximum`."""
+    """A query parameter as a whole number from 0 to `maximum`."""
     value = number(request, name, int, default)
     return min(max(0, default if value is None else value), maximum)
 
 
 async def body(request: Request) -> dict[str, JSON]:
-    """The JSON object that was sent."""
+    """The JSON object in the body of a request."""
     try:
         value = json.loads(await request.body())
     except ValueError:
@@ -92,7 +92,7 @@ async def body(request: Request) -> dict[str, JSON]:
 def text_of(
     sent: Mapping[str, JSON], name: str, maximum: int = LONGEST, default: str | None = None
 ) -> str:
-    """A text of the object that was sent."""
+    """A text in the object that was sent."""
     value = sent.get(name, default)
     fine = isinstance(value, str) and len(value) <= maximum
     require(fine, f"{name} must be a text of at most {maximum} characters")
@@ -100,7 +100,7 @@ def text_of(
 
 
 def whole_of(sent: Mapping[str, JSON], name: str) -> int:
-    """A whole number, 0 or more, of the object that was sent."""
+    """A whole number, 0 or more, in the object that was sent."""
     value = sent.get(name)
     fine = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
     require(fine, f"{name} must be a whole number")
@@ -108,11 +108,11 @@ def whole_of(sent: Mapping[str, JSON], name: str) -> int:
 
 
 def routes_of(owner: Any, *table: tuple[str, Any] | tuple[str, Any, str]) -> list[Route]:
-    """Routes from rows of (path, handler, method, GET where there is none). Handlers are called with the owner first."""
+    """Make routes from rows of (path, handler, method); without a method, GET. Handlers get the owner as first argument."""
     every = ((path, partial(handler, owner), method) for path, handler, *method in table)
     return [Route(path, call, methods=method or ["GET"]) for path, call, method in every]
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Bad input, as one line."""
+    """Answer bad input with one line."""
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, Missing) else 400)

@@ -1,4 +1,4 @@
-"""A run as one HTML file: verdict, picture, alarms, scores, settings and some rollouts. Everything that a model wrote is escaped."""
+"""Writes a run as one HTML file: verdict, plot, alarms, scores, settings and some rollouts. All text from a model is escaped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def render(index: Index) -> str:
 
 
 def _rollouts(index: Index) -> Iterable[str]:
-    """The last step's highest and lowest rewards."""
+    """The rollouts with the highest and the lowest rewards in the last step."""
     stages = [stage for stage in index.stage_names() if index.rollout_steps(stage)]
     if not stages:
         yield "<p>None were kept.</p>"

@@ -1,4 +1,4 @@
-"""Runs the application: a port, uvicorn, and the address with its token, printed once."""
+"""Runs the application with uvicorn on a port, and prints the address with its token once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads and writes files of a run directory. It may come from an untrusted source: links, pipes and devices in it are refused, and
-reads are limited. Files and folders are written atomically: under a temporary name, flushed, then renamed."""
+"""Reads and writes files of a run directory. A run directory may come from an untrusted source: links, pipes and devices in it are
+refused, and reads are limited. Files and folders are written atomically: under a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from posttrain.errors import UserError, require
 
-MAX_FILE = 1 << 30  # bytes that are read of a file with many lines
-MAX_JSON = 1 << 26  # of one that is read at once
+MAX_FILE = 1 << 30  # largest file with many lines, in bytes
+MAX_JSON = 1 << 26  # largest file that is read at once, in bytes
 TRACKERS = ("wandb", "tensorboard", "trackio")  # folders that posttrain never reads
 MODES = {os.O_RDONLY: "rb", os.O_RDWR: "r+b"}
 # kinds of OSError that another directory avoids
@@ -25,9 +25,9 @@ REFUSED = (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsErr
 
 @contextmanager
 def same_folder() -> Iterator[None]:
-    """Go back to the working directory at the end: code of a user may leave it, and the run directory may be named from there."""
+    """Return to the working directory at the end: a user's code may change it, and the path of the run may be relative to it."""
     before = None
-    with suppress(OSError):  # it is gone already
+    with suppress(OSError):  # the folder no longer exists
         before = os.getcwd()
     try:
         yield
@@ -43,7 +43,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, limit: int = MAX_FILE) -> IO
     try:
         handle = os.open(path, flags | safe, 0o644)
     except OSError as error:
-        odd = error.errno in (errno.ELOOP, errno.ENXIO)  # a link, a pipe that nobody reads
+        odd = error.errno in (errno.ELOOP, errno.ENXIO)  # a link, or a pipe without a reader
         require(not odd, f"{path} is a link or a pipe, not a file; remove it")
         raise
     about, kind = os.fstat(handle), flags & (os.O_RDONLY | os.O_WRONLY | os.O_RDWR)
@@ -102,7 +102,7 @@ def explained(directory: Path) -> Iterator[None]:
     """Turn errors that a user can fix (a full disk, a directory that cannot be written) into one line; others propagate."""
     try:
         yield
-    except Exception as error:  # of safetensors and shutil too, which have kinds of their own
+    except Exception as error:  # also errors of safetensors and shutil, which have their own types
         kind = error.errno if isinstance(error, OSError) else None
         said, resume = str(error), f"then 'posttrain resume {directory}'"
         if isinstance(error, UserError):
@@ -129,7 +129,7 @@ def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
     cut; without it, a file that is written at every step does not wait for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed, or put there
+        temporary.unlink(missing_ok=True)  # left by a killed process, or put there by others
         with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
@@ -176,8 +176,8 @@ def sync(path: Path) -> None:
     """Flush a file, or a folder's list of files, to the disk."""
     folder = path.is_dir()
     if folder and os.name == "nt":
-        return  # Windows has no handle to flush a directory by
-    # Windows flushes only what may be written
+        return  # Windows cannot flush a directory
+    # Windows flushes only files that are open for writing
     handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         os.fsync(handle)

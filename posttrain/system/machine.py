@@ -8,7 +8,7 @@ import sys
 
 from posttrain.errors import require
 
-MAX_THREADS_A_CORE = 8  # threads or processes for each core: beyond, they only wait for each other
+MAX_THREADS_A_CORE = 8  # threads or processes a core; more would only wait for each other
 
 
 def cores() -> int:
@@ -16,8 +16,8 @@ def cores() -> int:
 
 
 def requested_threads() -> int:
-    """OMP_NUM_THREADS: a number, or a list with one for each level of nested threads, of which the first counts here. 0 where it is
-    not set, or no such number: OpenMP ignores it then."""
+    """OMP_NUM_THREADS: a number, or a list with one number for each level of nested threads, of which the first counts. 0 if it is
+    not set or not such a number, which OpenMP ignores."""
     found = re.match(r"\s*([0-9]{1,9})\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""))
     return int(found[1]) if found else 0
 
@@ -35,7 +35,7 @@ def require_posix(what: str, instead: str) -> None:
 
 
 def device(name: str) -> str:
-    """The device that a setting names: for auto, CUDA where torch sees it."""
+    """The device that a setting names. `auto` is CUDA if torch has it."""
     import torch
 
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Forked worker processes: each reads requests from one pipe, answers through another, and ends with this process."""
+"""Forks worker processes. Each reads requests from one pipe, replies through another, and ends with this process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from contextlib import suppress
 
 DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
-STARTED = "POSTTRAIN_STARTED"  # the process that started this one, where `processes=N` did
-PEER_FAILED = 75  # exit code of a process that lost another one of its run
+STARTED = "POSTTRAIN_STARTED"  # the id of the parent process, if `processes=N` started this one
+PEER_FAILED = 75  # exit code of a process that noticed the failure of another process of its run
 OUT_OF_MEMORY = 76  # exit code of a process that ran out of memory while others wait for it
-HALVED = "POSTTRAIN_HALVED"  # set where the processes were started again for that, with half the token budget
-# told when the import of a user's file begins (True) and ends
+HALVED = "POSTTRAIN_HALVED"  # set in processes restarted after that, with half the token budget
+# called when the import of a user's file begins (True) and ends (False)
 on_import: list[Callable[[bool], None]] = []
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
-    """Start `live(questions, answers)`, which is given its ends of two pipes: the new process, our end of its questions, which never
-    blocks, and our end of its answers. The kernel ends it when this process dies, even of SIGKILL and in the middle of work that hangs:
-    an orphan would hold the run's lock."""
+    """Fork a process that runs `live(questions, answers)` with its ends of two pipes. Returns its process id, our end of the
+    questions, which never blocks, and our end of the answers. The kernel ends the new process when this one dies, even by SIGKILL and
+    in the middle of work that hangs: an orphan would hold the run's lock."""
     theirs, into = os.pipe()
     out, ours = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Python warns of forks beside threads. A child runs on one thread, and is not waited for forever.
+        # Python warns about a fork while other threads run. The child uses one thread, and waiting for it has a time limit.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -43,7 +43,7 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
     try:
         if LIBC is not None:
             LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == parent:  # else it died before the kernel was told
+        if os.getppid() == parent:  # otherwise the parent died before prctl
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(into)
@@ -60,7 +60,7 @@ def end_with_parent() -> None:
     if parent is None or LIBC is None:
         return
     LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL)
-    if str(os.getppid()) != parent:  # it died before the kernel was told
+    if str(os.getppid()) != parent:  # the parent died before prctl
         os._exit(PEER_FAILED)
 
 

@@ -1,4 +1,5 @@
-"""SQLite transactions that take the write lock at once: one that begins by reading fails if another writes meanwhile."""
+"""SQLite transactions that take the write lock at once. A transaction that begins with a read fails if another process writes
+meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All that is written within, or nothing of it."""
+    """Commit everything that is written in the block, or nothing of it."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection

@@ -1,4 +1,4 @@
-"""The protocol of a sampler in another process, as lines of JSON: requests, completions, and the pipes that carry them."""
+"""The protocol of a sampler in another process: requests and completions as lines of JSON, and the pipes that carry them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from posttrain.types import JSON, Completion, Request, Sampling, Statistics
 
 Finished = list[tuple[Request, Completion]]
 ARRAYS = (("ids", np.int64), ("logprobs", np.float32), ("versions", np.int32))
-LOOK = 1.0  # seconds between looks at a process that says nothing
-SILENCE = 60.0  # seconds that one with work may use no processor time
+LOOK = 1.0  # seconds between checks of a process that sends nothing
+SILENCE = 60.0  # seconds without processor time after which a process with work is hanging
 
 
 @dataclass(eq=False, kw_only=True)
 class PipedProcess:
-    """A process at the other end of two pipes, with what it was sent and what it replied."""
+    """A process at the other end of two pipes, with the messages sent and received."""
 
     pid: int
     into: int
@@ -35,7 +35,7 @@ class PipedProcess:
     seen: int = 0
     received: bytearray = field(default_factory=bytearray)  # the beginning of its next message
     statistics: Statistics = field(default_factory=Statistics)
-    # its processor time when last looked at, and when it last had less
+    # its processor time at the last check, and when that last increased
     worked: tuple[float, float] = (-1.0, 0.0)
 
     def write(self, message: JSON, read: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Channel:
         return bool(self.waiting or select.select([self.requests], [], [], 0)[0])
 
     def receive(self) -> JSON:
-        """The next message; an EOFError where the other end is closed."""
+        """The next message; EOFError if the other end is closed."""
         while not self.waiting:
             piece = os.read(self.requests, 1 << 20)
             if not piece:

@@ -1,11 +1,12 @@
-"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs only its own time limit. An episode of
-an isolated task also has a process of its own, from which it requests the turns that it samples.
+"""Worker processes for isolated tasks: a reward that is slow, hangs, crashes or leaks costs only its own time limit. An episode of an
+isolated task also has its own process, which requests the turns that it samples.
 
-One pool serves a whole run. A fork server starts with it, before CUDA is initialised and before threads, and inherits the tasks of the
-run as they are, also a user's own objects; workers are forked from it. Problems and responses go to them and scores come back as JSON
-lines. A worker whose score does not come in time is killed and replaced, and the response gets a named failure: it is not the policy's
-fault, so it is masked, counted and never a 0. A UserError or GuardStop of the reward ends the run. Workers end with the fork server,
-and that ends with this process, even on SIGKILL. Where processes cannot be forked, rewards are computed in this one.
+One pool serves a whole run. Its fork server starts before CUDA is initialised and before threads. It inherits the tasks of the run as
+they are, including a user's own objects; workers are forked from it. They receive problems and responses and return scores, as JSON
+lines. A worker whose score does not come in time is killed and replaced, and the response gets a named failure. This is not the
+policy's fault, so the response is masked and counted, and never gets a 0. A UserError or GuardStop of the reward ends the run.
+Workers end with the fork server, and the fork server ends with this process, even on SIGKILL. On platforms without fork, rewards are
+computed in this process.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from posttrain.errors import GuardStop, UserError, require
 from posttrain.system import machine, processes
 from posttrain.types import JSON, Problem, Score
 
-IDLE = 128  # workers that are kept for the next episodes: to fork one takes longer than a short episode
+IDLE = 128  # idle workers to keep: forking one takes longer than a short episode
 RETRIES = 1  # a score whose worker died is tried once more
-START_SECONDS = 60.0  # for a new worker
-IMPORT_SECONDS = 300.0  # for the import of a user's file, which may load a model
+START_SECONDS = 60.0  # to start a worker
+IMPORT_SECONDS = 300.0  # to import a user's file, which may load a model
 END_SECONDS = 10.0  # for the fork server to end its workers
 DIED = "the process that starts reward workers died; resume the run"
 # errors of a reward that end the run
 STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
 
 
-# of an episode in a worker process: a message to the parent, and its reply
+# sends a message from an episode in a worker process to the parent, and returns the reply
 Exchange = Callable[[JSON], JSON]
 
 
@@ -66,7 +67,7 @@ class EpisodeTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of an episode is gone."""
+    """The process of an episode has ended."""
 
 
 @cache
@@ -94,7 +95,7 @@ class _Worker:
     requests: int  # a pipe
     scores: int  # a pipe
     job: _Job | None = None
-    held: bool = False  # by an episode
+    held: bool = False  # used by an episode
     timer: asyncio.TimerHandle | None = None
     importing: bool = False  # a user's file
     received: bytearray = field(default_factory=bytearray)
@@ -103,7 +104,7 @@ class _Worker:
 class WorkerPool:
     """Scores responses to problems of `tasks` in up to `count` processes. Close it, or use it as a context manager.
 
-    `score` belongs to a running event loop, the pool to none: it outlives the loop of a step.
+    A call of `score` belongs to a running event loop; the pool belongs to none, and outlives the loop of a step.
     """
 
     def __init__(self, tasks: Iterable[Task] = (), count: int = 0):
@@ -112,10 +113,10 @@ class WorkerPool:
         self.count = count or machine.cores()
         self.workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
-        self._encoded: tuple[Problem, list[JSON]] | None = None  # the last one
+        self._encoded: tuple[Problem, list[JSON]] | None = None  # the last problem, encoded
         self._server: _ForkServer | None = None
         for task in self.tasks:
-            task.ready()  # what scoring needs is made once, and inherited by all workers
+            task.ready()  # what scoring needs is made once, and all workers inherit it
         if self.tasks and sys.platform == "linux":
             self._server = _ForkServer(self.tasks)
 
@@ -126,7 +127,7 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End the workers and what they have started, then the fork server."""
+        """End the workers and the processes that they started, then the fork server."""
         for worker in [*self.workers]:
             self._end(worker)
         if self._server is not None:
@@ -145,15 +146,15 @@ class WorkerPool:
         try:
             found = await job.reply
         finally:
-            if not job.reply.done() or job.reply.cancelled():  # the step was given up
+            if not job.reply.done() or job.reply.cancelled():  # the step was cancelled
                 self._abandon(job)
         return found if isinstance(found, Score) else Score(*found)
 
     async def converse(
         self, task: Task, problem: Problem, answer: Callable[[JSON], Awaitable[JSON]]
     ) -> JSON:
-        """Run an episode in a process of its own. `answer` replies to its messages, while it waits. Returns the episode's result.
-        It may take `task.seconds` from one message to the next; then it is ended."""
+        """Run an episode in its own process. `answer` replies to its messages while it waits. Returns the episode's result. The
+        episode is ended if it takes longer than `task.seconds` from one message to the next."""
         worker = self._free()
         worker.held = True
         line = _encode([-1 - self._number(task), *self._fields(problem)])
@@ -222,7 +223,7 @@ class WorkerPool:
         self._time(worker)
         try:
             processes.write_all(worker.requests, job.line, monotonic() + job.seconds)
-        except OSError:  # it died while idle, or was stopped
+        except OSError:  # the worker died while idle, or was stopped
             self._died(worker)
 
     def _read(self, worker: _Worker) -> None:
@@ -313,8 +314,8 @@ class _ForkServer:
     """A process that was forked while this one was small, and that forks the workers."""
 
     def __init__(self, tasks: Sequence[Task]):
-        stacks()  # opened here: workers inherit it
-        self._channel, theirs = socket.socketpair()  # pipes of a new worker come through it
+        stacks()  # opened here, so that workers inherit it
+        self._channel, theirs = socket.socketpair()  # carries the pipes of new workers
 
         def live(commands: int, output: int) -> None:
             self._channel.close()
@@ -334,8 +335,8 @@ class _ForkServer:
         return _Worker(int(data), requests, scores)
 
     def end(self, pid: int) -> None:
-        """End a worker and what it has started."""
-        with suppress(UserError):  # the workers of a dead fork server are dead
+        """End a worker and the processes that it started."""
+        with suppress(UserError):  # the workers of a dead fork server have ended, too
             self._command(pid)
 
     def _command(self, number: int) -> None:
@@ -388,7 +389,7 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
         def exchange(message: JSON) -> JSON:
             processes.write_all(scores, _encode({"ask": message}))
             line = lines.readline()
-            if not line:  # the parent is gone
+            if not line:  # the parent has ended
                 os._exit(1)
             return _decode(line)
 

@@ -1,7 +1,7 @@
-"""The processes that run one program together, each with its share of the work. The base class is one process alone.
+"""The processes that run one program together, each with its share of the work. The base class `World` is a single process.
 
-Every process (rank) runs the same stages. What is decided is decided from figures that all of them have, so that none goes on while
-another waits; `train/processes.py` has the version for several.
+Every process (rank) runs the same stages. Decisions use only figures that all processes have, so that none continues while another
+waits. `train/processes.py` has the version for several processes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from posttrain.types import JSON
 
 
 class World:
-    """One process alone. Processes exchange JSON that may hold NumPy arrays."""
+    """A single process. Processes exchange JSON that may hold NumPy arrays."""
 
     rank = 0
     size = 1
-    sharding = "never"  # of the weights that learn: auto, always, never
-    tensor = 1  # neighbours that divide the layers of a model, and have the same share of a step
+    sharding = "never"  # of the trained weights: auto, always, never
+    tensor = 1  # neighbouring ranks that divide the layers of a model; they have the same share of a step
 
     @property
     def shares(self) -> int:
@@ -43,12 +43,12 @@ class World:
         return flag
 
     def share(self, count: int) -> range:
-        """The indices, of `count` items, that are this process's share: contiguous, and equal in number up to one."""
+        """The indices of this process's share of `count` items: contiguous, and equal in number up to one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def begin(self, work: str, together: bool) -> str:
-        """Tell the other processes what comes next: `work`, in which they take part, or for which they wait while the first process
-        does it."""
+        """Announce the next work to the other processes. They take part in it if `together`; otherwise they wait while the first
+        process does it."""
         return work
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Properties of advantages within groups, and mistakes of other libraries that they rule out."""
+"""Properties of advantages within groups, and bugs of other libraries that they exclude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No coefficient is dead: for every algorithm and every number among its settings, another value gives another gradient."""
+"""Every coefficient has an effect: for every algorithm and every number in its settings, another value gives another gradient."""
 
 from __future__ import annotations
 

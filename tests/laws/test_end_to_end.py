@@ -1,11 +1,11 @@
-"""Pinned runs: ten steps from the recipe to the weights that are saved, in one process and with generation in two.
+"""Pinned runs: ten steps from the recipe to the saved weights, in one process and with generation in two.
 
-The trajectories in test_trajectories.py feed fixed batches to the trainer. These go through all of it: recipe, data, engine, scoring,
-selection, packing, loss, optimizer, and what is written. A run is read from its directory alone, so that what is pinned is what a user
+The trajectories in test_trajectories.py feed fixed batches to the trainer. These runs use everything: recipe, data, engine, scoring,
+selection, packing, loss, optimizer, and the written files. A run is read from its directory alone, so that the test pins what a user
 sees: for every step the metrics to the bit, the text and the reward of every rollout, and the ids, log-prob bits and advantages of
-those trained on; at the end the weights. They hold to the bit where torch, the instruction set and the processor are those that the
-file names. Elsewhere sums are rounded otherwise, so only the first step is compared, its figures within 1e-4. After a change that is
-meant,
+the trained ones; at the end the weights. They are equal to the bit if torch, the instruction set and the processor are those that the
+file names. Elsewhere sums are rounded differently, so only the first step is compared, with its figures within 1e-4. After an
+intended change,
 
     PIN_TRAJECTORIES=1 python -m pytest tests/laws/test_end_to_end.py
 

@@ -1,4 +1,4 @@
-"""A trained model that is exported and loaded again has the same bits and the same logits, here and in transformers."""
+"""A trained model that is exported and loaded again has the same bits and the same logits, in posttrain and in transformers."""
 
 from __future__ import annotations
 

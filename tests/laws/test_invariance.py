@@ -1,4 +1,4 @@
-"""How a step is cut, ordered, packed or bucketed changes no gradient."""
+"""Splitting, ordering, packing or bucketing a step differently does not change the gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens carry loss, and which do not."""
+"""Which tokens have a loss, and which do not."""
 
 from __future__ import annotations
 

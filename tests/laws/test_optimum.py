@@ -1,7 +1,8 @@
-"""The methods share one objective, E[r] - beta KL(pi || ref), whose optimum is pi* = ref exp(r / beta) / Z. Where each one ends.
+"""The methods share one objective, E[r] - beta KL(pi || ref), whose optimum is pi* = ref exp(r / beta) / Z. These tests check where
+each method converges.
 
-Problems are enumerated (tabular_for_tests): no sampling noise, so what a method converges to can be told from its own bias, and the
-biases are derived here: each has its own closed form, and the method must end at that one and not at pi*.
+Problems are enumerated (tabular_for_tests), so there is no sampling noise, and the limit of a method shows its bias. The biases are
+derived here: each has a closed form, and the method must converge to that one and not to pi*.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws of what is selected from a step's rollouts, for every online algorithm of the catalogue."""
+"""Properties of the selection from a step's rollouts, for every online algorithm of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Pinned trajectories: 30 optimizer steps of every algorithm, in float64 on one thread, with their losses in hexadecimal.
 
-A change of a loss, a weight, an optimizer or a reduction that nobody meant shows here as another number. They are exact where torch and
-the instruction set are those that trajectories.json names, and hold within 1e-9 elsewhere. After a change that is meant, or for a new
-algorithm,
+An unintended change of a loss, a weight, an optimizer or a reduction changes these numbers. They are exact if torch and the
+instruction set are those that trajectories.json names, and within 1e-9 elsewhere. After an intended change, or for a new algorithm,
 
     PIN_TRAJECTORIES=1 python -m pytest tests/laws/test_trajectories.py
 

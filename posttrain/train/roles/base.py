@@ -32,7 +32,7 @@ class Role:
     name: ClassVar[str]
     columns: tuple[str, ...] = ()  # the columns that `fill` returns
     learner: Learner | None = None  # its model and optimizer, if it is trained
-    # its frozen model: in no checkpoint, but a checksum of its weights is
+    # its frozen model; checkpoints contain a checksum of its weights, not the weights
     frozen: nn.Module | None = None
     only_shown: bool = False  # fill only in steps whose rollouts are written
 

@@ -57,8 +57,9 @@ class MovingReference(Reference):
         ema > 0      theta_ref <- ema theta_ref + (1 - ema) theta
         every = k    theta_ref <- theta, after step k, 2 k, ...
 
-    so that the KL bounds how fast the policy moves and not how far it gets. Weights of 16 bits would round a small step away: their
-    mean is kept in float32. It is in every checkpoint."""
+    The KL then bounds how fast the policy moves, not how far. In 16 bits a small step would be rounded away, so the average of 16-bit
+    weights is kept in float32. It is in every checkpoint.
+    """
 
     def __init__(self, policy: Policy, followed: Policy, ema: float, every: int, *measured: bool):
         super().__init__(policy, *measured)

@@ -15,16 +15,16 @@ from posttrain.train.pack import host_ids, host_mask, pack_examples
 from posttrain.train.roles.base import Role
 from posttrain.types import Batch, Example, Group, Outputs, Problem
 
-# makes the teacher's prompts, in place of the policy's
+# makes the teacher's prompts, which replace the policy's
 Prompts = Callable[[Sequence[Problem]], Sequence[Sequence[int]]]
 
 
 class Teacher(Role):
-    """For every micro-batch, the hidden states that predict the loss tokens, and the head: `Outputs.predictions["teacher"]`. A
-    divergence is computed from them in chunks (ops/divergence.py); probabilities [T, V] are never stored. With `by_token`, instead,
-    its log-probs of the loss tokens as a column, once a step.
+    """For every micro-batch, returns the hidden states that predict the loss tokens, and the head: `Outputs.predictions["teacher"]`.
+    A divergence is computed from them in chunks (ops/divergence.py); probabilities [T, V] are never stored. With `by_token`, it
+    instead fills a column with its log-probs of the loss tokens, once a step.
 
-    With `prompts` it reads the same responses after a prompt of its own.
+    With `prompts` it reads the same responses after its own prompt.
     """
 
     name = "teacher"

@@ -1,4 +1,4 @@
-// How the page talks to its server: JSON, the token for changes, and one stream of news, closed while the tab is hidden.
+// Requests to the server: JSON, the token for changes, and one event stream, which is closed while the tab is hidden.
 
 let token = document.querySelector('meta[name="studio-token"]')?.getAttribute("content") ?? "";
 
@@ -12,7 +12,7 @@ export async function post(path, body = {}) {
   const send = () => fetch(path, { method: "POST", headers: { "content-type": "application/json", "x-studio-token": token }, body: JSON.stringify(body) });
   let response = await send();
   if (response.status === 401) {
-    // the server was started again, and has another token
+    // the server was restarted, and has another token
     token = /name="studio-token" content="(\w+)"/.exec(await (await fetch("/")).text())?.[1] ?? token;
     response = await send();
   }
@@ -45,7 +45,7 @@ async function answer(response) {
 }
 
 /**
- * Call `changed` when the run (or any) has something new. Returns what ends it.
+ * Call `changed` when the run (or any run) has changed. Returns a function that ends this.
  * @param {string} run
  * @param {() => void} changed
  */

@@ -1,4 +1,4 @@
-// Which page an address is, and what every page shares.
+// Finds the page of an address; code that all pages share.
 import { fill, h } from "./dom.js";
 import * as runs from "./runs.js";
 import * as run from "./run.js";
@@ -10,7 +10,7 @@ import * as replay from "./replay.js";
 import * as review from "./review.js";
 import * as play from "./play.js";
 
-/** A page draws itself into `main` and returns what ends it. @typedef {(main: HTMLElement, words: string[], query: URLSearchParams) => Promise<(() => void)|void>} Page */
+/** A page draws itself into `main` and returns a function that ends it. @typedef {(main: HTMLElement, words: string[], query: URLSearchParams) => Promise<(() => void)|void>} Page */
 
 /** @type {[RegExp, string, Page][]} */
 const PAGES = [

@@ -49,7 +49,7 @@ export class Chart {
     this.plot = null;
     this.key = "";
     this.now = h("span", { class: "now" });
-    this.place = h("div", { class: "plot", role: "img", "aria-label": words.title, title: picked ? "Click a point: what moved the model in that step?" : null, onmousedown: (/** @type {MouseEvent} */ e) => (this.pressed = e.clientX), onclick: (/** @type {MouseEvent} */ e) => Math.abs(e.clientX - this.pressed) < 4 && this.pick() });
+    this.place = h("div", { class: "plot", role: "img", "aria-label": words.title, title: picked ? "Click a point to see what changed the model in that step" : null, onmousedown: (/** @type {MouseEvent} */ e) => (this.pressed = e.clientX), onclick: (/** @type {MouseEvent} */ e) => Math.abs(e.clientX - this.pressed) < 4 && this.pick() });
     this.pressed = 0; // where the mouse was: a drag zooms, and is no click
     this.legend = h("div", { class: "legend" });
     const more = h("button", { class: "icon", type: "button", title: "Explain", "aria-label": `Explain ${words.title}`, onclick: () => this.node.classList.toggle("open") }, "?");
@@ -87,7 +87,7 @@ export class Chart {
     this.describe();
   }
 
-  /** Show what is zoomed to, or all. @param {number[]} x */
+  /** Show the zoomed range, or everything. @param {number[]} x */
   scale(x) {
     const [low, high] = this.view?.zoom ?? [x[0] ?? 0, x[x.length - 1] ?? 1];
     this.plot.setScale("x", { min: low, max: high > low ? high : low + 1 });
@@ -172,7 +172,7 @@ export class Chart {
     this.now.textContent = `${where}: ${said.join(" / ") || "–"}`;
   }
 
-  /** The last values, in words for those who cannot see the curve too. */
+  /** The last values, as text for screen readers. */
   describe() {
     const ends = this.curves.map(({ label, series }) => {
       const known = series.mean.filter((v) => v !== null && Number.isFinite(v));
@@ -192,7 +192,7 @@ export class Chart {
     ctx.strokeStyle = ctx.fillStyle = token("--c2");
     ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
     for (const { x, stage } of this.view?.marks ?? []) {
-      // the same step of another stage is another time
+      // the same step of another stage is at another time
       if (stage && this.view?.axis === "step" && !this.curves.some((c) => c.label === stage)) continue;
       const at = u.valToPos(x, "x", true);
       if (at < bbox.left || at > bbox.left + bbox.width) continue;

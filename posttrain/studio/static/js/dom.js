@@ -1,9 +1,9 @@
-// The page is made of nodes, never of markup: whatever a model wrote is a text node and nothing else.
+// The page is built from nodes, never from markup: text from a model is always a text node.
 
 /** @typedef {Node|string|number|null|undefined|false} Child */
 
 /**
- * An element. `on...` are listeners, `class` and `data` what they say, a style is set through the object model; the rest are attributes.
+ * Make an element. `on...` are listeners, `class` and `data` have their usual meaning, a style is set through the object model; the rest are attributes.
  * @param {string} tag
  * @param {Record<string, any>} [props]
  * @param {...(Child|Child[])} children
@@ -36,7 +36,7 @@ function set(node, props) {
   }
 }
 
-/** Only addresses of this server: a link to anything else would be one that a run wrote. @param {string} href */
+/** Allow only addresses of this server: any other link would come from a run. @param {string} href */
 function safe(href) {
   return /^(\/(?!\/)|#|blob:)/.test(href) ? href : "#";
 }
@@ -46,7 +46,7 @@ function flat(children) {
   return children.flat(9).filter((c) => c !== null && c !== undefined && c !== false).map((c) => (c instanceof Node ? c : String(c)));
 }
 
-/** Replace what a node holds. @param {Element} node @param {...(Child|Child[])} children */
+/** Replace the children of a node. @param {Element} node @param {...(Child|Child[])} children */
 export function fill(node, ...children) {
   node.replaceChildren(...flat(children));
 }
@@ -97,7 +97,7 @@ export function ago(time) {
   return gone < 60 ? "just now" : `${duration(gone).split(" ")[0]} ago`;
 }
 
-/** Say something to those who listen to the page. @param {string} text */
+/** Announce a text to screen readers. @param {string} text */
 export function announce(text) {
   const place = document.getElementById("said");
   if (place) place.textContent = text;

@@ -1,4 +1,4 @@
-// Labelling: blind, sides shuffled, keys first. A vote is kept by the server before the next item is shown.
+// Labelling: blind, with shuffled sides and keyboard shortcuts. The server saves a vote before the next item is shown.
 import { get, post } from "./api.js";
 import { announce, fill, h, number, visible } from "./dom.js";
 
@@ -6,7 +6,7 @@ import { announce, fill, h, number, visible } from "./dom.js";
 export async function page(main) {
   document.title = "Label – posttrain studio";
   const [sets, runs, models] = await Promise.all([get("/api/label"), get("/api/runs"), get("/api/models")]);
-  fill(main, h("h1", {}, "Label"), h("p", { class: "dim" }, "Say which of two answers is better. What people prefer trains a reward model, and that trains the model."),
+  fill(main, h("h1", {}, "Label"), h("p", { class: "dim" }, "Choose the better of two answers. These preferences train a reward model, which then trains the model."),
     sets.length ? h("div", { class: "charts" }, sets.map(set)) : h("div", { class: "card empty" }, h("h2", {}, "Nothing to label yet"), h("p", {}, "Make comparisons below, or put a JSONL file of prompts and responses into the folder ", h("code", { class: "mono" }, "labels"), ".")), maker(runs.runs, models.models));
 }
 
@@ -32,7 +32,7 @@ function maker(runs, models) {
   const stage = h("input", { value: "rl", required: true });
   const model = h("select", {}, models.map((m) => h("option", { value: m.id }, m.name)));
   const temperature = h("input", { type: "number", value: 1, min: 0.1, max: 10, step: 0.1 });
-  const prompts = h("textarea", { rows: 3, placeholder: "One a line; none: those that the run knows" });
+  const prompts = h("textarea", { rows: 3, placeholder: "One a line; none: the prompts of the run" });
   const name = h("input", { placeholder: "for example: first-round", pattern: "[A-Za-z0-9_\\-]+", required: true });
   const count = h("input", { type: "number", value: 100, min: 1, max: 2000 });
   const said = h("div", { class: "error", hidden: true, role: "alert" });
@@ -102,7 +102,7 @@ export async function desk(main, [id]) {
         many && h("p", { class: "dim small" }, "Press the numbers from the best to the worst, then Enter. You may stop after the best."),
       ] : now.sampled?.running ? h("div", { class: "card empty" }, h("h2", {}, "More answers are being sampled"), h("p", {}, "The next pair comes in a moment.")) : h("div", { class: "card empty" }, h("h2", {}, "All are labelled"), h("p", {}, "Thank you. ", h("a", { href: "/label" }, "See how far people agree."))));
   }
-  /** What goes on while people label. */
+  /** Progress of the background work while people label. */
   function notes() {
     const parts = [];
     if (now.sampled && (now.sampled.running || now.sampled.error)) parts.push(`${now.sampled.done} of ${now.sampled.total} pairs are sampled${now.sampled.error ? `; it ended: ${now.sampled.error}` : ""}`);
@@ -127,7 +127,7 @@ export async function desk(main, [id]) {
     }
     busy = false;
   }
-  /** Send until it is kept: the server may be starting again. @param {string} path @param {any} sent */
+  /** Send until it is saved: the server may be restarting. @param {string} path @param {any} sent */
   async function kept(path, sent) {
     for (let tries = 0; ; tries++) {
       try {

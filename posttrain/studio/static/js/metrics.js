@@ -1,4 +1,4 @@
-// What each figure is, in plain words.
+// Describes each figure in plain words.
 
 /** @type {{groups: Record<string, [string, string]>, figures: Record<string, string[]>}|null} */
 let table = null;
@@ -8,7 +8,7 @@ export async function load() {
   return /** @type {NonNullable<typeof table>} */ (table);
 }
 
-/** Ends of intervals are drawn with their figure. @param {string} figure */
+/** Bounds of intervals are drawn with their figure. @param {string} figure */
 export function isBound(figure) {
   return /_(low|high)$/.test(figure);
 }

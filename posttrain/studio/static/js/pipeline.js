@@ -11,7 +11,7 @@ const WORDS = { pretrain: "learns to write", sft: "imitates examples", compariso
 export async function page(main, [id], query) {
   const run = await get(`/api/runs/${id}`);
   let data = await get(`/api/runs/${id}/pipeline`, { prompt: query.get("prompt") ?? "" });
-  /** @type {string|null} the stage that is looked at alone */
+  /** @type {string|null} the stage that is shown alone */
   let stage = null;
   let prompt = query.get("prompt") ?? data.prompts[0]?.question ?? "";
   let side = true;
@@ -22,7 +22,7 @@ export async function page(main, [id], query) {
   const scrub = h("div", {});
   const said = h("div", { class: "error", hidden: true, role: "alert" });
   const box = h("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Type a prompt, or choose one below" }, prompt);
-  const gold = h("input", { placeholder: "only where the reward needs it", maxlength: 4000 });
+  const gold = h("input", { placeholder: "only if the reward needs it", maxlength: 4000 });
   const ask = h("button", { class: "main", type: "button", onclick: () => sample() }, "Ask every stage");
   const both = h("button", { type: "button", "aria-pressed": "true", onclick: () => ((side = !side), both.setAttribute("aria-pressed", String(side)), side && (stage = null), stages(), show()) }, "Side by side");
   const find = h("input", { type: "search", placeholder: "Find a prompt", "aria-label": "Find a prompt", oninput: () => prompts() });
@@ -74,7 +74,7 @@ export async function page(main, [id], query) {
     ask.disabled = false;
     ask.textContent = "Ask every stage";
   }
-  /** What was answered by the model of each stage, in the order of training. */
+  /** The answers of each stage's model, in training order. */
   function known() {
     if (Object.keys(typed).length) return Object.entries(typed).map(([name, found]) => ({ name, note: "sampled now", found }));
     return data.answers.map((/** @type {any} */ a) => ({ name: a.model, note: a.note ?? `measured in ${a.stage}`, found: a.answers, gold: a.gold }));

@@ -8,7 +8,7 @@ export async function page(main) {
   document.title = "Playground – posttrain studio";
   const found = await get("/api/models");
   if (!found.models.length) {
-    return fill(main, h("h1", {}, "Playground"), h("div", { class: "card empty" }, h("h2", {}, "No model to talk with yet"), h("p", {}, "The stages of a run can be talked with once one has made a model. For others start ", h("code", { class: "mono" }, "posttrain serve MODEL"), " and open the studio with ", h("code", { class: "mono" }, "--serve http://127.0.0.1:8000/v1"), ".")));
+    return fill(main, h("h1", {}, "Playground"), h("div", { class: "card empty" }, h("h2", {}, "No model to talk with yet"), h("p", {}, "You can talk to the stages of a run after one has saved a model. For other models start ", h("code", { class: "mono" }, "posttrain serve MODEL"), " and open the studio with ", h("code", { class: "mono" }, "--serve http://127.0.0.1:8000/v1"), ".")));
   }
   const temperature = h("input", { type: "number", value: 0.7, min: 0, max: 5, step: 0.1 });
   const seed = h("input", { type: "number", value: 0, min: 0 });

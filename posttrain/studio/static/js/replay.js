@@ -1,4 +1,4 @@
-// What moved the policy in a step: `posttrain replay` in the background, its progress, and what it found.
+// Shows what changed the policy in a step: `posttrain replay` in the background, its progress, and its results.
 import { address, get, post } from "./api.js";
 import { announce, fill, h, number, visible } from "./dom.js";
 import { head } from "./run.js";
@@ -39,7 +39,7 @@ export async function page(main, [id], query) {
   const body = h("div", { class: "stack", "aria-live": "polite" });
   const form = h("form", { class: "card row", onsubmit: (/** @type {Event} */ e) => (e.preventDefault(), start()) },
     field("Stage", stage), field("Step", step), field("Update of the step", update), field("Without number", without), field("Log-prob of", answer), field("as an answer to", prompt), h("button", { class: "main" }, "Compute"));
-  fill(main, head(run, "/replay"), h("p", { class: "dim" }, "A step is computed again from the nearest checkpoint, to the bit, and its gradient is taken apart: which answers and which tokens moved the model. The run itself is only read."), form, body);
+  fill(main, head(run, "/replay"), h("p", { class: "dim" }, "A step is recomputed from the nearest checkpoint, bit for bit, and its gradient is divided into the contributions of answers and tokens. The run itself is only read."), form, body);
   let due = 0;
   const asked = () => ({ stage: stage.value, step: Number(step.value), update: Number(update.value) || 1, without: without.value === "" ? "" : Number(without.value), prompt: prompt.value, answer: answer.value });
   const wrong = (/** @type {unknown} */ error) => fill(body, h("div", { class: "error", role: "alert" }, visible(/** @type {Error} */ (error).message)));
@@ -87,7 +87,7 @@ function result(id, replayed, leave) {
   return [same, replayed.notes.map((/** @type {string} */ note) => h("p", { class: "dim" }, visible(note))),
     h("dl", { class: "row facts card" }, facts.map(([k, v]) => h("div", {}, h("dt", {}, visible(k)), h("dd", {}, v)))),
     f.answer && h("section", { class: "card stack" }, h("h3", {}, `${f.measure} of the answer: ${number(f.answer.before)} → ${number(f.answer.after)} (${change(f.answer, "after")}${f.answer.without === null ? "" : `; without it ${change(f.answer, "without")}`})`), h("div", { class: "text short dim" }, visible(f.answer.prompt)), h("div", { class: "text short" }, visible(f.answer.text))),
-    h("section", { class: "stack" }, h("h2", {}, `Each ${f.kind}, by its share of the gradient`), h("p", { class: "dim" }, "Shares sum to 100%. Orange ones pulled against the sum of all."), h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, heads.filter(Boolean).map((t) => h("th", { scope: "col" }, t)), h("td", {}))), h("tbody", {}, f.items.map(row)))), f.left > 0 && h("p", { class: "dim" }, `and ${f.left} more with smaller shares`)),
+    h("section", { class: "stack" }, h("h2", {}, `Each ${f.kind}, by its share of the gradient`), h("p", { class: "dim" }, "Shares sum to 100%. Orange ones are opposed to the sum."), h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, heads.filter(Boolean).map((t) => h("th", { scope: "col" }, t)), h("td", {}))), h("tbody", {}, f.items.map(row)))), f.left > 0 && h("p", { class: "dim" }, `and ${f.left} more with smaller shares`)),
     h("section", { class: "stack" }, h("h2", {}, "Token by token"), f.items.filter((/** @type {any} */ i) => i.spans.length).map((/** @type {any} */ i) => h("div", { class: "card stack" }, h("h3", {}, `${f.kind} ${i.number}: ${number(i.share, true)}`), tokens(i))))];
 }
 

@@ -1,4 +1,4 @@
-// Does a person agree with the reward? And the signs that it is being gamed.
+// Review (does a person agree with the reward?), and the signs of reward hacking.
 import { get, post } from "./api.js";
 import { Chart } from "./charts.js";
 import { fill, h, number, svg, visible } from "./dom.js";
@@ -11,7 +11,7 @@ export async function page(main, [id]) {
   const order = h("select", { "aria-label": "Which rollouts", onchange: () => next() }, [["highest", "highest reward first"], ["newest", "newest first"], ["random", "at random"]].map(([v, t]) => h("option", { value: v }, t)));
   const body = h("div", { class: "stack" });
   const table = h("div", { class: "stack" });
-  fill(main, head(run, "/review"), h("div", { class: "row between" }, h("p", { class: "dim" }, "Read what was paid, and say whether you agree. This is how loopholes are found early."), order), body, table);
+  fill(main, head(run, "/review"), h("div", { class: "row between" }, h("p", { class: "dim" }, "Read rewarded answers, and say whether you agree with the reward. This finds loopholes early."), order), body, table);
   /** @type {any} */
   let now = null;
   async function next() {
@@ -56,7 +56,7 @@ export async function hacking(main, [id]) {
   const { reward, kl } = data.series;
   const gold = data.gold && data.series[data.gold];
   const nodes = [];
-  if (reward) nodes.push(make({ title: gold ? "What is paid, and what it stands for" : "Reward", text: gold ? "If the reward rises and the gold score falls, the policy has found a loophole." : "This run measures no gold score, so a loophole can only be seen from how the text changes." }, [{ label: "reward", series: reward }, ...(gold ? [{ label: data.gold, series: gold }] : [])]));
+  if (reward) nodes.push(make({ title: gold ? "Reward and gold score" : "Reward", text: gold ? "If the reward rises and the gold score falls, the policy has found a loophole." : "This run measures no gold score, so a loophole can only be seen from how the text changes." }, [{ label: "reward", series: reward }, ...(gold ? [{ label: data.gold, series: gold }] : [])]));
   if (reward && kl) nodes.push(frontier(reward, gold || null, kl, data.gold));
   for (const [name, series] of Object.entries(data.series)) if (!["reward", "kl", data.gold].includes(name)) nodes.push(make(explain(name), [{ label: data.stage, series }]));
   fill(main, head(run, "/hacking"), h("section", { class: "stack" }, h("h2", {}, data.alarms.length ? `${data.alarms.length} alarm${data.alarms.length > 1 ? "s" : ""}` : "No alarm was raised"), data.alarms.map((/** @type {any} */ a) => h("div", { class: "card row between" }, h("div", { class: "grow alarm-text" }, h("span", { class: "chip bad" }, visible(a.rule ?? "alarm")), " ", visible(a.text)), a.rollouts !== null && a.rollouts !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts?stage=${encodeURIComponent(a.stage)}&step_from=${a.rollouts}&step_to=${a.rollouts}&sort=reward&down=true` }, "The rollouts behind it")))),
@@ -70,7 +70,7 @@ export async function hacking(main, [id]) {
   };
 }
 
-/** Reward and gold against KL: how much was gained for how far the model moved. @param {any} reward @param {any} gold @param {any} kl @param {string} name */
+/** Reward and gold against KL: the gain for the distance that the model moved. @param {any} reward @param {any} gold @param {any} kl @param {string} name */
 function frontier(reward, gold, kl, name) {
   const [w, hgt, pad] = [420, 190, 34];
   const at = (/** @type {any} */ series, /** @type {number} */ step) => {
@@ -88,5 +88,5 @@ function frontier(reward, gold, kl, name) {
   };
   const text = (/** @type {any} */ x, /** @type {any} */ y, /** @type {string} */ said, anchor = "start") => svg("text", { x, y, "font-size": 11, fill: "var(--faint)", "text-anchor": anchor }, said);
   const drawing = svg("svg", { viewBox: `0 0 ${w} ${hgt}`, width: "100%", height: hgt, role: "img", "aria-label": `reward${gold ? " and gold" : ""} against KL, from ${number(x0)} to ${number(x1)} nats` }, svg("line", { x1: pad, x2: w - 8, y1: hgt - 22, y2: hgt - 22, stroke: "var(--line)" }), rows.length ? [dots(1, "--c1"), gold ? dots(2, "--c2") : []].flat() : [], text(pad, hgt - 6, number(x0)), text(w - 8, hgt - 6, `${number(x1)} nats`, "end"));
-  return h("figure", { class: "card chart" }, h("header", {}, h("h3", {}, "Reward for distance")), h("p", {}, "Each point is a step; later ones are darker. To the right the model is farther from its start. Where the reward still rises and the gold has turned down, the best model lies behind."), drawing, h("div", { class: "legend" }, h("span", {}, h("i", { style: { background: "var(--c1)" } }), "reward"), gold && h("span", {}, h("i", { style: { background: "var(--c2)" } }), name)));
+  return h("figure", { class: "card chart" }, h("header", {}, h("h3", {}, "Reward for distance")), h("p", {}, "Each point is a step; later ones are darker. To the right the model is farther from its start. If the reward still rises while the gold score falls, the best model was at an earlier step."), drawing, h("div", { class: "legend" }, h("span", {}, h("i", { style: { background: "var(--c1)" } }), "reward"), gold && h("span", {}, h("i", { style: { background: "var(--c2)" } }), name)));
 }

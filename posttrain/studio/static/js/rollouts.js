@@ -6,9 +6,9 @@ import { head } from "./run.js";
 
 const SORTS = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["advantage", "Advantage"]];
 const HEAT = 42; // percent of colour at most: text stays readable on it
-const SCALES = { logprob: ["log-prob", "How likely the model found each token. The darker, the more it was surprised."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "How the probability changed since it was sampled: 1 is not at all."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How undecided the model was."], value: ["value", "What the critic expected to be paid from here on."], sampled: ["mask", "What the model wrote itself, and is trained on."] };
+const SCALES = { logprob: ["log-prob", "The model's probability of each token. Darker tokens were less likely."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "The ratio of the token's probability to that when it was sampled: 1 is no change."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How uncertain the model was."], value: ["value", "The reward that the critic expected from here on."], sampled: ["mask", "Tokens that the model wrote itself and is trained on."] };
 
-/** How good a reward is, as a tone. @param {any} r */
+/** The colour of a reward. @param {any} r */
 function tone(r) {
   return r.outcome === "correct" ? "good" : r.outcome === "wrong" || r.failure ? "bad" : "";
 }

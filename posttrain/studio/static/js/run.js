@@ -8,7 +8,7 @@ import { MARKS, chip } from "./runs.js";
 
 const TABS = [["", "Overview"], ["/pipeline", "Pipeline"], ["/rollouts", "Rollouts"], ["/replay", "Replay"], ["/review", "Review"], ["/hacking", "Reward hacking"], ["/settings", "Settings"]];
 
-/** What stands above every page of a run. @param {any} run @param {string} here */
+/** The header of every page of a run. @param {any} run @param {string} here */
 export function head(run, here) {
   document.title = `${run.name} – posttrain studio`;
   const said = h("span", { class: "error small", hidden: true, role: "alert" });
@@ -176,7 +176,7 @@ export async function page(main, [id]) {
   };
 }
 
-/** The stages of one figure; where its interval was recorded, that is the band. @param {any[]} series @param {string} figure */
+/** The stages of one figure; its interval, if recorded, is the band. @param {any[]} series @param {string} figure */
 export function curves(series, figure) {
   const mine = series.filter((s) => s.figure === figure);
   return mine.map((s) => {
@@ -200,7 +200,7 @@ export async function settings(main, [id]) {
     const changed = found.differences ?? {};
     const keys = Object.keys(found.settings).filter((k) => k.includes(find.value));
     const rows = (/** @type {string[]} */ list, /** @type {boolean} */ both) => list.map((k) => h("tr", { class: k in changed ? "changed" : null }, h("td", {}, visible(k)), h("td", {}, visible(show(found.settings[k]))), both && h("td", {}, visible(show(changed[k]?.[1])))));
-    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run is of a recipe that is not shipped, so there is nothing to compare with.") : h("section", { class: "stack" }, h("h2", {}, `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
+    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run has a recipe that is not shipped, so there is nothing to compare with.") : h("section", { class: "stack" }, h("h2", {}, `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
       h("section", { class: "stack" }, h("h2", {}, "All settings"), h("div", { class: "card table" }, h("table", { class: "diff" }, h("tbody", {}, rows(keys, false))))));
   }
   async function draw() {

@@ -1,4 +1,4 @@
-// Before the first paint: the theme that was chosen last, or that of the system.
+// Runs before the first paint: sets the theme that was chosen last, or that of the system.
 (() => {
   const chosen = localStorage.getItem("theme");
   const dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
