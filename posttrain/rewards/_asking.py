@@ -1,6 +1,7 @@
 """Requests to a judge: the form of its replies, their cache, and an OpenAI-compatible endpoint.
 
-The endpoint is asked in parallel with the `openai` client, within a rate limit, and counts the cost."""
+The endpoint is asked in parallel with the `openai` client, within a rate limit, and counts the cost.
+"""
 
 from __future__ import annotations
 

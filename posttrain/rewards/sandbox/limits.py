@@ -27,7 +27,7 @@ class Limits(Checked):
     # seconds, from the moment the program is handed over; starting an interpreter does not count
     wall: Annotated[float, Range(gt=0, le=3600)] = 10.0
     cpu: Positive | None = None  # seconds of processor time; None: the wall limit plus one second
-    # bytes of address space; the minimum is what an interpreter needs; it also needs 16 open files
+    # bytes of address space; the minima of `memory` and `open_files` are what an interpreter needs
     memory: Memory = 512 * MEGABYTE
     threads: Count = 64  # including the first one
     files: Size = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory

@@ -13,7 +13,7 @@ If a call is needed but some of its arguments are not, the filter compares the a
 - `open` is for reading or writing: Landlock allows a call that asks for neither (access mode 3), which can create a file; its
   first versions allow truncating a file that is opened for reading;
 - `clone` makes threads, and neither it nor `close_range` makes a second table of open files, which would have its own limit.
-A program with a file system of its own may also make, change and remove files and links there (`PRIVATE`). Without one, nothing is
+
 A program with its own file system may also make, change and remove files and links there (`PRIVATE`). Without one, nothing is
 writable and reading a link fails (EINVAL, as for a file that is not a link): Landlock would show which files the user's other
 processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit had been reached; clone3
