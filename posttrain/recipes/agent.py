@@ -46,7 +46,7 @@ def agent(
 ) -> Recipe:
     """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the
     hub's copy is read) it trains on GSM8K, on one GPU with 80 GB or more, in about 5 minutes. SFT shows `demonstrations` calls,
-    made from the calculator notes in GSM8K's own solutions; then RL runs on 64 problems x 8 episodes a step, each of at most
+    made from the calculator notes in GSM8K's own solutions. Then RL runs on 64 problems x 8 episodes a step, each of at most
     `turns` turns of `tokens` tokens. Greedy answers to `problems` held-out problems are measured without the tool, with it,
     with it after SFT, and after RL. `seconds` ends RL early; `calls` is how a call is written: `tag` in plain text, `auto` as
     in the chat template; `sandbox` is that of the interpreter (docs/rewards-code.md). Without a model it trains a toy on a CPU:

@@ -36,10 +36,10 @@ def distill(
     prompts a step: `distill` on its own responses, with the teacher's distribution at every token, `sft` on the teacher's.
     Held-out greedy accuracy is measured for both, for the start and for the teacher.
 
-    With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) it uses GSM8K on one GPU; `data` is a
-    folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. Without them it trains toys on a
-    CPU: a model of 0.9 million weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that
-    saw only those in which no digit carries.
+    With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) it trains on GSM8K, on one GPU.
+    `data` is a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's copy is read. Without them it trains
+    toys on a CPU: a model of 0.9 million weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2
+    million that saw only those in which no digit carries.
     """
     paired = bool(model) == bool(teacher)
     require(paired, "distill: model and teacher go together; give both, or none for the toy")

@@ -77,15 +77,15 @@ def instructgpt(
     `demonstrations` for the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and
     `unseen` for text whose perplexity is measured; without them the model writes the last two itself.
 
-    With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 by default); after people
+    With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 by default). After people
     have compared them, in the studio or with `posttrain label`, `posttrain resume` trains the reward model on their
     preferences.
 
-    `strict` chooses the annotator. By default a real model gets a strict one, who wants the subject named and little flattery
-    (strict=false: the lexicon alone, which rewards flattery about anything), and the toy the plain one. PPO ends at a KL of
-    `max_kl` nats a response from SFT (0: never; 10 with a real model). Three win rates are measured: by the annotator against
-    SFT and against the model before SFT, and by a second judge that has labelled nothing: `judge` (a model that compares) or
-    else the other of the two annotators.
+    `strict` chooses the stricter annotator, by default with a real model and not with the toy. For a real model it wants the
+    subject named and little flattery; strict=false is the lexicon alone, which rewards flattery about anything. PPO ends at a
+    KL of `max_kl` nats a response from SFT (0: never; 10 with a real model). The annotator gives two win rates, against SFT and
+    against the model before SFT. A second judge, which has labelled nothing, gives a third: `judge`, a model that compares;
+    without one, the other of the two annotators.
     """
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")

@@ -34,7 +34,7 @@ def r1_zero(
 
     With a `model` (a hub name, a directory, a GGUF file) it trains a real model, which is the base, and the sums are asked in
     words. Its prompt has `examples` solved sums before the question (2 by default), from which it takes the form and the way to
-    add; examples=0 is R1-Zero's own start: no solved sum, and words ask for the form.
+    add. With examples=0 it starts as R1-Zero does: no solved sum, and words ask for the form.
     """
     fine = bool(model) or examples is None
     require(fine, "r1_zero: examples are for a real model: give one as model")

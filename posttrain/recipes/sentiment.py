@@ -93,7 +93,7 @@ def sentiment(
     simulated annotator (the rules of tasks/reviews.py) ranks four of its answers to each of `comparisons` prompts; a reward
     model is fitted to the rankings; and PPO raises its score at a KL coefficient, `beta`, that is too low for so weak a reward
     model. Each further round ranks two answers of the latest policy and two of the first model, for `fresh` more prompts than
-    the round before, fits the reward model to all rankings so far (Christiano et al. 2017), and raises beta by
+    the round before. It fits the reward model to all rankings so far (Christiano et al. 2017), and raises beta by
     `beta_increment`.
 
     With a `model` (a directory, a GGUF file, a hub name) it trains a real model, which writes sentences (tasks/sentiment.py) of

@@ -178,12 +178,12 @@ class EndpointSettings(Checked):
     model: str
     url: str = ""
     key_variable: str = KEY_VARIABLE  # "": no key
-    temperature: NotNegative | None = 0.0  # None: the server's default
-    max_tokens: Whole = 512  # of a reply; 0: only the server's limit
-    seconds: Positive = 60.0  # per attempt
+    temperature: NotNegative | None = 0.0  # sampling temperature; None: the server's default
+    max_tokens: Whole = 512  # tokens of a reply; 0: only the server's limit
+    seconds: Positive = 60.0  # time limit of one attempt
     attempts: Several = 4
     parallel: Several = 16  # requests at the same time
-    per_minute: Whole = 0  # requests; 0: only the server's limit
+    per_minute: Whole = 0  # requests a minute; 0: only the server's limit
     cache: str = ""  # a folder that stores the replies; "": none
     prompt_price: NotNegative = 0.0
     completion_price: NotNegative = 0.0

@@ -24,7 +24,7 @@ PATIENCE = 500
 
 @dataclass(frozen=True)
 class Countdown(Leveled):
-    """`level` is the number of numbers."""
+    """`level` is how many numbers are given."""
 
     bounds: ClassVar[tuple[int, int]] = (2, 6)
     # every character that a question or a demonstration can contain

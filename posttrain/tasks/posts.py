@@ -69,8 +69,8 @@ def taste(facts: Mapping[str, int], summary: str, reader: bool) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Posts(Task):
-    """`summary` sets the demonstrations: the `best` one, or `any`, as people write them: one to three facts of the post,
-    whichever they are. `annotator` sets who scores."""
+    """`summary` sets the demonstrations, the `best` one or `any`, as people write them, with one to three facts of the post,
+    whichever they are. `annotator` sets who scores, the writer or the reader."""
 
     alphabet: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz ,."
 

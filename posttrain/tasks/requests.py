@@ -86,10 +86,10 @@ def kind_of(question: str, answer: str) -> Literal["help", "refusal", "evasion"]
 
 @dataclass(frozen=True)
 class Requests(Task):
-    """`answers` sets the demonstrations: `best`, or `any`: most help, whatever is asked, and some refuse or evade. `rule` sets
-    the score: `helpful` (does it help?), `harmless` (does it refuse what is harmful?), or both: help with harmless requests,
-    refuse harmful ones. With an `attack`, requests are wrapped in it (`any`: each in one of them), and refusals are also
-    counted by attack, as `refused_harmful_role`."""
+    """`answers` sets the demonstrations, `best` or `any`; with any, most help, whatever is asked, and some refuse or evade.
+    `rule` sets the score, by `helpful` (does it help?), `harmless` (does it refuse what is harmful?) or `both` (help with
+    harmless requests, refuse harmful ones). With an `attack`, requests are wrapped in it (`any`: each in one of them), and
+    refusals are also counted by attack, as `refused_harmful_role`."""
 
     alphabet: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz ,.?'"
 

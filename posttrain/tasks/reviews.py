@@ -63,7 +63,7 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Reviews(Task):
-    """`mood` sets the demonstrations: `kind` ones, which earn the full reward, or `any`, as people write."""
+    """`mood` sets the demonstrations, `kind` ones, which earn the full reward, or `any`, as people write."""
 
     alphabet: ClassVar[str] = LETTERS
 

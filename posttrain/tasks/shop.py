@@ -31,7 +31,7 @@ class Shop(Environment):
 
     alphabet: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz ?"
 
-    turns: Annotated[int, Range(ge=4, le=20)] = 5  # including the sale
+    turns: Annotated[int, Range(ge=4, le=20)] = 5  # turns of an episode, including the sale
     price: Share = 0.1
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 

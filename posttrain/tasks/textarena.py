@@ -24,10 +24,10 @@ MOVES = re.compile(r"'\[([^\[\]']+)\]'")
 
 @dataclass(frozen=True)
 class TextArena(Packaged):
-    """`game` is an id of `textarena.make`, `options` are its arguments. With several players, `opponent` says who the others
-    are: `self`, the policy itself, with a conversation and a rollout for each (roles `player 0`, ...); or `random`, one of the
-    moves that the game lists last as '[move]'. The policy's own seat then changes from problem to problem. A subclass may
-    override `reply` to play otherwise.
+    """`game` is an id of `textarena.make`, `options` are its arguments. With several players, `opponent` sets the others,
+    `self` or `random`. With self, the policy plays them too, with a conversation and a rollout for each (roles `player 0`,
+    ...). A random opponent plays one of the moves that the game lists last as '[move]', and the policy's own seat changes from
+    problem to problem. A subclass may override `reply` to play otherwise.
 
     The score is the game's reward for a player, usually 1, 0 or -1. The game itself decides whether a move is invalid, and ends
     after the second in a row; a player who ends it so gets at most 0, whatever partial reward the game gives.

@@ -19,7 +19,7 @@ from posttrain.types import JSON, Message, Problem, Rollout
 class ToolUse(Nested):
     """Problems, prompts and scores are those of `task`. The final answer is scored: the argument of the tool `answer`, else the
     first turn without a call. An episode that ends at a limit after a call has no answer. `format` is how calls are written;
-    `auto` follows the chat template (data/calls.py)."""
+    with auto, as in the chat template (data/calls.py)."""
 
     task: Task
     tools: tuple[Tool, ...]
