@@ -6,7 +6,7 @@ If the process is killed at any moment, the run can still be read, and the next 
         writer.event("stage", {"stage": "rl"})
         row = writer.metrics("rl", step, {"reward": 0.5})
     with RunWriter.resume(directory) as writer:             # the same run, attempt + 1
-        writer.resumed("rl", 120)                           # steps up to 120 stand; what came after is superseded
+        writer.resumed("rl", 120)                           # steps up to 120 count; later ones are superseded
 """
 
 from __future__ import annotations
