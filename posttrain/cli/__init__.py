@@ -1,4 +1,4 @@
-"""The command line. Each command is one file of this package, found by its name; what it does lives in `commands`.
+"""The command line. Each command is one file of this package, found by its name; the package `commands` does the work.
 
 A command file has a docstring (its help), `EXAMPLE`, `add_arguments(parser)` and `call(options)`, which returns an exit code or None.
 """
@@ -18,8 +18,8 @@ from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 a crash (with its traceback) or doctor reported a problem, 2 bad input, 3 stopped by a
-    guard, 75 another process of the run was lost, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 1 a crash (with its traceback) or doctor reported a problem, 2 bad input, 3 stopped by
+    a guard, 75 another process of the run failed, 130 interrupted."""
     try:
         end_with_parent()
         options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""
         return fail(f"{error}{more}", 130)
     except errors.PeerFailed as error:
-        # the process that started them says which one failed
+        # the process that started them reports which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
     except errors.OutOfMemory as error:
         return OUT_OF_MEMORY if STARTED in os.environ else fail(str(error), 1)
@@ -50,7 +50,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = top.parse_known_args(words)
     if options.command is None and not rest:
         options.call = lambda _: top.print_help()
-    # argparse does not take key=value after an option; they are settings wherever they stand
+    # argparse does not accept key=value after an option; here they are settings at any position
     elif rest and "settings" in options and all(re.match("[^-].*=|=", word) for word in rest):
         options.settings += rest
     elif rest:
@@ -63,7 +63,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument as a UserError of one line, with the nearest name where one was mistyped."""
+    """Reports a wrong argument as a UserError of one line, with the nearest name if one was mistyped."""
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Make the parser of all commands."""
     text = "Reinforcement learning for language models, from a laptop up."
     top = Parser(prog="posttrain", description=text)
     top.add_argument("--version", action="version", version=f"posttrain {VERSION}")

@@ -1,4 +1,4 @@
-"""Say which method suits a goal, with the data and the compute at hand."""
+"""Advise a method for a goal, given your data and compute."""
 
 from __future__ import annotations
 

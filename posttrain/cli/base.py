@@ -39,7 +39,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_of_run(parser: argparse.ArgumentParser) -> None:
-    """Which model of a run is handed on, and what its card says."""
+    """Add arguments that select a model of a run, and the fields of its card."""
     parser.add_argument("run")
     text = "the stage whose model it is; the last one that made one without this"
     parser.add_argument("--stage", default="", metavar="NAME", help=text)
@@ -76,7 +76,7 @@ def check_tasks(names: Iterable[str]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they come. What a model wrote in one cannot end it or control the terminal."""
+    """Print lines as they come. Text of a model within a line cannot end it or control the terminal."""
     from posttrain.events import printable
     from posttrain.runs.console import write_text
 
@@ -91,7 +91,8 @@ def print_json(value: JSON, indent: int | None = 2) -> None:
 def start_processes(
     words: list[str], allow_code: bool, settings: Settings, directory: Path
 ) -> int | None:
-    """Run the same command in several processes; its exit code. None where it asks for one, or this is one of them."""
+    """Run the same command in several processes and return its exit code. None if it asks for one, or if this is one of
+    them."""
     from posttrain.cluster.launch import launch
     from posttrain.pipeline import check_processes, placement
     from posttrain.train import processes
@@ -116,6 +117,6 @@ def fail(text: str, code: int) -> int:
 
 
 def report_sweep(failed: int) -> int:
-    """The exit code of a sweep in which `failed` runs failed."""
+    """Return the exit code of a sweep in which `failed` runs failed."""
     text = f"{failed} of the sweep's runs failed; their directories say why in failure.txt"
     return fail(text, 1) if failed else 0

@@ -25,7 +25,8 @@ def call(options: argparse.Namespace) -> None:
 
 
 def asked(lines: Iterable[str]) -> Iterator[str]:
-    """What is said to the model, and /new. Another word after a slash is mistaken for a command: it says what there is."""
+    """Yield the messages to the model, and /new. Any other word after a slash looks like a mistyped command: print the known
+    ones."""
     for line in lines:
         if re.fullmatch(r"/[a-z]+", line.strip()) and line.strip() != "/new":
             print_lines([(__doc__ or "").partition(". ")[2]])
@@ -34,7 +35,7 @@ def asked(lines: Iterable[str]) -> Iterator[str]:
 
 
 def typed(prompt: str) -> Iterator[str]:
-    """Lines from the terminal, or from a pipe, where nothing asks for them; up to an empty one."""
+    """Yield lines from the terminal, or from a pipe without a prompt, up to an empty one."""
     while True:
         try:
             line = input(prompt if sys.stdin.isatty() else "")

@@ -1,4 +1,4 @@
-"""Compare two runs: held-out results in pairs, curves in one picture, settings that differ."""
+"""Compare two runs: held-out results in pairs, curves in one plot, settings that differ."""
 
 from __future__ import annotations
 

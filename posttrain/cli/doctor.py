@@ -1,4 +1,4 @@
-"""Look at this machine: versions, GPU, sandbox, disk; and say what to fix."""
+"""Check this machine: versions, GPU, sandbox, disk; and show what to fix."""
 
 from __future__ import annotations
 

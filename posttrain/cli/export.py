@@ -1,4 +1,4 @@
-"""Write a run's model to a folder with its model card, or, by llama.cpp's converter, to a GGUF file."""
+"""Write a run's model to a folder with its model card, or to a GGUF file by llama.cpp's converter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the better of two or more responses in the terminal; what was chosen is data for dpo and reward models."""
+"""Choose the better of two or more responses in the terminal; the choices are data for dpo and reward models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List what is shipped: recipes, stages, algorithms, tasks, tools, rewards (with a name, its keys), and formats of data."""
+"""List what is shipped: recipes, stages, algorithms, tasks, tools, rewards (with a name, its keys), and data formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a recipe would do, and what it needs, without training; or what a model of any size would need on many GPUs."""
+"""Show what a recipe would do and need, without training; or what a model of any size would need on many GPUs."""
 
 from __future__ import annotations
 

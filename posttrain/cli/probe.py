@@ -1,4 +1,4 @@
-"""Say what a reward would pay, before any training: gold, wrong, empty, padded, injected answers."""
+"""Show what a reward gives to gold, wrong, empty, padded and injected answers, before any training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(options: argparse.Namespace) -> int:
     from posttrain.commands.probe import lines, probe_named
 
     reward, settings = options.reward, list(options.settings)
-    if reward is not None and "=" in reward:  # the first setting, and no reward
+    if reward is not None and "=" in reward:  # the first setting, and not a reward
         reward, settings = None, [reward, *settings]
     report = probe_named(reward, options.task, settings)
     print_json(report.tree()) if options.json else print_lines(lines(report))

@@ -1,4 +1,4 @@
-"""Recompute a step of a run from the nearest checkpoint, and say which rollouts and tokens moved the model."""
+"""Recompute a step of a run from the nearest checkpoint, and show which rollouts and tokens changed the model."""
 
 from __future__ import annotations
 

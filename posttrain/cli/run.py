@@ -13,7 +13,7 @@ EXAMPLE = "posttrain run quickstart seed=1 rl.lr=1e-4"
 
 
 class Help(argparse.Action):
-    """`run --help`, and after a recipe every key that it takes."""
+    """`run --help`; after a recipe, every key of that recipe."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any

@@ -1,4 +1,4 @@
-"""Let a model answer a prompt."""
+"""Sample a model's answer to a prompt."""
 
 from __future__ import annotations
 

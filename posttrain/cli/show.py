@@ -1,4 +1,4 @@
-"""Print rollouts; one of them as a Markov decision process, token by token."""
+"""Print rollouts, or one of them as a Markov decision process, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open the studio: a local web app that shows runs, their rollouts and how the model changes, and in which people label answers."""
+"""Open the studio: a local web app that shows runs, their rollouts and how the model changes, and where people label answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def call(options: argparse.Namespace) -> None:
 
 
 def unspecified(host: str) -> bool:
-    """Whether an address stands for all of this machine's."""
+    """Whether an address stands for all addresses of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -1,7 +1,7 @@
-"""Chooses a method for a goal, by rules over the tables of advise.yaml. `posttrain advise` and docs/advise.md say the same.
+"""Chooses a method for a goal, by rules over the tables of advise.yaml. `posttrain advise` and docs/advise.md use the same rules.
 
-What decides is the signal at hand (a program that checks answers, comparisons, a judge, binary feedback, demonstrations), then how
-much memory there is, then what the goal tolerates. The chain that is chosen can be written as a recipe and run.
+The available signal decides first (a program that checks answers, comparisons, a judge, binary feedback, demonstrations), then
+the available memory, then the limits of the goal. The chosen chain can be written as a recipe and run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ start: save this as advice.yaml (--config prints it alone). It plans and runs as
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A kind of machine, with the bytes of a parameter of a trained and of a frozen model."""
+    """A kind of machine, with the bytes per parameter of a trained and of a frozen model."""
 
     title: str
     trained_bytes: int
@@ -39,7 +39,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A chain of (stage, algorithm), the models in memory at its widest stage, its pitfalls and its settings by stage."""
+    """A chain of (stage, algorithm), the models in memory at its largest stage, its pitfalls and its settings by stage."""
 
     stages: Sequence[Sequence[str]]
     models: Sequence[str]
@@ -53,7 +53,8 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Textbook:
-    """What textbooks advise for a goal: from which data, which methods of ours that is, and why another one is chosen."""
+    """What textbooks advise for a goal: from which data, the matching methods of this package, and why another one is
+    chosen."""
 
     says: str
     needs: str
@@ -63,7 +64,7 @@ class Textbook:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A shipped task in place of the user's; `ordinary` are its settings for what the first model learns."""
+    """A shipped task in place of the user's; `ordinary` are its settings for the data of the first model."""
 
     task: Mapping[str, JSON]
     ordinary: Mapping[str, JSON]
@@ -74,7 +75,7 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is wanted, the signals that serve it (best first), and the methods where they differ from the usual ones."""
+    """A goal, the signals that serve it (best first), and its methods where they differ from the usual ones."""
 
     title: str
     signals: Sequence[str]
@@ -109,11 +110,11 @@ class Advice:
     reasons: Sequence[str]
     pitfalls: Sequence[str]
     recipe: dict[str, JSON]
-    replace: Sequence[str]  # how to put in what is the user's
+    replace: Sequence[str]  # how to put in the user's own data and models
     textbook: str
     command: str = "posttrain run advice.yaml"
     have: Sequence[str] = ()
-    signal: str = ""  # what the method learns from; "" where there is nothing yet
+    signal: str = ""  # what the method learns from; "" if there is no data yet
     method: str = ""
     chain: Sequence[tuple[str, str]] = ()  # (stage, algorithm)
     models: Sequence[str] = ()
@@ -122,7 +123,7 @@ class Advice:
 
 
 def find_goal(words: str) -> str:
-    """The name of a goal, from its name, its title or a word of its title.
+    """Return the name of a goal, given its name, its title or a word of its title.
 
     >>> find_goal("Math and reasoning"), find_goal("limited-compute"), find_goal("reasoning")
     ('math', 'limited', 'math')
@@ -138,7 +139,7 @@ def find_goal(words: str) -> str:
 
 
 def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
-    """The chain of stages for a goal, given data at hand and compute.
+    """Return the chain of stages for a goal, given the available data and compute.
 
     >>> advise("math", ["verifier"], "laptop").chain
     (('rl', 'grpo'),)
@@ -155,7 +156,7 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     clear = not (given and "nothing" in have)
     require(clear, f"have=nothing with {', '.join(given)}: leave it out")
     wanted = GOALS[name]
-    # demonstrations are where others begin: they are the signal only where there is no other
+    # other methods begin with demonstrations: they are the signal only if there is no other
     signals = [kind for kind in wanted.signals if kind in given and kind != "demonstrations"]
     signals += ["demonstrations"] if "demonstrations" in given else []
     if not signals:
@@ -165,7 +166,8 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     signal = signals[0]
     chosen = {**PICKS, **wanted.picks}[signal][list(COMPUTE).index(compute)]
     if chosen == "simpo" and "demonstrations" not in given:
-        chosen = "orpo"  # the model has not been taught the form of an answer: ORPO teaches it in the same stage
+        # the model has not learned the form of an answer: ORPO teaches it in the same stage
+        chosen = "orpo"
     return _compose(name, given, compute, signal, chosen)
 
 
@@ -205,7 +207,7 @@ def _compose(name: str, given: tuple[str, ...], compute: str, signal: str, chose
 
 
 def textbook(name: str, given: Sequence[str] = (), chosen: str = "") -> str:
-    """What textbooks advise for a goal, and why what was chosen differs where it does.
+    """Return what textbooks advise for a goal and, if the choice differs, why.
 
     >>> textbook("math", ["verifier"], "grpo")
     'GRPO with rewards by rule: cheap, and the answers can be verified. The same here'
@@ -225,8 +227,8 @@ def _recipe(
     compute: str,
     given: Sequence[str],
 ) -> tuple[dict[str, JSON], list[str]]:
-    """The chain as a recipe that runs as it is, and how to put in the user's own. Shipped tasks and a tiny model stand for what is the
-    user's. Every stage begins with the policy that the last one left."""
+    """Return the chain as a recipe that runs unchanged, and how to put in the user's own data. Shipped tasks and a tiny model
+    stand in for the user's. Every stage begins with the policy of the stage before."""
     own, kinds, model = STAND_INS[name], [stage for stage, _ in chain], "tiny:nano"
     sampling: dict[str, JSON] = {"max_new_tokens": own.tokens}
     stages: list[dict[str, JSON]] = []
@@ -277,7 +279,7 @@ def _replacements(names: Sequence[str]) -> list[str]:
 def _rl_settings(
     algorithm: str, method: Method, compute: str, own: StandIn, by_model: bool
 ) -> dict[str, JSON]:
-    """The settings of an rl stage besides its task; models that wait are kept in host memory where there is one GPU or none."""
+    """Return the settings of an rl stage besides its task; with one GPU or none, idle models are kept in host memory."""
     offload = {"device": "cpu"} if compute != "cluster" and len(method.models) > 2 else {}
     lengths = {key: int(share * own.tokens) for key, share in method.lengths.items()}
     settings: dict[str, JSON] = {"prompts": COMPUTE[compute].prompts}
@@ -288,14 +290,14 @@ def _rl_settings(
 
 
 def recipe_text(advice: Advice) -> str:
-    """The recipe as YAML, after comments that say how to put in what is the user's."""
+    """Return the recipe as YAML, after comments that explain how to put in the user's own data."""
     text = yaml.safe_dump(advice.recipe, sort_keys=False, default_flow_style=None, width=120)
     comments = ["shipped tasks and a tiny model stand for what is yours", *advice.replace]
     return "".join(f"# {line}\n" for line in comments) + str(text)
 
 
 def lines(advice: Advice) -> list[str]:
-    """The advice as text."""
+    """Return the advice as text."""
     have, machine = ", ".join(advice.have) or "nothing", COMPUTE[advice.compute].title
     text = [f"goal: {GOALS[advice.goal].title}; at hand: {have}; on {machine}", ""]
     if not advice.have:

@@ -1,6 +1,6 @@
-"""The model card of a run: what was trained from what, with which settings, its held-out figures with intervals, and its limits.
+"""The model card of a run: base model, data, settings, held-out results with intervals, and limits.
 
-Everything in it is read from the run directory. Paths of this machine, and passwords and parameters of addresses, are left out.
+All of it is read from the run directory. Paths of this machine, and passwords and parameters of addresses, are left out.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from posttrain.runs.read import Run
 from posttrain.system.files import read_text
 from posttrain.types import JSON
 
-# keys that say what was trained on
+# keys that name training data
 DATA = ("task", "data", "pairs", "problems", "pretraining", "text")
-# others say where a run is and who watches it
+# the other keys only say where a run is stored and which services track it
 SETTINGS = ("format", "name", "seed", "deterministic", "processes", "stages")
 LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")  # the hub's identifiers: apache-2.0, mit, other
 
 
 def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = False) -> str:
-    """The card as Markdown with the hub's metadata; `base` is the model that adapters are for."""
+    """Return the card as Markdown with the hub's metadata; `base` is the model that adapters belong to."""
     fine = not licence or LICENCE.fullmatch(licence) is not None
     such = "is not an identifier of the hub, such as apache-2.0, mit or other"
     require(fine, f"license {licence!r} {such}")
@@ -66,7 +66,7 @@ def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = Fals
 
 
 def published(value: JSON) -> JSON:
-    """A setting as others may read it: of a path of this machine its last part, of an address neither password nor parameters.
+    """Return a setting that may be published: the last part of a local path, an address without password and parameters.
 
     >>> published({"file": "/home/me/rows.jsonl", "url": "https://me:secret@host/v1?key=1", "model": "org/name", "steps": 2})
     {'file': 'rows.jsonl', 'url': 'https://host/v1', 'model': 'org/name', 'steps': 2}
@@ -94,7 +94,7 @@ def _training(stages: list[dict[str, JSON]]) -> Iterator[str]:
 
 
 def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iterator[str]:
-    """Each evaluation: what it measured, on how many problems, with 95% intervals."""
+    """Yield each evaluation: what it measured, on how many problems, with 95% intervals."""
     tasks = {str(s["name"]): s.get("task") for s in stages}
     rows = list[str]()
     for name, result in (summary.get("stages") or {}).items():
@@ -144,11 +144,11 @@ def _limits(summary: Mapping[str, JSON]) -> Iterator[str]:
 
 
 def _cell(value: JSON) -> str:
-    """One cell of a table: what came from a file cannot begin another."""
+    """Escape text from a file for one cell of a table, so that it cannot begin another."""
     return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
 
 
 def own_card(path: Path) -> str:
-    """A card that the user wrote."""
+    """Return the text of the user's own card."""
     require(path.is_file(), f"--card {path}: there is no such file")
     return read_text(path)

@@ -1,5 +1,4 @@
-"""Compares two runs: their held-out results problem by problem, what else their stages measured, their curves in one picture, and the
-settings that differ."""
+"""Compares two runs: held-out results problem by problem, other results of their stages, curves in one plot, and changed settings."""
 
 from __future__ import annotations
 
@@ -20,17 +19,18 @@ from posttrain.types import JSON
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
 MAX_TEXT = 20_000  # characters of a report in a notebook
-ROUTINE = ("out", "next_command", "trackers")  # settings that say nothing of what was learned
+ROUTINE = ("out", "next_command", "trackers")  # settings that do not affect what was learned
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """One evaluation in both runs: the share of solved samples over the problems that both answered, and the paired difference."""
+    """One evaluation in both runs: the share of solved samples over the problems that both answered, and the paired
+    difference."""
 
     stage: str
     other_stage: str
-    problems: int  # that both answered
-    left_out: int  # that only one of them did
+    problems: int  # answered by both
+    left_out: int  # answered by only one
     first: Interval
     second: Interval
     paired: Comparison
@@ -38,7 +38,8 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A figure with an interval that a stage of both runs found, each on its own: a win rate, an accuracy on held-out pairs."""
+    """A result with an interval that a stage of both runs measured, each on its own: a win rate, an accuracy on held-out
+    pairs."""
 
     stage: str
     figure: str
@@ -48,7 +49,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting that differs; None where a run does not have it."""
+    """A setting that differs; None if a run does not have it."""
 
     key: str
     first: JSON
@@ -57,7 +58,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that `posttrain compare` says."""
+    """All results of `posttrain compare`."""
 
     first: str
     second: str
@@ -66,7 +67,7 @@ class Report:
     notes: tuple[str, ...]  # what could not be compared
     settings: tuple[Difference, ...]
     figures: tuple[str, ...]  # titles of the panels that were drawn
-    picture: str  # "" where no figure was recorded by both
+    picture: str  # "" if no metric was recorded by both
 
     def __str__(self) -> str:
         return "\n".join(lines(self))
@@ -74,7 +75,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """For a notebook: the lines, and the picture where it still is."""
+        """Return HTML for a notebook: the lines, and the plot if its file still exists."""
         said = f"<pre style='{html.WRAP}'>{html.text(str(self)[:MAX_TEXT])}</pre>"
         if self.picture and Path(self.picture).is_file():
             said += html.picture(Path(self.picture), "both runs")
@@ -82,7 +83,8 @@ class Report:
 
 
 def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: str = "") -> Report:
-    """Compare two runs. `stage` picks one evaluation, or `ONE:OTHER` two of different names; else all that both runs have are taken."""
+    """Compare two runs. `stage` selects one evaluation, or `ONE:OTHER` two of different names; without it, all that both runs
+    have are compared."""
     runs = Run(first), Run(second)
     require(first.resolve() != second.resolve(), f"{first} and {second} are the same run")
     results = tuple(evaluations(run) for run in runs)
@@ -114,13 +116,13 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
 
 
 def evaluations(run: Run) -> dict[str, list[dict[str, JSON]]]:
-    """For each finished evaluation of a run, in the order of its stages: the rows of its problems."""
+    """Return the rows of problems of each finished evaluation of a run, in the order of its stages."""
     found = {name: run.stage_rows(name, PROBLEMS) for name in run.configured}
     return {k: rows for k, rows in found.items() if rows and all("outcomes" in r for r in rows)}
 
 
 def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]:
-    """Figures with intervals in the results of stages that both runs have finished, but for those that are compared in pairs."""
+    """Return the results with intervals of stages that both runs have finished, except those that are compared in pairs."""
     found = []
     for name in runs[0].configured:
         results = [run.stage_rows(name, RESULT) for run in runs]
@@ -140,7 +142,7 @@ def is_interval(value: JSON) -> bool:
 def _pairs(
     runs: Sequence[Run], results: Sequence[Mapping[str, JSON]], stage: str
 ) -> list[tuple[str, str]]:
-    """Which evaluation of the first run is compared with which of the second."""
+    """Return which evaluation of the first run is compared with which of the second."""
     if stage:
         one, _, other = stage.partition(":")
         for run, have, name in zip(runs, results, (one, other or one), strict=True):
@@ -169,7 +171,7 @@ def _match(pairs: Sequence[evaluate.Pair], rows: int, one: str, other: str) -> M
 
 
 def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[Difference]:
-    """Settings that differ, stages by their names. A stage that only one run has is one line."""
+    """Return the settings that differ, stages by their names. A stage that only one run has is one line."""
     ours, theirs = flatten(first), flatten(second)
     stages = [{str(stage["name"]) for stage in tree.get("stages", [])} for tree in (first, second)]
     single = stages[0] ^ stages[1]
@@ -181,7 +183,7 @@ def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[D
 
 
 def lines(report: Report) -> list[str]:
-    """The report as plain text."""
+    """Return the report as plain text."""
     text = [f"A: {report.first}", f"B: {report.second}", ""]
     for one in report.evaluations:
         same = one.stage == one.other_stage

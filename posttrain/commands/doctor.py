@@ -17,18 +17,18 @@ from posttrain.errors import UserError
 from posttrain.system import machine
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
-PYTHON = ((3, 11), (3, 14))  # from, and before
+PYTHON = ((3, 11), (3, 14))  # the first supported version, and the first that is not
 NEEDED = {"torch": "2.11", "transformers": "5.16", "safetensors": "0", "numpy": "0", "rich": "0"}
 NEEDED |= {"pyyaml": "0", "pydantic": "2", "jinja2": "3.1.6", "filelock": "4.2"}
 EXTRAS = {"gguf": "GGUF files", "peft": "LoRA", "torchao": "8-bit moments"}
 EXTRAS |= {"datasets": "hub data sets", "openai": "judges"}
-MIN_DISK = 5e9  # bytes; a small model's checkpoints and export
+MIN_DISK = 5e9  # bytes; room for a small model's checkpoints and export
 MIN_MEMORY = 2e9
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to do about it."""
+    """One line: what was checked, what was found, and what to do about it."""
 
     name: str
     state: str  # ok | note | broken
@@ -37,19 +37,19 @@ class Finding:
 
 
 def finding(name: str, text: str, fix: str = "", state: str = NOTE) -> Finding:
-    """A finding of this state where there is something to fix, else one that all is well."""
+    """Return a finding of this state if there is something to fix, else one of state ok."""
     return Finding(name, state if fix else OK, text, fix)
 
 
 def examine() -> list[Finding]:
-    """Run all checks. Runs will be written in the folder that it is called in."""
+    """Run all checks. It assumes that runs will be written in the current folder."""
     folder = Path.cwd()
     here = [python(), packages(), accelerator(), threads(), memory(), disk(folder), writing(folder)]
     return [*here, sandbox(), extras(), hub()]
 
 
 def lines(findings: list[Finding]) -> list[str]:
-    """A line for each finding, then what to fix."""
+    """Return a line for each finding, then what to fix."""
     width = max(len(f.name) for f in findings)
     shown = [f"{f.state:<6} {f.name:<{width}}  {f.text}" for f in findings]
     fixes = [f"  {f.name}: {f.fix}" for f in findings if f.fix]
@@ -67,7 +67,7 @@ def python() -> Finding:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version.
+    """Return the leading numbers of a version.
 
     >>> numbers("2.13.0+cpu") >= numbers("2.11")
     True
@@ -76,7 +76,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def installed(name: str) -> str:
-    """The version of a package; "" where it is absent."""
+    """Return the version of a package; "" if it is absent."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def disk(folder: Path) -> Finding:
 
 
 def writing(folder: Path) -> Finding:
-    """A run directory needs files that can be locked, renamed over each other and synced."""
+    """Check that files can be locked, renamed over each other and synced, as a run directory needs."""
     from posttrain.runs.lock import Lock
     from posttrain.system.files import atomic_write
 

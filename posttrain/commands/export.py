@@ -1,4 +1,4 @@
-"""Hands a run's model on: a folder with its card, the same on a hub, or a GGUF file made by llama.cpp's converter."""
+"""Exports a run's model: to a folder with its card, to a hub, or to a GGUF file by llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ CONVERTER, LLAMA_CPP = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which model of a run, and what its card says."""
+    """Which model of a run, and the fields of its card."""
 
     run: Path
-    stage: str = ""  # the one that the run exports, where none is named
-    adapter: bool = False  # the adapters of LoRA alone
-    base: str = ""  # the hub name of the model that they are for
+    stage: str = ""  # "": the stage that the run exports
+    adapter: bool = False  # only the LoRA adapters
+    base: str = ""  # the hub name of the model that they belong to
     licence: str = ""
-    card: Path | None = None  # the user's own
+    card: Path | None = None  # the user's own card
 
 
 def folder_of(chosen: Chosen) -> Path:
-    """The folder of the chosen model."""
+    """Return the folder of the chosen model."""
     run, stage = Run(chosen.run), chosen.stage
     names = run.configured
     other = f"{chosen.run} has no stage {stage!r}; it has {', '.join(names)}"
@@ -53,7 +53,7 @@ def folder_of(chosen: Chosen) -> Path:
 
 
 def write_folder(chosen: Chosen, folder: Path) -> None:
-    """The model's files and README.md, as they are published."""
+    """Write the model's files and README.md, as they are published."""
     source, base = folder_of(chosen), chosen.base
     for path in sorted(path for pattern in FILES for path in source.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
@@ -72,7 +72,7 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
 
 
 def export(chosen: Chosen, target: Path) -> Path:
-    """Write to a new folder what `push` would send; it appears whole or not at all."""
+    """Write to a new folder what `push` would send; the folder appears complete or not at all."""
     check_target(target.absolute(), False, "remove that folder first")
     with one_line_when_unwritable(target), atomic_folder(target.absolute()) as folder:
         write_folder(chosen, folder)
@@ -80,9 +80,10 @@ def export(chosen: Chosen, target: Path) -> Path:
 
 
 def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]:
-    """Send the model to a hub: the address of the commit. The token is the hub library's: HF_TOKEN, or what `hf auth login` keeps. It
-    is neither read nor written here. A repository that is made is private unless `public`; that of one that is there stays as it is."""
-    import httpx  # what the hub's library asks with
+    """Send the model to a hub and yield the address of the commit. The hub's library uses its own token, HF_TOKEN or that of
+    `hf auth login`; it is neither read nor written here. A new repository is private unless `public`; an existing one keeps its
+    visibility."""
+    import httpx  # used by the hub's library
     from huggingface_hub import HfApi, errors
 
     fine = HUB_NAME.fullmatch(repository) is not None and "@" not in repository
@@ -108,7 +109,7 @@ def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]
 
 
 def to_gguf(chosen: Chosen, target: Path, kind: str) -> Path:
-    """A GGUF file of the chosen model, by llama.cpp's converter, which this only finds and runs."""
+    """Make a GGUF file of the chosen model with llama.cpp's converter."""
     require(target.suffix == ".gguf", f"{target}: the name of a GGUF file ends in .gguf")
     require(not target.exists(), f"{target} is there already; give another name")
     require(not chosen.adapter, "--adapter: GGUF files are made of whole models; leave it out")
@@ -130,7 +131,7 @@ def to_gguf(chosen: Chosen, target: Path, kind: str) -> Path:
 
 
 def find_converter() -> Path:
-    """llama.cpp's converter: in the folder that LLAMA_CPP names, or on the PATH."""
+    """Return llama.cpp's converter: in the folder that LLAMA_CPP names, or on the PATH."""
     folder = os.environ.get(LLAMA_CPP, "")
     found = Path(folder, CONVERTER) if folder else Path(shutil.which(CONVERTER) or "")
     advice = f"clone llama.cpp and set {LLAMA_CPP} to its folder, or put {CONVERTER} on the PATH"

@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness on our engine: log-likelihoods by the training pass, generation by the sampler.
+"""Runs tasks of lm-evaluation-harness on our engine: log-likelihoods by the training pass, generation by the sampler.
 
-Needs the package: pip install 'posttrain[harness]'. A task file is a program of its author: it may name Python functions and data
-sets; name on the command line what you trust.
+Needs the package: pip install 'posttrain[harness]'. A task file is a program of its author: it may name Python functions and
+data sets; name only tasks that you trust on the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ try:
     from lm_eval.api.model import TemplateLM
 except ImportError:
     TemplateLM = object
-POSITIONS, TOKENS, BUDGET = 4096, 256, 8192  # where a model, a task and a batch say nothing else
+POSITIONS, TOKENS, BUDGET = 4096, 256, 8192  # defaults of a model, a task and a batch
 ROWS = 1024  # tokens whose logits are computed at once
 NAME = re.compile(r"^task:[ \t]*[\"']?([\w./+-]+)[\"']?[ \t]*$", re.MULTILINE)
 
@@ -43,9 +43,9 @@ class HarnessOptions(MachineOptions):
     """Settings of `posttrain eval MODEL --harness TASK`."""
 
     limit: Whole = 0  # documents of each task; 0: all
-    fewshot: int = -1  # solved examples before each document; -1: as the task says
+    fewshot: int = -1  # solved examples before each document; -1: as the task sets it
     chat: bool = False  # render prompts with the chat template
-    # tokens that the model is given at most, where its own positions are not fewer
+    # the most tokens of an input, if the model does not have fewer positions
     max_length: Count = POSITIONS
 
     def __post_init__(self) -> None:
@@ -54,7 +54,8 @@ class HarnessOptions(MachineOptions):
 
 
 def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[str, JSON]:
-    """The figures of each task by its name: the harness's value and, where it is a mean over documents, an interval over prompts."""
+    """Return the results of each task by its name: the harness's value and, if it is a mean over documents, an interval over
+    prompts."""
     pairs = dict(map(config_tree.pair, settings))
     options: HarnessOptions = config_tree.from_tree(pairs, HarnessOptions, "eval")
     needs = "eval: --harness needs lm-evaluation-harness: pip install 'posttrain[harness]'"
@@ -98,7 +99,7 @@ def _task_name(file: Path) -> str:
 
 
 def _figures(result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, JSON]:
-    """Each metric of a task, by name and filter; documents with the same prompt are one observation."""
+    """Return each metric of a task, by name and filter; documents with the same prompt are one observation."""
     found: dict[str, JSON] = {"documents": len({sample["doc_id"] for sample in samples})}
     for key, value in result.items():
         name, _, kept = key.partition(",")
@@ -115,7 +116,7 @@ def _figures(result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) ->
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A policy as the harness asks a model."""
+    """A policy behind the harness's model interface."""
 
     def __init__(self, policy: Policy, sampler: Sampler, options: HarnessOptions) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], **more: object
     ) -> list[tuple[float, bool]]:
-        """log p of each continuation, and whether argmax would write it. What is too long loses its beginning."""
+        """Return log p of each continuation, and whether argmax would write it. A too long input loses its beginning."""
         examples = []
         for _, before, after in requests:
             ids = np.array([*before, *after][-self.max_length :], dtype=np.int64)
@@ -182,20 +183,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **more: object) -> list[float]:
-        """log p of whole texts, in windows that predict every token once."""
+        """Return log p of whole texts, in windows that predict every token once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         found = []
         for request in requests:
             ids, first = self.tok_encode(request.args[0]), self.prefix_token_id
-            # a window is given one token more than it predicts
+            # a window gets one token more than it predicts
             windows = get_rolling_token_windows(ids, first, self.max_length - 1, 1)
             pieces = [(None, *make_disjoint_window(window)) for window in windows]
             found.append(sum(total for total, _ in self._loglikelihood_tokens(pieces)))
         return found
 
     def generate_until(self, requests: Sequence[Any], **more: object) -> list[str]:
-        """Completions up to the first of the stop texts; greedy unless the task samples."""
+        """Return completions up to the first of the stop texts; greedy unless the task samples."""
         prompts, stops = [], []
         for request in requests:
             context, asked = request.args
@@ -219,7 +220,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """A text up to the first of some stop texts.
+    """Cut a text at the first of some stop texts.
 
     >>> cut("4\\n\\nQuestion: 5", ["Question:", "\\n"])
     '4'

@@ -1,4 +1,4 @@
-"""Evaluates a model, samples from it, and shows a rollout as a decision process. The command line prints what these return."""
+"""Evaluates a model, samples from it, and shows a rollout as a decision process. The command line prints the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Options = TypeVar("Options", bound="MachineOptions")
 
 
 def open_policy(name: str, device: str = "auto") -> Any:
-    """A model for inference."""
+    """Load a model for inference."""
     from posttrain.models.load import load
     from posttrain.models.policy import wrap_model
 
@@ -92,7 +92,7 @@ class SampleOptions(MachineOptions):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out figures of one model, and lines that a person should read with them."""
+    """The held-out results of one model, and lines that a person should read with them."""
 
     model: str
     figures: Mapping[str, JSON]
@@ -101,18 +101,18 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """One model, or two on the same problems with the paired difference and who `won`; where a reward model or a judge decides that,
-    this alone, without `models`."""
+    """The results of one model, or of two on the same problems with the paired difference and the win rate `won`. If a reward
+    model or a judge decides, there is only the win rate, without `models`."""
 
     setting: str  # which problems, and how many samples of each
     models: Sequence[Evaluated]
     paired: Comparison | None = None
     won: Mapping[str, JSON] = field(default_factory=dict)
-    lines: Sequence[str] = ()  # of two models, for a person
+    lines: Sequence[str] = ()  # about two models, for a person
     source: str = ""  # where the task's settings come from, if from the run
 
     def change(self, name: str) -> BeforeAfter:
-        """Two models as a row of a table of tasks: the second is the one before."""
+        """Return two models as a row of a table of tasks: the second is the one before."""
         from posttrain.runs.console import BeforeAfter
 
         assert self.paired is not None
@@ -121,7 +121,7 @@ class EvalReport:
         return BeforeAfter(name, before, after, self.paired.difference.row(), many)
 
     def tree(self) -> JSON:
-        """As `posttrain eval --json` prints it."""
+        """Return the report as `posttrain eval --json` prints it."""
         tree = {**self.models[0].figures} if self.models else dict(self.won)
         if self.paired:
             tree |= {"against": self.models[1].figures, "paired": asdict(self.paired)}
@@ -140,7 +140,7 @@ class Answer:
 
 
 def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
-    """The options of a kind, taken out of the settings and checked."""
+    """Take the options of a kind out of the settings and check them."""
     tree = {field.name: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
     made: Options = config_tree.from_tree(tree, kind, where)
     return made
@@ -155,12 +155,12 @@ class TaskOfRun:
     tree: dict[str, JSON]
 
     def trust(self, typed: Mapping[str, JSON], allow_code: bool) -> Trust:
-        """What its settings may name: the run may come from someone else."""
+        """Return what its settings may name: the run may come from someone else."""
         where = str(self.run / CONFIG)
         return EVERYTHING if allow_code else Trust(where, typed, strict=False)
 
     def source(self, task: Any) -> str:
-        """One line for a person: the task as it is used, without defaults."""
+        """Return one line for a person: the task as it is used, without defaults."""
         own = [one for one in fields(task) if one.init] if is_dataclass(task) else []
         settings = [(one.name, getattr(task, one.name), one.default) for one in own]
         words = [
@@ -171,8 +171,8 @@ class TaskOfRun:
 
 
 def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
-    """The task of the run that made the model. With `task`, a name, None if that is another one, or if no run made the model;
-    without, these are errors."""
+    """Return the task of the run that made the model. With a name in `task`, None if the run's task is another one, or if no
+    run made the model; without, both are errors."""
     from posttrain.stages._contamination import made_by
     from posttrain.tasks.base import Task
 
@@ -198,7 +198,7 @@ def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
 def evaluate_tasks(
     model: str, tasks: Sequence[str], settings: Sequence[str], allow_code: bool = False
 ) -> dict[str, EvalReport]:
-    """The same of each of several tasks. A setting NAME.KEY is of the task NAME alone; others are of all."""
+    """Evaluate each of several tasks. A setting NAME.KEY applies to the task NAME only, others to all."""
     if len(tasks) == 1:
         return {tasks[0]: evaluate(model, tasks[0], settings, allow_code)}
     require(len(set(tasks)) == len(tasks), f"eval: {','.join(tasks)}: a task is named twice")
@@ -216,11 +216,12 @@ def evaluate_tasks(
 def evaluate(
     model: str, task: str, settings: Sequence[str], allow_code: bool = False
 ) -> EvalReport:
-    """Measure a model on a task's held-out problems; with `against`, also another model on the same ones, and which of the two wins: by
-    the task's score or, where one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem results.
+    """Measure a model on a task's held-out problems; with `against`, also another model on the same ones, and which of the two
+    wins: by the task's score or, if one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem
+    results.
 
-    Without a task it is that of the run that made the model. A task that is named alone, without settings of its own, has those of
-    the run if it is the run's."""
+    Without a task, it uses that of the run that made the model. A task that is named without settings gets those of the run, if
+    it is the run's task."""
     pairs = dict(map(config_tree.pair, settings))
     alone = not any(key.startswith("task.") for key in pairs)
     found = task_of_run(model, task) if alone or not task else None
@@ -232,7 +233,7 @@ def evaluate(
 
 
 def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tuple[Any, EvalReport]:
-    """The evaluation of a task, by its settings, and its stage."""
+    """Evaluate a task, by its settings. Returns the stage and the report."""
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
@@ -285,8 +286,8 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
 def _eval_stage(
     kind: str, model: str, task: dict[str, JSON], pairs: dict[str, JSON], **more: str
 ) -> Stage:
-    """A stage of the command's model and task with the other settings. A task or a judge may need its settings to be made at all, so
-    they go into the tree before it is read."""
+    """Make a stage of the command's model and task with the other settings. A task or a judge may need its settings to be
+    constructed at all, so they are put into the tree before it is read."""
     from posttrain.stages.base import Stage
 
     tree: dict[str, JSON] = {"stage": kind, "name": "eval", "model": model, **more}
@@ -306,7 +307,7 @@ def _eval_stage(
 def _versus(
     model: str, task: dict[str, JSON], pairs: dict[str, JSON], options: EvalOptions
 ) -> tuple[Any, EvalReport]:
-    """Who wins by a reward model or a judge: a versus stage in a run directory that is removed."""
+    """Decide the winner by a reward model or a judge: a versus stage in a temporary run directory."""
     from posttrain.stages._check import check_stages
     from posttrain.stages.base import temporary_context, worker_pool
     from posttrain.stages.versus import VersusStage, won_text
@@ -331,7 +332,7 @@ def _versus(
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
-    """A model's answers to a prompt: through its chat template, or as plain text where it has none (or `plain=true`)."""
+    """Yield a model's answers to a prompt: through its chat template, or as plain text without one (or with `plain=true`)."""
     options, sampling = sample_options(settings)
     ask = _asker(model, options, sampling)
     yield from ask(prompt, options.seed)
@@ -350,7 +351,7 @@ def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
 def _asker(
     model: str, options: SampleOptions, sampling: Sampling
 ) -> Callable[[str | Sequence[Message], int], list[Answer]]:
-    """A loaded model, to be asked with a prompt or a conversation, and a seed."""
+    """Load a model and return a function that answers a prompt or a conversation, given a seed."""
     from posttrain.collect import Prompt
     from posttrain.stages.base import make_sampler
 
@@ -368,7 +369,7 @@ def _asker(
 
 
 def stage_models(directory: Path) -> dict[str, Path]:
-    """The models of a run that can answer, by stage; an error where there is none."""
+    """Return the models of a run that can generate, by stage; raises an error if there is none."""
     from posttrain.stages._side_by_side import answering_models
 
     found = answering_models(directory, Run(directory).configured)
@@ -379,7 +380,7 @@ def stage_models(directory: Path) -> dict[str, Path]:
 def sample_stages(
     directory: Path, prompt: str, settings: Sequence[str]
 ) -> Iterator[tuple[str, Answer]]:
-    """The answers of every stage of a run to the same prompt, with the same seed."""
+    """Yield the answers of every stage of a run to the same prompt, with the same seed."""
     options, sampling = sample_options(settings)
     for name, folder in stage_models(directory).items():
         for answer in _asker(str(folder), options, sampling)(prompt, options.seed):
@@ -387,7 +388,7 @@ def sample_stages(
 
 
 def chat(model: str, said: Iterable[str], settings: Sequence[str]) -> Iterator[Answer]:
-    """The answer to each message of a person, after all that was said before; `/new` begins another conversation."""
+    """Yield the answer to each message of a person, given the conversation so far; `/new` begins another conversation."""
     options, sampling = sample_options(settings)
     require(options.group == 1, "chat: a message has one answer; leave out group")
     ask, history = _asker(model, options, sampling), list[Message]()
@@ -404,7 +405,7 @@ def chat(model: str, said: Iterable[str], settings: Sequence[str]) -> Iterator[A
 def prompt_ids(
     tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
 ) -> tuple[int, ...]:
-    """A prompt as the model reads it."""
+    """Return a prompt as ids."""
     from posttrain.data.chat import render_prompt, text_ids
 
     if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
@@ -417,7 +418,7 @@ def prompt_ids(
 
 
 def answers(sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[list[Answer]]:
-    """The completions of each prompt, as text."""
+    """Yield the completions of each prompt, as text."""
     from posttrain.collect import generate_groups
     from posttrain.data.text import Decoder
 
@@ -430,7 +431,7 @@ def answers(sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt]) -> Iter
 
 
 def show(directory: Path, rollout: str = "") -> list[str]:
-    """The rollouts of a step as lines, or one of them token by token."""
+    """Return the rollouts of a step as lines, or one of them token by token."""
     run = Run(directory)
     stages = [s for s in run.stages() if run.rollout_steps(s)]
     require(bool(stages), f"{directory} holds no rollouts yet")
@@ -469,7 +470,7 @@ def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]
 
 
 def _said(row: RolloutRow) -> str:
-    """The response; of several turns, also what was given in between, after a `>`."""
+    """Return the response; with several turns, also the given text in between, after a `>`."""
     turns = row.conversation[1:] if isinstance(row, EpisodeRow) else ()
     parts = (text if kind == "sampled" else f"> {text}" for kind, text in turns)
     return " | ".join(parts) or row.response
@@ -480,7 +481,8 @@ def _reward(row: RolloutRow) -> str:
 
 
 def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
-    """A rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and advantage."""
+    """Return a rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and
+    advantage."""
     question, answer = printable(row.question), printable(row.answer)
     lines = [f"problem {row.problem} (level {row.level}): {question}   gold answer: {answer}"]
     token = None if arrays is None else arrays.sequence(number)
@@ -517,7 +519,7 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
 
 
 def _turn_rewards(row: RolloutRow, actions: Sequence[int]) -> dict[int, str]:
-    """The reward at the last token of each turn: what the turn was paid, and in the last one the rest of the return."""
+    """Return the reward at the last token of each turn: the turn's own reward, and in the last one the rest of the return."""
     ends = [a for a, b in pairwise([*actions, -1]) if b != a + 1]
     paid = [*row.paid] if isinstance(row, EpisodeRow) and row.paid else [0.0] * len(ends)
     if row.reward is None or len(paid) != len(ends):
@@ -527,7 +529,7 @@ def _turn_rewards(row: RolloutRow, actions: Sequence[int]) -> dict[int, str]:
 
 
 def _tokenizer(directory: Path, stage: str) -> Any:
-    """The tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
+    """Return the tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
     from posttrain.models.load import read_tokenizer
 
     own = [directory / "stages" / stage / "model", directory / "export"]

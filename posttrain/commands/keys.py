@@ -1,7 +1,7 @@
 """Every key of a stage, algorithm, task, reward or recipe with its type, default and meaning, read from the source without imports.
 
-A meaning is the comment of a field, or what the docstring of its class says of it: a row of a table (`beta, kl   KL to the
-reference`), the entry of keys.yaml, or the sentence that names it in backticks.
+A meaning is the comment of a field or, in the docstring of its class, a row of a table (`beta, kl   KL to the reference`), or
+the entry of keys.yaml, or the sentence with the key in backticks.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from posttrain.errors import Range, UserError, require, unknown
 from posttrain.trust import code_place
 
 CHOSEN = {"Algorithm": "algorithms", "Task": "tasks", "RewardSource": "rewards"}
-TEXTS = ("prompt", "response", "answer")  # what a reward is called with, not options of it
+TEXTS = ("prompt", "response", "answer")  # arguments of every reward, which are not options
 WIDTH = 120
 OPERATORS = {ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting; `keys` are those of the group that it holds, where it holds one."""
+    """A setting; if it holds a group, `keys` are those of the group."""
 
     name: str
     type: str
-    default: str  # "": it must be given
+    default: str  # "": required
     meaning: str
     keys: tuple[Key, ...] = ()
 
     def lines(self, prefix: str = "", nested: bool = True) -> Iterator[str]:
-        """`name: type = default`, with its meaning after it or below."""
+        """Yield `name: type = default`, with its meaning after it or below."""
         value = f" = {self.default}" if self.default else " (required)"
         head = f"{prefix}{self.name}: {self.type}{value}"
         text = f"{head:<48}  {self.meaning}"
@@ -65,7 +65,7 @@ class Source:
 
     path: Path
     tree: ast.Module
-    comments: Mapping[int, tuple[str, bool]]  # text, and whether it stands alone
+    comments: Mapping[int, tuple[str, bool]]  # text, and whether it is alone on its line
 
     @classmethod
     @cache
@@ -84,7 +84,7 @@ class Source:
         return cls(path, parsed, found)
 
     def comment(self, first: int, last: int) -> str:
-        """What stands after the lines of a field, or in the lines above it."""
+        """Return the comment after the lines of a field, or in the lines above it."""
         after = [self.comments[n][0] for n in range(first, last + 1) if n in self.comments]
         above: list[str] = []
         line = first - 1
@@ -94,7 +94,7 @@ class Source:
         return " ".join([*above, *after])
 
     def find(self, name: str) -> tuple[Source, ast.ClassDef | ast.expr] | None:
-        """The class or the type that a name or MODULE.NAME stands for, here or where it is imported from."""
+        """Return the class or the type that a name or MODULE.NAME refers to, here or in the module it is imported from."""
         module, _, last = name.rpartition(".")
         first = module or name
         for node in self.tree.body:
@@ -112,7 +112,7 @@ class Source:
         return None
 
     def keys(self, name: str) -> dict[str, Key]:
-        """The fields of a class and of those it is made of."""
+        """Return the fields of a class and of its base classes."""
         source, node = self.find(name) or (self, None)
         if not isinstance(node, ast.ClassDef):
             return {}
@@ -136,7 +136,7 @@ class Source:
         return made
 
     def constant(self, default: str) -> str:
-        """What a default is that stands for a constant, or for a field of one: NAME or NAME.field."""
+        """Return the value of a default that names a constant, or a field of one: NAME or NAME.field."""
         name, _, field = default.partition(".")
         found = self.find(name) if re.fullmatch("[A-Z_]+", name) else None
         if found and not field and isinstance(found[1], ast.Constant):
@@ -146,7 +146,7 @@ class Source:
         return default
 
     def whole(self, node: ast.expr | ast.ClassDef) -> int | None:
-        """The number that is written as 512 * MEGABYTE or 1 << 20; None where it is something else."""
+        """Return the number written as 512 * MEGABYTE or 1 << 20; None for anything else."""
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, int) else None
         if isinstance(node, ast.Name):
@@ -186,7 +186,7 @@ class Source:
         return Key(name, self.type_text(kind), default, meaning, tuple(keys.values()))
 
     def type_text(self, kind: ast.expr) -> str:
-        """A type in words: bounds for a number, choices for a Literal."""
+        """Return a type in words: bounds for a number, choices for a Literal."""
         text = ast.unparse(kind)
         if isinstance(kind, ast.Name):
             known = getattr(errors, text, None)
@@ -229,13 +229,14 @@ def _literal(node: ast.expr) -> bool:
 
 @cache
 def meanings() -> dict[str, str]:
-    """The shipped table."""
+    """Return the shipped table."""
     path = Path(__file__).with_suffix(".yaml")
     return dict(read_yaml(path.read_text("utf-8"), str(path)))
 
 
 def documented(docstring: str, key: str) -> str:
-    """What a docstring says of a key: the row of a table that begins with it, or the sentence with it in backticks."""
+    """Return what a docstring says about a key: the row of a table that begins with it, or the sentence with it in
+    backticks."""
     plain, names, begin = list[str](), list[str](), 0
     rows: dict[str, str] = {}
     for line in docstring.splitlines():
@@ -259,7 +260,7 @@ def documented(docstring: str, key: str) -> str:
 
 
 def keys_of(kind: str, name: str) -> list[Key]:
-    """The keys of a shipped stage, algorithm, task, reward or recipe, or of a user's FILE.py:NAME."""
+    """Return the keys of a shipped stage, algorithm, task, reward or recipe, or of a user's FILE.py:NAME."""
     place = code_place(name)
     if place is None and name not in catalogue.names(kind):
         raise unknown(kind, name, catalogue.names(kind), [kind])
@@ -278,7 +279,7 @@ def keys_of(kind: str, name: str) -> list[Key]:
 
 
 def owner_of(source: Source, kind: str, name: str) -> ast.ClassDef | None:
-    """The class of a file whose fields are the keys: that of this name, or the first public one."""
+    """Return the class of a file whose fields are the keys: the one of this name, or the first public one."""
     classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
     public = [node for node in classes if node.name[0] != "_" and node.bases]
     plain = name.replace("_", "").lower()
@@ -287,7 +288,7 @@ def owner_of(source: Source, kind: str, name: str) -> ast.ClassDef | None:
 
 
 def _parameters(source: Source, name: str) -> list[Key] | None:
-    """The parameters of the function of this name, or None where there is none."""
+    """Return the parameters of the function of this name, or None without one."""
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             given, text = node.args, ast.get_docstring(node) or ""
@@ -304,13 +305,13 @@ def _parameters(source: Source, name: str) -> list[Key] | None:
 
 
 def lines(kind: str, name: str, nested: bool = True) -> Iterator[str]:
-    """All keys of one entry; with those of its groups where they are `nested`."""
+    """Yield all keys of one entry; if `nested`, with those of its groups."""
     for key in keys_of(kind, name):
         yield from key.lines(nested=nested)
 
 
 def recipe_lines(recipe: str, stages: Mapping[str, str]) -> Iterator[str]:
-    """What `posttrain run RECIPE` takes: its own keys, those of every run, and those of its stages, which are given as name: kind."""
+    """Yield the keys of `posttrain run RECIPE`: its own, those of every run, and those of its stages, given as name: kind."""
     if recipe in catalogue.names("recipe") or code_place(recipe):
         yield "keys of the recipe:"
         yield from lines("recipe", recipe)

@@ -1,9 +1,9 @@
-"""What a run will do and need, said before it is started: batch arithmetic in words, memory, and the data report.
+"""Describes a run before it starts: batch arithmetic in words, memory, and the data report.
 
-A dry run measures how long it will take on this machine. Every stage is run in a temporary folder, cut down to a few steps (the first
-one warms up) or a few problems. An rl stage runs twice: with every response at its limit, which is the worst case for time and memory,
-and with responses as long as they will likely be: those of the examples that its model learns from before, or else what the model
-writes now.
+A dry run measures how long it will take on this machine. It runs every stage in a temporary folder, cut down to a few steps
+(the first one warms up) or a few problems. An rl stage runs twice: with every response at its limit, which is the worst case
+for time and memory, and with responses of the expected length: that of the examples on which its model is trained before, or
+else what the model writes now.
 
     seconds = load + first + steps * median(step) + evaluations * evaluation
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Elsewhere(Policy):
-    """A model that is priced for a CUDA device on which it is not: its weights are in host memory."""
+    """A model whose memory is estimated for a CUDA device while its weights are in host memory."""
 
     @property
     def device(self) -> torch.device:
@@ -50,8 +50,8 @@ class Elsewhere(Policy):
 
 
 def describe(settings: Settings, dry: bool = False) -> list[str]:
-    """The whole plan as lines. Loads the first model (to price it and to count tokens), trains nothing, writes nothing. `dry` runs a
-    few steps of every stage in a temporary folder, to say how long the run will take."""
+    """Return the whole plan as lines. Loads the first model (to estimate its memory and to count tokens), trains nothing,
+    writes nothing. `dry` runs a few steps of every stage in a temporary folder, to estimate the duration of the run."""
     device, stages = machine.device(settings.device), settings.recipe.stages
     away = device.startswith("cuda") and not torch.cuda.is_available()
     absent = f"device={device}: a dry run needs the device, and torch sees no CUDA device here"
@@ -87,7 +87,7 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
 
 
 def shared_lines(stage: Stage, policy: Policy | None, settings: Settings) -> list[str]:
-    """What several processes divide of a stage's memory, which is that of one process."""
+    """Describe how several processes share a stage's memory; the other lines are for one process."""
     count = settings.processes
     if count == 1 or policy is None or not isinstance(stage, TrainStage):
         return []
@@ -111,7 +111,7 @@ def time_text(seconds: float) -> str:
 
 
 def dry_run_line(seen: Estimate) -> str:
-    """What the dry run says of a stage."""
+    """Return the dry run's line about a stage."""
     each = f"a step takes {seen.step:.3g} s, " if seen.step else ""
     measured = f"an evaluation {seen.evaluation:.3g} s, " if seen.evaluation else ""
     length = f" with responses of {seen.length:.0f} tokens, as in its examples"
@@ -128,8 +128,8 @@ def upper_bound(longest: float, usual: float) -> str:
 def stage_lines(
     stage: Stage, context: Context, policies: dict[str, Policy], before: Mapping[str, Stage]
 ) -> list[str]:
-    """What a stage says of itself. `policies` are the models so far, by the name of a stage or their own; a stage's model has the
-    size of the one it starts from."""
+    """Return a stage's own description. `policies` are the models so far, by the name of a stage or their own; a stage's model
+    has the size of the one it starts from."""
     model = stage.starts_from()
     if not model:
         return ["no estimate for this kind of stage"]
@@ -147,7 +147,7 @@ def model_line(name: str, policy: Policy) -> str:
 
 
 def load_priced(stage: Stage, context: Context) -> Policy:
-    """The model as a run would have it on the device; in host memory where the device is not here, or would not hold it in full."""
+    """Load the model as a run would have it on the device; in host memory if the device is not here, or could not hold it."""
     lora = stage.lora if isinstance(stage, TrainStage) else None
     whole = lora is None or not lora.load_in_4bit
     given = (stage.starts_from(), context, stage.alphabet())
@@ -159,29 +159,30 @@ def load_priced(stage: Stage, context: Context) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a stage: as it will likely go, and where every response reaches its limit; a step, an evaluation; peak memory."""
+    """Seconds of a stage, expected and with every response at its limit; of a step and of an evaluation; peak memory."""
 
     stage: str
     seconds: float
     longest: float
     step: float = 0.0
     evaluation: float = 0.0
-    memory: float = 0.0  # bytes at the peak, beyond what the process had before
-    length: float = 0.0  # tokens of a response that `seconds` is for; 0: as the model writes now
+    memory: float = 0.0  # peak bytes, beyond what the process had before
+    length: float = 0.0  # tokens of a response that `seconds` assumes; 0: as the model writes now
 
 
 def estimate(
     stages: Sequence[Stage], seed: int, device: str, threads: int = 0
 ) -> dict[str, Estimate]:
-    """Run the stages of a recipe in small, one after the other, each on what those before it made; by name."""
+    """Run small versions of a recipe's stages, one after the other, each on the output of those before it. Returns estimates by
+    name."""
     found: dict[str, Estimate] = {}
-    lengths: dict[str, float] = {}  # of responses in the examples that a stage learns from
+    lengths: dict[str, float] = {}  # lengths of responses in the examples that a stage trains on
     with (
         worker_pool(stages) as workers,
         temporary_context(seed, device, threads, workers) as context,
     ):
         for stage in stages:
-            with redirect_stdout(io.StringIO()):  # the progress of the dry run
+            with redirect_stdout(io.StringIO()):  # hide the progress of the dry run
                 made = measure_stage(stage, context, lengths)
             same = found.get(stage.dry_run().same_time_as, made)
             found[stage.name] = replace(made, seconds=same.seconds, longest=same.longest)
@@ -189,7 +190,7 @@ def estimate(
 
 
 def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> Estimate:
-    """A stage, cut down and run. One that samples while it trains runs twice, as the top of this file says."""
+    """Run a small version of a stage. A stage that samples during training runs twice: see the top of this file."""
     dry = stage.dry_run()
     if not dry.limit:
         made = measure(stage.name, dry, dry.stage, context)
@@ -208,7 +209,7 @@ def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> 
 
 
 def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
-    """Run the small stage and work out what the whole one takes."""
+    """Run the small stage and compute what the whole one takes."""
     peak = Peak(context.device)
     began = time.perf_counter()
     result = small.run(context)
@@ -226,7 +227,7 @@ def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
 
 
 def loop_seconds(rows: Sequence[Row], steps: int, every: int) -> tuple[float, float, float, float]:
-    """Of one loop: seconds of the whole one, of a step, of an evaluation; and seconds that the small one took."""
+    """Return, for one loop: seconds of the whole one, of a step, of an evaluation; and seconds that the small one took."""
     each = [row.figures["seconds/total"] for row in rows if row.step > 0]
     usual = statistics.median(each[1:] or each)
     evaluation = 0.0
@@ -238,7 +239,7 @@ def loop_seconds(rows: Sequence[Row], steps: int, every: int) -> tuple[float, fl
 
 
 class Peak:
-    """The most memory since it was made, less what there was then: of a CUDA device, or of this process."""
+    """The peak memory since it was made, minus the memory at that time: of a CUDA device, or of this process."""
 
     def __init__(self, device: str):
         self.cuda = device.startswith("cuda")
@@ -257,7 +258,7 @@ class Peak:
 
 
 def _status(name: str) -> float:
-    """A line of /proc/self/status in bytes; 0 where there is none."""
+    """Return a line of /proc/self/status in bytes; 0 if there is none."""
     with suppress(OSError):
         found = re.search(rf"(?m)^{name}:\s*(\d+)", Path("/proc/self/status").read_text())
         return 1024.0 * float(found[1]) if found else 0.0

@@ -1,7 +1,8 @@
-"""Says what a reward would pay, before any training: it scores answers of many kinds to some problems of a task.
+"""Shows what a reward gives, before any training: it scores answers of many kinds to some problems of a task.
 
-A reward is what a policy learns to satisfy. One that pays an empty answer, every candidate at once or an injected verdict teaches that;
-one that never differs between answers teaches nothing. Both can be seen in a second, and cost a run to find out later.
+A policy learns to satisfy its reward. A reward for an empty answer, for all candidates at once or for an injected verdict
+teaches that; a reward that never differs between answers teaches nothing. This check finds both in a second; later they cost a
+run.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from posttrain.tasks._turns import Environment
 from posttrain.tasks.base import Task, score_group
 from posttrain.types import JSON, Message, Problem, Score
 
-PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs
-TOLERATED = 0.05  # the share of answers of a kind that may pay by coincidence
+PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs money
+TOLERATED = 0.05  # the share of answers of a kind that may be rewarded by coincidence
 BAD = ("pays", "pays more", "not paid", "fails")
 MARGIN = 1e-9
 SAME = "the reward never differs between the answers to a problem"
@@ -62,7 +63,7 @@ class Rewarded(Judged):
         return self.task.problems(split, level)
 
     def pool(self, split: str) -> tuple[Problem, ...]:
-        return ()  # nothing is refused before it is scored: the report says what the gold answers earn
+        return ()  # nothing is refused before scoring: the report shows what the gold answers earn
 
     def prompt(self, problem: Problem) -> tuple[Message, ...]:
         return self.task.prompt(problem)
@@ -86,7 +87,7 @@ class Rewarded(Judged):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the answers of one kind earn. `at_gold`: the share that earns as much as the gold answer to its problem, or more."""
+    """What the answers of one kind earn. `at_gold`: the share that earns at least as much as the gold answer to its problem."""
 
     kind: str
     expected: str
@@ -116,7 +117,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a reward pays. `passed` is False where something pays that should not, or nothing can be learned from it."""
+    """What a reward gives. `passed` is False if an answer is rewarded that should not be, or if nothing can be learned from the
+    reward."""
 
     task: str
     reward: str
@@ -127,7 +129,7 @@ class Report:
     passed: bool
     seconds: Mapping[str, float]  # of one call: median, p95, max
     failures: Mapping[str, int]  # answers that could not be scored, by reason
-    # standard deviation between the answers to one problem, and the share of problems where none differ
+    # standard deviation between the answers to one problem, and the share of problems whose answers all score the same
     spread: float
     without_spread: float
     examples: Sequence[Example] = ()
@@ -137,13 +139,13 @@ class Report:
         return "\n".join(lines(self))
 
     def tree(self) -> JSON:
-        """As `posttrain probe --json` prints it."""
+        """Return the report as `posttrain probe --json` prints it."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Scored:
-    """An answer with its score, next to the values of the gold answer and of the worst answer to the same problem."""
+    """An answer with its score, and the scores of the gold answer and of the worst answer to the same problem."""
 
     case: Case
     kind: str
@@ -159,7 +161,8 @@ class Scored:
 
     @property
     def gold_paid(self) -> bool:
-        """Only where the gold answer earns more than the worst does it say something to earn as much."""
+        """Whether the gold answer earns more than the worst. Only then does it matter that an answer earns as much as the gold
+        one."""
         return self.gold is not None and self.gold > self.worst + MARGIN
 
     def over_gold(self, by: float = -MARGIN) -> bool:
@@ -177,8 +180,8 @@ def probe(
     split: str = "train",
     examples: int = 5,
 ) -> Report:
-    """Score many kinds of answers to some problems of a task with a reward: a name of `posttrain list rewards` with its options,
-    file.py:function, a function, the directory of a reward model, or None for the task's own."""
+    """Score many kinds of answers to some problems of a task with a reward: a name of `posttrain list rewards` with its
+    options, file.py:function, a function, the directory of a reward model, or None for the task's own."""
     made: Task = from_tree({"name": task}, Task, "task") if isinstance(task, str) else task
     judged = rewarded(made, reward, options or {})
     asks = isinstance(judged, Judged) and any(name == "judge" for name, _ in judged.rewards())
@@ -192,7 +195,7 @@ def probe(
 
 
 def rewarded(task: Task, reward: str | Function | None, options: Options) -> Task:
-    """The task with another reward in the place of its own."""
+    """Return the task with another reward in place of its own."""
     if reward is None:
         require(not options, "probe: options are those of a reward; name one")
         return task
@@ -207,7 +210,7 @@ def rewarded(task: Task, reward: str | Function | None, options: Options) -> Tas
 
 
 def _model(task: Task, place: str) -> Callable[[Problem, Sequence[str]], list[Score]]:
-    """A reward model in a directory as a reward."""
+    """Return a reward model in a directory as a reward."""
     from posttrain.data.chat import render_prompt
     from posttrain.models.scorer import load_scorer
     from posttrain.train.rating import ModelRating, last_scores
@@ -247,7 +250,7 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
 
 
 async def _score(task: Task, cases: Sequence[Case], workers: WorkerPool) -> list[Scored]:
-    """Every answer to every problem; those of an isolated task in worker processes, with its time limit."""
+    """Score every answer to every problem; those of an isolated task in worker processes, with its time limit."""
     found: list[Scored] = []
     for case in cases:
         own: list[Scored] = []
@@ -308,12 +311,12 @@ def _report(found: Sequence[Scored], task: str, reward: str, limit: int) -> Repo
 
 
 def _row(found: Sequence[Scored]) -> Row:
-    """The answers of one kind, which are expected to earn the same."""
+    """Summarise the answers of one kind, which should earn the same."""
     kind, expected = found[0].kind, found[0].expected
     values = [one.score.value for one in found if one.score.value is not None]
     both = [one for one in found if one.score.value is not None and one.gold_paid]
     share = sum(one.over_gold() for one in both) / len(both) if both else None
-    # an unreadable gold answer fails whatever the response is: that is the data's fault, and is counted by name
+    # an unreadable gold answer fails for every response: that is a fault of the data, and is counted by name
     failed = sum(one.score.value is None and one.gold is not None for one in found)
     earned = sum((one.score.value or 0.0) - one.worst for one in both)
     whole = sum((one.gold or 0.0) - one.worst for one in both)
@@ -344,7 +347,7 @@ def _said(row: Row) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """The report as text."""
+    """Return the report as text."""
     width = max(len(row.kind) for row in report.rows)
     text = [
         f"reward: {report.reward}; task: {report.task}; {report.problems} problems, {report.calls} answers",
@@ -375,8 +378,8 @@ def lines(report: Report) -> list[str]:
 
 
 def probe_named(reward: str | None, task: str, settings: Sequence[str]) -> Report:
-    """`probe` from words: task.KEY and reward.KEY are settings of the task and options of the reward; problems, split and examples are
-    those of the probe."""
+    """Call `probe` with settings from the command line: task.KEY and reward.KEY are settings of the task and options of the
+    reward; problems, split and examples are those of the probe."""
     pairs = {key: meant(value) for key, value in map(pair, settings)}
     inner, options = (
         {key.removeprefix(p): pairs.pop(key) for key in [*pairs] if key.startswith(p)}

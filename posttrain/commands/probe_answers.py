@@ -1,6 +1,6 @@
-"""Answers that a reward is tried on before any training: the gold one, wrong ones, and those that careless rewards are known to pay.
+"""Answers for testing a reward before any training: the gold one, wrong ones, and those that careless rewards are known to accept.
 
-probe.yaml has the kinds of answers, what each should earn and what to do where it earns something else.
+probe.yaml has the kinds of answers, what each should earn and what to do if it earns something else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULLWIDTH = str.maketrans("0123456789", "０１２３４５６７８９")
 CYRILLIC = str.maketrans("aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ")
 FILLER = "Let me think about this for a moment. "
 _TABLES = yaml.safe_load(Path(__file__).with_name("probe.yaml").read_text("utf-8"))
-KINDS: Mapping[str, Sequence[str]] = _TABLES["kinds"]  # by kind: what it should earn, and advice
+KINDS: Mapping[str, Sequence[str]] = _TABLES["kinds"]  # kind -> what it should earn, and advice
 FORMS, KEYWORDS = _TABLES["forms"], _TABLES["keywords"]
 INJECTIONS, FOREIGN = _TABLES["injections"], _TABLES["foreign"]
 REPEATED = "gold repeated"
@@ -33,12 +33,12 @@ OF_ONE_TURN = ("another problem's gold", "every candidate at once", "right, then
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with its gold answer, and those of others."""
+    """A problem with its gold answer, and gold answers of others."""
 
     problem: Problem
     gold: str
     others: Sequence[str]  # gold answers to problems with another answer
-    tests: Sequence[Test] = ()  # of a program
+    tests: Sequence[Test] = ()  # tests of a program
     turns: bool = False  # a response is several turns of an episode
 
     @property
@@ -52,15 +52,15 @@ class Case:
         return any(mark in self.gold for mark in ("think>", "\\boxed", "```"))
 
     def put(self, answer: str) -> str | None:
-        """The gold response with another answer in its place; None where it does not hold its answer as such."""
+        """Return the gold response with another answer in its place; None if the response does not contain its answer."""
         place = self.gold.rfind(self.problem.answer) if self.closed else -1
         if place < 0:
             return None
         return self.gold[:place] + answer + self.gold[place + len(self.problem.answer) :]
 
     def expected(self, kind: str) -> Expected:
-        """What a kind should earn on this problem."""
-        # moves may be right in another game too, and what comes after the end of one is not read
+        """Return what a kind should earn on this problem."""
+        # moves may be right in another game too, and moves after the end of a game are not read
         if kind in OF_ONE_TURN and self.turns:
             return "either"
         if kind in ("another problem's gold", "truncated") and not self.closed:
@@ -73,7 +73,7 @@ class Case:
 
 
 def changed(answer: str, change: str) -> str | None:
-    """An answer with its last number changed; None where it has none that could be.
+    """Return an answer with its last number changed; None if it has no number to change.
 
     >>> changed("\\\\frac{3}{4}", "plus"), changed("-7", "sign"), changed("12.5", "ten"), changed("yes", "plus")
     ('\\\\frac{3}{5}', '7', '12.50', None)
@@ -94,7 +94,7 @@ def changed(answer: str, change: str) -> str | None:
 
 
 def answers(case: Case) -> Iterator[tuple[str, str]]:
-    """(kind, response) for one problem. Kinds that do not apply to it are left out."""
+    """Yield (kind, response) for one problem. Kinds that do not apply to it are left out."""
     yield GOLD, case.gold
     yield from _wrong(case)
     yield from _formless(case)
@@ -135,7 +135,7 @@ def _wrong(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _formless(case: Case) -> Iterator[tuple[str, str]]:
-    """What holds no answer at all."""
+    """Yield responses that contain no answer at all."""
     yield EMPTY, ""
     yield from (("whitespace", text) for text in (" ", "\n\n\t"))
     yield "question copied", case.problem.question
@@ -153,7 +153,7 @@ def _formless(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _dressed(case: Case) -> Iterator[tuple[str, str]]:
-    """The gold answer, spoiled or padded."""
+    """Yield the gold answer, spoiled or padded."""
     yield REPEATED, "\n".join([case.gold] * 20)
     for factor in (2, 4):
         more = max(len(FILLER), (factor - 1) * len(case.gold))
@@ -194,7 +194,7 @@ def _programs(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _define(name: str, body: str) -> str:
-    """A function, or a method of a class, that takes anything."""
+    """Return a function, or a method of a class, that takes any arguments."""
     owner, _, function = name.rpartition(".")
     inner = f"def {function}(*args):\n    {body}"
     if not owner:
@@ -207,7 +207,8 @@ def fenced(program: str) -> str:
 
 
 def lookup_program(tests: Sequence[Test]) -> str | None:
-    """A program that knows what its tests expect: the gold answer where the data has tests and no solution. None for other checks."""
+    """Return a program that contains what its tests expect: the gold answer if the data has tests and no solution. None for
+    other checks."""
     calls: dict[str, dict[str, object]] = {}
     printed: dict[str, str] = {}
     for test in tests:
@@ -227,7 +228,7 @@ def lookup_program(tests: Sequence[Test]) -> str | None:
 
 
 def read_program_tests(answer: str) -> Sequence[Test]:
-    """The tests that a gold answer holds; none where it is something else."""
+    """Return the tests in a gold answer; empty if it holds none."""
     try:
         return read_tests(answer)
     except UserError:

@@ -1,4 +1,4 @@
-"""Recomputes a step of a run from the nearest checkpoint, without writing to the run, and says what moved the model in it."""
+"""Recomputes a step of a run from the nearest checkpoint, without writing to the run, and shows what changed the model in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = 36  # characters of a column
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A step of a run, computed again. `start` is the step of the checkpoint that it began from; 0: the start of the stage."""
+    """A recomputed step of a run. `start` is the step of the checkpoint that it began from; 0: the start of the stage."""
 
     run: str
     stage: str
@@ -47,13 +47,13 @@ class Replay:
     found: Findings
 
     def tree(self) -> JSON:
-        """As `posttrain replay --json` prints it."""
+        """Return the result as `posttrain replay --json` prints it."""
         return encode(asdict(self))
 
 
 @dataclass(eq=False)
 class ReplayContext(Context):
-    """Reads the run at `place`, and writes to a folder of its own alone. The stage that is replayed finds nothing of what it made."""
+    """Reads the run at `place`, and writes only to its own folder. The replayed stage does not find its earlier output."""
 
     stage: str = ""
 
@@ -74,8 +74,8 @@ def replay(
     allow_code: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Replay:
-    """Recompute the step `place` (STAGE/STEP) and look at one of its updates: the parts of its gradient, what it would have been
-    `without` one of them, and the log-prob of an `answer` to a `prompt`, or of the rollout with that number, before and after it. `say`
+    """Recompute the step `place` (STAGE/STEP) and analyse one of its updates: the parts of its gradient, the update `without`
+    one of them, and the log-prob before and after it of an `answer` to a `prompt`, or of the rollout with that number. `say`
     gets lines of progress."""
     began, run = time.monotonic(), Run(directory)
     numbered = bool(answer) and not prompt
@@ -124,7 +124,7 @@ def replay(
 def _recompute(
     run: Run, settings: Settings, stage: TrainStage, member: int, question: Question
 ) -> Findings:
-    """Run the stage up to the step, in a folder that is removed."""
+    """Run the stage up to the step, in a temporary folder."""
     with (
         tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder,
         trusting(settings.trust),
@@ -144,7 +144,7 @@ def _recompute(
             loop=partial(ReplayLoop, question=question),
             stage=stage.name,
         )
-        # those of an ensemble that were trained before it are only read
+        # members of an ensemble that were trained earlier are only read
         for number in range(member):
             name = f"model-{number}" if number else "model"
             made = context.folder(stage.name)
@@ -159,7 +159,7 @@ def _recompute(
 
 
 def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
-    """The stage and the step that STAGE/STEP names, and the rows of the stage."""
+    """Return the stage and the step that STAGE/STEP names, and the rows of the stage."""
     name, _, said = place.partition("/")
     trained = run.stages()
     require(bool(trained), f"{run.directory} has no steps yet")
@@ -178,7 +178,7 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
 
 
 def _stage(settings: Settings, name: str) -> tuple[TrainStage, int]:
-    """The stage that trained a series of steps, and which of its models."""
+    """Return the stage that trained a series of steps, and which of its models."""
     stages: dict[str, Stage] = {stage.name: stage for stage in settings.recipe.stages}
     member = re.fullmatch(r"(.+)-(\d+)", name) if name not in stages else None
     stage = stages.get(member[1] if member else name)
@@ -188,7 +188,7 @@ def _stage(settings: Settings, name: str) -> tuple[TrainStage, int]:
 
 
 def _check_inputs(run: Run, settings: Settings, stage: Stage) -> None:
-    """Refuse settings, files or code that are not those that the stage was made from."""
+    """Raise an error if settings, files or code have changed since the stage was trained."""
     folders = {}
     for other in settings.recipe.stages:
         if other.name == stage.name:
@@ -202,7 +202,7 @@ def _check_inputs(run: Run, settings: Settings, stage: Stage) -> None:
 
 
 def _notes(run: Run, settings: Settings) -> list[str]:
-    """Why the figures may differ in their last bits."""
+    """Return why the metrics may differ in their last bits."""
     notes, made, now = [], dict((run.summary or {}).get("versions") or {}), versions()
     other = [f"{name} {v}, here {now[name]}" for name, v in made.items() if now.get(name, v) != v]
     if other:
@@ -214,14 +214,14 @@ def _notes(run: Run, settings: Settings) -> list[str]:
 
 
 def _nearest(run: Run, name: str, step: int) -> Path | None:
-    """The newest whole checkpoint before a step."""
+    """Return the newest complete checkpoint before a step."""
     folder = run.directory / "checkpoints" / name
     before = [p for p in checkpoint.steps(folder) if int(p.name.removeprefix("step-")) < step]
     return next((path for path in before if checkpoint.verify(path) is None), None)
 
 
 def lines(replayed: Replay) -> Iterator[str]:
-    """What is said besides the tables."""
+    """Yield the lines that go with the tables."""
     found, first = replayed.found, replayed.found.difference
     yield from replayed.notes
     since = f"step {replayed.start}" if replayed.start else "the start of the stage"
@@ -252,7 +252,7 @@ def lines(replayed: Replay) -> Iterator[str]:
 
 
 def tables(replayed: Replay, top: int) -> Iterator[Table]:
-    """The units with the largest shares of the gradient, and the tokens with the largest in these."""
+    """Yield the units with the largest shares of the gradient, and the tokens with the largest shares in these."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -1,5 +1,6 @@
-"""The loop of a replay: the steps of a run once more, without saving or measuring, up to the one that is asked about; there it looks at
-what the update is made of, and afterwards at what it would have been without a part of it."""
+"""The loop of a replay: recomputes the steps of a run, without saving or measuring, up to the requested one.
+
+There it analyses the parts of the update, and afterwards the update without one of them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ EVERY = 1.0  # seconds between two lines of progress
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first figure that is not the one that the run wrote."""
+    """The first metric that differs from the one that the run recorded."""
 
     step: int
     figure: str
@@ -63,8 +64,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A sequence of an update: a rollout, an example, or one response of a pair; with the log-prob of all tokens that carry loss, or a
-    scorer's score: `before` the update, `after` it, and after the one `without` another unit."""
+    """A sequence of an update: a rollout, an example, or one response of a pair; with the log-prob of all tokens that carry
+    loss, or a scorer's score: `before` the update, `after` it, and after the update `without` another unit."""
 
     number: int
     prompt: str
@@ -90,8 +91,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The same optimizer step without a unit; all else stays, the advantages and weights of the others too. `cosine` is that of the two
-    changes of the weights, `norm` the length of this one, `distance` that between the two, in lengths of the whole one."""
+    """The same optimizer step without a unit; everything else stays, including the advantages and weights of the others.
+    `cosine` is that between the two changes of the weights, `norm` the norm of this change, `distance` the norm of their
+    difference divided by the norm of the whole change."""
 
     number: int
     cosine: float
@@ -101,7 +103,7 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A text that was asked about: its log-prob before and after the update, and after that without a unit."""
+    """A text that the user asked about: its log-prob before and after the update, and after the update without a unit."""
 
     prompt: str
     text: str
@@ -113,27 +115,27 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What moved the model in one update."""
+    """What changed the model in one update."""
 
-    kind: str  # what the units are: rollout | example | pair | ranking
+    kind: str  # the kind of unit: rollout | example | pair | ranking
     measure: str  # log-prob | score
-    update: int  # which of the `updates` of the step
+    update: int  # which of the step's `updates`
     updates: int
     learning_rate: float
     grad_norm: float
-    clipped: float  # by what the gradient was multiplied
-    update_norm: float  # of the change of the weights; 0: nothing was updated
+    clipped: float  # the factor by which clipping multiplied the gradient
+    update_norm: float  # norm of the change of the weights; 0: nothing was updated
     items: tuple[Item, ...]  # the largest shares first
-    additions: Mapping[str, float]  # the shares of what roles add, such as pretraining text
+    additions: Mapping[str, float]  # shares that roles add, such as pretraining text
     without: Without | None
     answer: Answered | None
-    steps: int  # that were computed
-    compared: int  # figures
+    steps: int  # number of steps computed
+    compared: int  # number of metrics compared
     difference: Difference | None
 
 
 class Replayed(Exception):
-    """Leaves a stage with what was found."""
+    """Leaves a stage with the findings."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class Replayed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The step, and what is asked about it. `written` has the figures of the run by step."""
+    """The step, and the questions about it. `written` has the metrics of the run by step."""
 
     step: int
     checkpoint: Path | None
@@ -150,7 +152,8 @@ class Question:
     say: Callable[[str], None]
     update: int = 1
     without: int | None = None
-    rollout: int | None = None  # whose log-prob is asked for; or that of an answer to a prompt
+    # the rollout whose log-prob is asked for; or that of an answer to a prompt
+    rollout: int | None = None
     answer: str = ""
     prompt: str = ""
     top: int = 5
@@ -158,30 +161,30 @@ class Question:
 
 @dataclass(eq=False, kw_only=True)
 class Seen:
-    """The update that is asked about. `levels` has the log-prob of every sequence, and last that of the answer that was asked about,
-    `before` it, `after` it, and after the one `without` a unit."""
+    """The update in question. `levels` has the log-prob of every sequence, and last that of the answer in question, `before`
+    it, `after` it, and after the update `without` a unit."""
 
     prepared: Batch
     rate: float
-    norm: float  # of the gradient
+    norm: float  # norm of the gradient
     parts: list[Part]
-    spans: dict[Part, list[Span]]  # of the largest
+    spans: dict[Part, list[Span]]  # for the largest parts
     additions: dict[str, float]
     answer: Batch | None
-    masters: Tensors  # the weights before
-    weights: Tensors  # with those of other learners; empty where nothing is left out
+    masters: Tensors  # the weights before the update
+    weights: Tensors  # including those of other learners; empty if no unit is left out
     moments: Tensors
-    roles: list[JSON]  # their states before
+    roles: list[JSON]  # the roles' states before the update
     levels: dict[str, list[float]] = field(default_factory=dict)
-    change: Tensors = field(default_factory=dict)  # of the weights; empty where nothing moved
+    change: Tensors = field(default_factory=dict)  # change of the weights; empty if nothing changed
 
 
 @dataclass(eq=False)
 class ReplayLoop(Loop):
-    """See above. The rules of the monitor are off, but for those about numbers that are not finite: the run has passed them."""
+    """See above. The rules of the monitor are off, except those about non-finite numbers: the run has passed them."""
 
     question: Question = field(kw_only=True)
-    updates: int = 0  # of the step that is being computed
+    updates: int = 0  # updates so far of the current step
     compared: int = 0
     difference: Difference | None = None
     rollouts: Sequence[Rollout] = ()
@@ -216,7 +219,7 @@ class ReplayLoop(Loop):
             raise Replayed(self.findings(asked.step - first))
 
     def compare(self, figures: Mapping[str, float]) -> None:
-        """Compare the figures of a step with those that the run wrote, to the bit."""
+        """Compare the metrics of a step with those that the run recorded, bit by bit."""
         written = self.question.written.get(self.step, {})
         for name, value in figures.items():
             if name not in written or name.startswith(TIMES):
@@ -243,7 +246,8 @@ class ReplayLoop(Loop):
         return done
 
     def look(self, prepared: Batch, rate: float) -> Seen:
-        """What must be known of an update before the weights move. The trainer, its roles and the generators are left as they were."""
+        """Compute what must be known of an update before the weights change. The trainer, its roles and the generators are left
+        unchanged."""
         trainer, asked = self.trainer, self.question
         rests = "the policy rests while its critic warms up: nothing moved it"
         require("policy" not in prepared.resting, f"{self.where}: {rests}")
@@ -283,12 +287,13 @@ class ReplayLoop(Loop):
 
     @property
     def kind(self) -> str:
-        """What the units of an update are."""
+        """Return the kind of unit of an update."""
         unit = self.trainer.algorithm.unit
         return unit if unit != "sequence" else "rollout" if self.rollouts else "example"
 
     def number(self, batch: Batch, first: int) -> int:
-        """What the unit is called that has the given sequence: a rollout by its number in the step, as `posttrain show` has it."""
+        """Return the number of the unit that has the given sequence: a rollout by its number in the step, as in `posttrain
+        show`."""
         by_rollout = self.kind == "rollout" and "rollout_N" in batch.columns
         return int(batch.rollout_N[first]) if by_rollout else batch.unit_N[first]
 
@@ -304,7 +309,7 @@ class ReplayLoop(Loop):
         return dot(gradient(self.trainer, backward), whole) / dot(whole, whole)
 
     def answer(self, prepared: Batch) -> Batch | None:
-        """The answer that was asked about, as a batch."""
+        """Return the answer in question, as a batch."""
         asked = self.question
         if not asked.answer:
             return None
@@ -313,7 +318,8 @@ class ReplayLoop(Loop):
         return pack_examples([example], device).replace(temperature=prepared.temperature)
 
     def levels(self, seen: Seen) -> list[float]:
-        """Of each sequence, and last of the answer: the log-prob of all tokens that carry loss, or the score at the last one."""
+        """Return for each sequence, and last for the answer: the log-prob of all tokens that carry loss, or the score at the
+        last one."""
         scored, found = self.trainer.algorithm.trains == "scorer", []
         for batch in (seen.prepared, seen.answer) if seen.answer is not None else (seen.prepared,):
             said_T = self.trainer.logprobs(batch).double()
@@ -323,14 +329,14 @@ class ReplayLoop(Loop):
         return found
 
     def change(self, seen: Seen) -> Tensors:
-        """That of the weights since the update began."""
+        """Return the change of the weights since the update began."""
         masters = self.trainer.optimizer.masters
         return {name: m.detach() - seen.masters[name] for name, m in masters.items()}
 
     # afterwards
 
     def findings(self, steps: int) -> Findings:
-        """What was found at the step that was asked about, which has been made."""
+        """Return the findings at the requested step, after its update."""
         asked, seen, many = self.question, self.seen, self.updates
         made = f"{self.where} made {many} update{'s' * (many != 1)}"
         missing = f"{made}: there is no update {asked.update} to look at"
@@ -358,7 +364,7 @@ class ReplayLoop(Loop):
         )
 
     def answered(self, seen: Seen, items: Sequence[Item]) -> Answered | None:
-        """What was asked about; of a pair or a ranking, its first response."""
+        """Return the text in question; for a pair or a ranking, its first response."""
         asked = self.question
         if seen.answer is not None:
             tokens = int(seen.answer.mask_T.sum())
@@ -369,9 +375,10 @@ class ReplayLoop(Loop):
         return Answered(m.prompt, m.text, m.tokens, m.before, m.after, m.without)
 
     def leave_out(self, seen: Seen, left: int) -> Without:
-        """Make the update once more from where it began, without a unit; learners that learned early rest, and nothing reads them."""
+        """Repeat the update from its start, without a unit. Learners that were updated earlier are not updated again; nothing
+        reads them."""
         trainer, batch = self.trainer, seen.prepared
-        for learner in trainer.learners:  # one that began anew has no moments to put back
+        for learner in trainer.learners:  # a learner that began anew has no moments to restore
             learner.optimizer.adam.state.clear()
         trainer.restore(dict(seen.weights), dict(seen.moments))
         self.restore_roles(seen.roles)
@@ -418,14 +425,14 @@ class ReplayLoop(Loop):
 
 
 def seen_levels(seen: Seen, n: int) -> tuple[float, float, float | None]:
-    """Before, after (the same where nothing was updated), and without."""
+    """Return the values before, after (the same if nothing was updated), and without."""
     before = seen.levels["before"][n]
     without = seen.levels["without"][n] if "without" in seen.levels else None
     return before, seen.levels["after"][n] if "after" in seen.levels else before, without
 
 
 def rank(part: Part) -> float:
-    """The largest share first, for or against; before all, gradients that are not finite."""
+    """Sort by the largest share, positive or negative; gradients that are not finite come first."""
     return -abs(part.share) if math.isfinite(part.share) else -math.inf
 
 

@@ -1,4 +1,4 @@
-"""Rewards that a server gives to answers: those of a run's reward models, and what an rl stage of the run would pay."""
+"""Rewards that a server gives to answers: those of a run's reward models, and those of its rl stages."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ from posttrain.types import Problem, Rating, Rollout, Score
 if TYPE_CHECKING:
     from posttrain.serve.scoring import Load
 
-KNOWN_PROBLEMS = 20_000  # of each split, among which the right answer to a prompt is looked for
+KNOWN_PROBLEMS = 20_000  # problems of each split that are searched for the right answer to a prompt
 BUDGET = 8192  # tokens of a batch
 NO_GOLD = "the right answer to this prompt is not known; give it"
 
 
 @dataclass(eq=False)
 class TaskScore:
-    """A task's own score of answers to any prompt: one of its problems has its right answer, another prompt that which was given."""
+    """A task's own score of answers to any prompt. A prompt of one of its problems has that problem's right answer, any other
+    prompt the given one."""
 
     task: Task
     workers: WorkerPool
@@ -96,7 +97,7 @@ class LoadedReward:
 
 @dataclass(frozen=True, eq=False)
 class RunRewards:
-    """The rewards of a run; `note` says why those of stages are not there."""
+    """The rewards of a run; `note` says why those of stages are missing."""
 
     context: Context
     stages: Sequence[Stage]
@@ -104,7 +105,7 @@ class RunRewards:
     note: str = ""
 
     def models(self) -> dict[str, Load]:
-        """The reward models of the run, by stage."""
+        """Return the reward models of the run, by stage."""
         names = Run(self.context.directory).configured
         steps = {
             stage.name
@@ -117,7 +118,7 @@ class RunRewards:
         }
 
     def of_stages(self) -> dict[str, Load]:
-        """What each rl stage pays, as STAGE/reward, where one answer is all that it takes and this machine computes it."""
+        """Return the reward of each rl stage, as STAGE/reward, if it needs only one answer and this machine can compute it."""
         found = [stage for stage in self.stages if isinstance(stage, RLStage) and _scores(stage)]
         return {f"{stage.name}/reward": partial(self._stage, stage) for stage in found}
 
@@ -129,7 +130,7 @@ class RunRewards:
     def _stage(self, stage: RLStage) -> LoadedReward:
         own, before = (self.context.folder(name) / "model" for name in (stage.name, stage.model))
         place = str(next((folder for folder in (own, before) if folder.is_dir()), stage.model))
-        # its vocabulary is compared, and its device is used
+        # for its vocabulary, which is compared, and its device
         policy = open_policy(place, self.context.device)
         rating = stage.reward.make(self.context, policy, stage.name, BUDGET)
         return LoadedReward(policy.tokenizer, rating, TaskScore(stage.task, self.workers))
@@ -137,12 +138,12 @@ class RunRewards:
 
 @contextmanager
 def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
-    """The rewards of a run, as far as its directory is trusted. To be entered before anything uses CUDA or starts a thread."""
+    """Yield the rewards of a run, as far as its directory is trusted. Enter it before anything uses CUDA or starts a thread."""
     stages, trust, note = tuple[Stage, ...](), Trust(str(directory / CONFIG)), ""
     try:
         settings, _ = pipeline.settings_of(Run(directory), False, [])
         stages, trust = settings.recipe.stages, settings.trust
-    except UserError as error:  # code that a run may not name, a task whose package is missing
+    except UserError as error:  # code that a run may not name, or a task whose package is missing
         note = f"the rewards of its rl stages cannot be computed: {error}"
     scored = [stage for stage in stages if _scores(stage)]
     with (
@@ -156,7 +157,7 @@ def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
 
 
 def _scores(stage: Stage) -> bool:
-    """Whether one answer is all that its reward needs, and no other machine and no code of the user's is asked."""
+    """Whether its reward needs only one answer, and neither another machine nor the user's own code."""
     if not isinstance(stage, RLStage):
         return False
     single = type(stage.task).run is Task.run

@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from posttrain.commands.rewards import RunRewards
     from posttrain.serve.server import Server
 
-BASE = "base"  # the model that the first stage of a run began with
+BASE = "base"  # the model with which the first stage of a run began
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(MachineOptions):
     """Options of `posttrain serve`."""
 
-    host: str = "127.0.0.1"  # others than this machine's own need a token
-    port: Annotated[int, Range(ge=0, le=65535)] = 8000  # 0: one that is free
+    host: str = "127.0.0.1"  # an address other than this machine's own needs a token
+    port: Annotated[int, Range(ge=0, le=65535)] = 8000  # 0: a free one
     token: str = ""  # "": none on this machine, else a new one, which is printed
-    hosts: tuple[str, ...] = ()  # names in the Host header besides addresses and this machine's
+    # names accepted in the Host header, besides addresses and this machine's
+    hosts: tuple[str, ...] = ()
     loaded: Count = 2  # models in memory
-    rows: Count = 256  # samples that are decoded at once
-    requests: Count = 1024  # that wait or are answered at once; others are refused with 429
-    max_new_tokens: Count = 2048  # where a request does not say
+    rows: Count = 256  # samples decoded at once
+    # requests that wait or are being answered; further ones are refused with 429
+    requests: Count = 1024
+    max_new_tokens: Count = 2048  # if a request does not set it
     body_bytes: Count = 4 << 20
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class ServeOptions(MachineOptions):
 
 
 def model_places(model: str) -> dict[str, str]:
-    """Where the models are that are served, by name, in the order in which a run made them; the last one is the default."""
+    """Return the paths of the models by name, in the order in which a run made them; the last one is the default."""
     folder = Path(model).expanduser()
     if not (folder / CONFIG).is_file():
         return {folder.name if folder.exists() else model: model}
@@ -56,7 +58,7 @@ def model_places(model: str) -> dict[str, str]:
 
 
 def context_length(place: str) -> int | None:
-    """What the configuration of a model on this machine says, before it is loaded."""
+    """Return the context length in the configuration of a local model, before it is loaded."""
     with suppress(OSError, ValueError, AttributeError):
         tree = json.loads((model_folder(Path(place).expanduser()) / "config.json").read_text())
         return int(tree.get("max_position_embeddings")) or None
@@ -65,8 +67,8 @@ def context_length(place: str) -> int | None:
 
 @contextmanager
 def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Sequence[str]]]:
-    """A server of a model or a run whose port is open and whose default model is loaded, and lines to show. That of a run also gives
-    the rewards of its reward models and rl stages."""
+    """Yield a server of a model or a run whose port is open and whose default model is loaded, and lines to show. The server of
+    a run also provides the rewards of its reward models and rl stages."""
     needs = "serve needs its packages: pip install 'posttrain[serve]'"
     require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
     from posttrain.commands.rewards import run_rewards

@@ -1,9 +1,9 @@
-"""Sweeps: one run for every combination of settings and seeds, one after another, and a table of what they say together.
+"""Sweeps: one run for every combination of settings and seeds, one after another, and a table of their results.
 
     posttrain run quickstart seeds=0,1,2 --sweep rl.lr=1e-4,3e-4
 
-A sweep is a directory with one run directory a member and the aggregate as sweep.json and sweep.md. The same command with the same
-`out=`, or 'posttrain resume DIR', goes on where it stopped. A member that fails is reported and does not stop the others.
+A sweep is a directory with one run directory per member and the aggregate as sweep.json and sweep.md. The same command with the
+same `out=`, or 'posttrain resume DIR', continues it. A member that fails is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from posttrain.system.files import atomic_write, check_tree, read_json, read_tex
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
-LONGEST_NAME = 120  # characters of a member's directory, before the hash of a longer one
+LONGEST_NAME = 120  # characters of a member's directory; a longer name is cut and gets a hash
 CLOCKS = ("seconds", "attempts", "train_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure over seeds: its mean, standard deviation (n - 1) and 95% interval, mean +- t_(n-1) s / sqrt(n)."""
+    """A result over seeds: its mean, standard deviation (n - 1) and 95% interval, mean +- t_(n-1) s / sqrt(n)."""
 
     mean: float
     deviation: float | None
@@ -48,7 +48,7 @@ class Estimate:
     count: int
 
     def __str__(self) -> str:
-        """Cells of a table."""
+        """Format the estimate as cells of a table."""
         spread = "- | -"
         if self.deviation is not None:
             spread = f"{self.deviation:.4g} | [{self.low:.4g}, {self.high:.4g}]"
@@ -57,7 +57,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One run of a sweep: the settings that are its own, its seed, its directory, and how it ended ("" while it has not)."""
+    """One run of a sweep: its own settings, its seed, its directory, and how it ended ("" until then)."""
 
     setting: tuple[str, ...]
     seed: int | None
@@ -73,8 +73,8 @@ class Member:
 def axes(
     arguments: Sequence[str], swept: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """(plain arguments, the values of each key that has several): `seeds=0,1`, and what stood behind --sweep. Values in brackets or
-    quotes may have commas of their own.
+    """Return (plain arguments, the values of each key that has several): `seeds=0,1`, and the arguments after --sweep. Values
+    in brackets or quotes may contain commas.
 
     >>> axes(["seeds=0,1", "rl.levels=1,2"], ["rl.lr=1e-6,3e-6", "x=[1,2],[3]"])
     (['rl.levels=1,2'], {'seed': ['0', '1'], 'rl.lr': ['1e-6', '3e-6'], 'x': ['[1,2]', '[3]']})
@@ -97,7 +97,7 @@ def axes(
 
 
 def _split(text: str) -> list[str]:
-    """The values between commas that stand in no bracket and no quotes."""
+    """Split at commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for sign in text:
         if sign == quote:
@@ -113,7 +113,7 @@ def _split(text: str) -> list[str]:
 
 
 def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]:
-    """Every combination, seeds innermost."""
+    """Return every combination, seeds innermost."""
     settings = [[f"{key}={v}" for v in values] for key, values in found.items() if key != "seed"]
     given = found.get("seed", [])
     whole = all(re.fullmatch(r"\d+", value) for value in given)
@@ -125,7 +125,8 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
         member = Member(setting, seed, "")
         words = "_".join(member.arguments)
         name = re.sub(r"[^A-Za-z0-9._=+-]", "-", words)
-        if name in made or len(name) > LONGEST_NAME:  # a/b beside a-b: each has its own
+        # a/b and a-b would get the same name: each gets its own
+        if name in made or len(name) > LONGEST_NAME:
             name = f"{name[:LONGEST_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
         made[name] = replace(member, directory=str(directory / name))
     return list(made.values())
@@ -138,8 +139,8 @@ def run(
     allow_code: bool = False,
     source: str = "",
 ) -> int:
-    """Run a sweep, or go on with one; the number of members that failed. `source` is the file that the settings come from, where they
-    were not typed."""
+    """Run a sweep, or continue one; returns the number of members that failed. `source` is the file that the settings come
+    from, if they were not typed."""
     plain, found = axes(arguments, swept)
     common = [argument for argument in plain if not argument.startswith("out=")]
     settings = config.parse(recipe, common, allow_code, source)
@@ -151,7 +152,7 @@ def run(
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     check_tree(directory)
     planned = members(directory, found)
-    for member in planned:  # every mistake in a setting is found before the first run
+    for member in planned:  # find every mistake in a setting before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
     seeds = [argument for argument in arguments if argument.startswith("seeds=")]
     record = Record(recipe, [*common, *seeds], list(swept))
@@ -172,7 +173,7 @@ def run(
 
 
 def resume(directory: Path, allow_code: bool = False) -> int:
-    """Go on with a sweep."""
+    """Continue a sweep."""
     path = directory / RECORD
     record = Record.read(path)
     arguments = [*record.arguments, f"out={directory}"]
@@ -181,11 +182,11 @@ def resume(directory: Path, allow_code: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The command of a sweep, as sweep.json keeps it."""
+    """The command of a sweep, as stored in sweep.json."""
 
     recipe: str
     arguments: list[str]
-    sweep: list[str]  # what stood behind --sweep
+    sweep: list[str]  # the arguments after --sweep
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -222,7 +223,7 @@ def _run_member(
     try:
         if (directory / CONFIG).is_file() and Run(directory).summary is not None:
             write_text(f"{directory} is complete\n", sys.stdout)
-        else:  # again: what an earlier attempt left is taken up, with the settings of this command line
+        else:  # again: continue an earlier attempt, with the settings of this command line
             words = [*common, *member.arguments, f"out={directory}", "again=true"]
             pipeline.start(config.parse(recipe, words, allow_code, source))
         (directory / FAILURE).unlink(missing_ok=True)
@@ -238,7 +239,7 @@ def _run_member(
 
 
 def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
-    """Every number of a summary's results by its path; an interval counts by its estimate.
+    """Return every number of a summary's results by its path; an interval counts by its estimate.
 
     >>> figures({"stages": {"rl": {"steps": 3, "seconds": 9.0}, "after": {"accuracy": [0.5, 0.4, 0.6], "parts": {"a": [1, 1, 1]}}}})
     {'rl.steps': 3.0, 'after.accuracy': 0.5, 'after.parts.a': 1.0}
@@ -260,13 +261,13 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
 
 
 def is_interval(value: JSON) -> bool:
-    """Whether a result is an estimate with its bounds; a number that is not finite is text in JSON."""
+    """Whether a result is an estimate with its bounds; JSON stores a non-finite number as text."""
     listed = isinstance(value, list) and len(value) == 3
     return listed and all(isinstance(v, int | float | str) for v in value)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of a figure over seeds with its spread.
+    """Return the mean of a result over seeds with its spread.
 
     >>> estimate([1.0, 2.0, 3.0])
     Estimate(mean=2.0, deviation=1.0, low=-0.4841..., high=4.4841..., count=3)
@@ -280,7 +281,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def aggregate(
     runs: Sequence[tuple[tuple[str, ...], Mapping[str, JSON]]],
 ) -> dict[str, dict[str, Estimate]]:
-    """setting -> figure -> its estimate over the runs (setting, summary) that have it."""
+    """Return setting -> result -> its estimate over the runs (setting, summary) that have it."""
     collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for setting, summary in runs:
         for name, value in figures(summary).items():
@@ -312,7 +313,7 @@ def markdown(
     found: Mapping[str, Mapping[str, Estimate]],
     measured: Collection[str],
 ) -> str:
-    """The figures that were measured with an interval (all, where none was), and how each member ended."""
+    """Return the results that were measured with an interval (all, if none was), and how each member ended."""
     lines = [f"# posttrain run {record}", ""]
     rows = [
         f"| {setting} | {name} | {value} |"

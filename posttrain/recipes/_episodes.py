@@ -1,4 +1,4 @@
-"""What the recipes of environments share: SFT on the episodes of a scripted player, RL in the environment, success before and after."""
+"""Shared by recipes of environments: SFT on a scripted player's episodes, RL in the environment, success before and after."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def episodes(
     measured: Mapping[str, Task] | None = None,
     **more: Any,
 ) -> Recipe:
-    """A turn has at most `tokens` tokens. SFT sees `shown` episodes; GRPO samples `prompts` x 16 of them a step, PPO, which has four
-    updates of each, half as many at half the rate. Success is
-    measured at `temperature` in the task, or in those of `measured`, by the ends of their stages' names; `more` is for the RL stage."""
+    """A turn has at most `tokens` tokens. SFT sees `shown` episodes. GRPO samples `prompts` x 16 of them a step; PPO, which
+    makes four updates with each, samples half as many, at half the learning rate. Success is measured at `temperature` in the
+    task, or in the tasks of `measured`, by the suffixes of their stages' names; `more` is for the RL stage."""
     critic: Optimization | None = None
     chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
     if algorithm == "ppo":

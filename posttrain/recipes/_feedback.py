@@ -1,4 +1,4 @@
-"""What the recipes share that learn from preferences: comparisons of answers, a reward model, PPO against it, and what came of it."""
+"""Shared by recipes that learn from preferences: comparisons of answers, a reward model, PPO against it, and the results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ REAL_RATES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What differs between a model made here and a real one."""
+    """The settings that differ between a toy model and a real one."""
 
-    start: str = "sft"  # the model that is optimised, and that KL is measured from
+    start: str = "sft"  # the model that is optimised; KL is measured from it
     task: Task
     sampling: Sampling
     algorithm: PPO
@@ -43,12 +43,13 @@ class Scale:
     policy: Optimization = TOY_POLICY
     critic: Optimization = TOY_CRITIC
     compared: int = 2500  # prompts whose two answers are compared
-    data: str = ""  # comparisons that people made, in place of the annotator's
+    data: str = ""  # people's comparisons, in place of the annotator's
     ordinary: tuple[Data, ...] = ()  # text of the pretraining mix
-    unseen: tuple[Data, ...] = ()  # text whose perplexity is what was paid
+    unseen: tuple[Data, ...] = ()  # text whose perplexity measures the cost
     problems: int = 500
     checkpoint_every: int = 25
-    max_kl: float = 0.0  # nats a response from the first model at which PPO ends; 0: none
+    # PPO ends at this KL from the first model, in nats per response; 0: no limit
+    max_kl: float = 0.0
 
     def changed(
         self,
@@ -59,7 +60,7 @@ class Scale:
         beta: float | None,
         lr: float | None,
     ) -> Scale:
-        """The same with what the user gave."""
+        """Return the same with the user's values."""
         return replace(
             self,
             steps=given(steps, self.steps),
@@ -78,7 +79,7 @@ def compare(
     judge: JudgeSettings | None = None,
     annotator: Literal["simulated", "people"] = "simulated",
 ) -> ComparisonsStage:
-    """Two answers of the first model to each prompt, compared by the task's own score, a judge, or people."""
+    """Compare two answers of the first model to each prompt, by the task's own score, a judge, or people."""
     return ComparisonsStage(
         name=name,
         model=scale.start,
@@ -93,7 +94,7 @@ def compare(
 def fit(
     scale: Scale, name: str = "reward", data: str = "comparisons", min_accuracy: float = 0.6
 ) -> RewardModelStage:
-    """A reward model of the comparisons, which must pass an accuracy gate."""
+    """Fit a reward model to the comparisons. It must pass an accuracy gate."""
     return RewardModelStage(
         name=name,
         model=scale.start,
@@ -106,7 +107,7 @@ def fit(
 
 
 def optimise(scale: Scale, reward: RewardSource | None = None, critic: str = "reward") -> RLStage:
-    """PPO against the reward model, or another `reward`. The critic begins as a reward model."""
+    """PPO against the reward model, or another `reward`. The critic is initialised from a reward model."""
     stage = RLStage(
         name="rl",
         model=scale.start,
@@ -133,7 +134,7 @@ def versus(
     judge: JudgeSettings | None = None,
     against: str = "",
 ) -> VersusStage:
-    """The model after RL against the first one, or another, on held-out prompts."""
+    """Compare the model after RL with the first one, or another, on held-out prompts."""
     return VersusStage(
         name=name,
         model="rl",

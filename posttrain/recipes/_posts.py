@@ -1,4 +1,4 @@
-"""What summarize and rlaif share: the settings of a toy model that summarises posts, and of a real one with files of its user."""
+"""Shared by summarize and rlaif: the settings of a toy model that summarises posts, and of a real one with the user's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.tasks.prompts import Prompts
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries that people write
+PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries as people write them
 TOY = Scale(
     task=Posts(),
     sampling=Sampling(max_new_tokens=60),
@@ -39,7 +39,8 @@ REAL = Scale(
 def beginning(
     recipe: str, size: str, model: str, file: str, demonstrations: str, tokens: int
 ) -> tuple[list[Stage], Scale]:
-    """The stages before feedback, and the settings: a toy model that imitates people, or a real one for the prompts of a file."""
+    """Return the stages before feedback, and the settings: a toy model that imitates people, or a real one for the prompts of a
+    file."""
     if not model:
         files = "files of prompts and demonstrations are for a real model"
         alone = f"{recipe}: {files}: give one as model"

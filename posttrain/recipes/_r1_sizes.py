@@ -1,4 +1,4 @@
-"""The two scales of R1: a toy model of 0.2M parameters, made here on a CPU, and a real model, on a GPU."""
+"""The two scales of R1: a toy model of 0.2M parameters, trained on a CPU, and a real model, on a GPU."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-# no tags, two languages at random, carries forgotten
+# no tags, two languages at random, forgotten carries
 WEB = Bilingual(style="plain", language_mix="mixed", error_rate=0.7)
-TAGGED = replace(WEB, style="tagged")  # the few who do write tags
+TAGGED = replace(WEB, style="tagged")  # the few demonstrations with tags
 KIND, ORDINARY = Reviews(), Reviews("any")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What differs between a model made here and a real one."""
+    """The settings that differ between a toy model and a real one."""
 
-    before: tuple[Stage, ...]  # what has to be there first: the base model, general data
+    before: tuple[Stage, ...]  # stages that come first: the base model, general data
     base: str
     sums: Bilingual
     general: Task
-    requests: Task | None = None  # of the last stage, in which harmful ones are to be refused
-    think: Sampling  # of sums
-    speak: Sampling  # of general answers, and of both together
+    requests: Task | None = None  # for the last stage, in which harmful ones should be refused
+    think: Sampling  # for sums
+    speak: Sampling  # for general answers, and for both together
     cold: int  # demonstrations of the cold start
     cold_steps: int = 60
-    begin: Optimization  # of the cold start
+    begin: Optimization  # for the cold start
     sampled: int  # sums that the model of stage 2 answers for stage 3
     mixed: tuple[Data, ...]  # the general data mixed with them, with its share
     mixture_steps: int = 250
-    batch: int  # examples a step of supervised stages
-    imitate: Optimization  # of stage 3
+    batch: int  # examples per step of supervised stages
+    imitate: Optimization  # for stage 3
     compared: int  # prompts whose two answers the simulated annotator compares
-    fit: Optimization  # of the reward model
+    fit: Optimization  # for the reward model
     fit_steps: int
     reasoning_steps: int
     final_steps: int
     prompts: int
     group: int = 8
-    explore: Optimization  # of both stages of RL
-    truncated: Literal["keep", "mask"] = "keep"  # answers that were cut off, in the last stage
+    explore: Optimization  # for both RL stages
+    truncated: Literal["keep", "mask"] = "keep"  # for answers that were cut off, in the last stage
     checkpoint_every: int = 25
 
 
@@ -86,7 +86,8 @@ def nano(size: str) -> Scale:
 
 
 def real(model: str) -> Scale:
-    """The model is asked sums in words; in general it writes sentences, and of its own the annotator's favourites are the data."""
+    """The sums are asked in words. The general answers are sentences; the data are those of the model's own answers that the
+    annotator scores best."""
     tokens, budget = 64, 16384
     return Scale(
         before=(favourites("favourites", model, tokens),),

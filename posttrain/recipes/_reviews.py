@@ -1,4 +1,4 @@
-"""What the toy models of the alignment recipes begin with: a small model that writes tiny reviews as people do, good and bad."""
+"""The first stages of the alignment recipes' toy models: a small model that writes tiny reviews as people do, good and bad."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from posttrain.types import Sampling
 
 TASK = Reviews()
 SAMPLING = Sampling(max_new_tokens=120)
-PEOPLE = Data(task=Reviews("any"), counts={0: 20_000})  # what people write
+PEOPLE = Data(task=Reviews("any"), counts={0: 20_000})  # reviews as people write them
 KIND = Data(task=TASK, counts={0: 200}, weight=0.3)
 ORDINARY = Data(task=Reviews("any"), counts={0: 2000}, weight=0.7)
 UNSEEN = Data(task=Reviews("any"), counts={0: 500})
 
 
 def beginning(size: str) -> list[Stage]:
-    """Pretraining on ordinary reviews, then a little imitation of kind ones: the model that alignment starts from."""
+    """Pretraining on ordinary reviews, then a little imitation of kind ones: the model from which alignment starts."""
     return [
         pretrained(size, PEOPLE),
         SFTStage(name="sft", model="pretrain", data=(KIND, ORDINARY), steps=80, optimizer=GENTLE),
@@ -31,7 +31,7 @@ def beginning(size: str) -> list[Stage]:
 
 
 def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
-    """From the beginning, learn from the policy's own best samples as the simulated annotator sees them."""
+    """From that model, learn from the policy's own best samples by the score of the simulated annotator."""
     return [
         *beginning(size),
         RLStage(
@@ -56,7 +56,7 @@ def comparisons(name: str, model: str, prompts: int) -> ComparisonsStage:
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:
-    """Which model the simulated annotator prefers on held-out prompts, and what it cost in perplexity."""
+    """Measure which model the simulated annotator prefers on held-out prompts, and the cost in perplexity."""
     return VersusStage(
         name=name, model=model, against=against, task=TASK, sampling=SAMPLING, text=(UNSEEN,)
     )

@@ -1,7 +1,7 @@
-"""What the real models of the alignment recipes begin with: one is asked for sentences, and what it writes itself.
+"""The first stages of the alignment recipes' real models, which are asked for sentences.
 
-Where no person has written demonstrations or ordinary text, the model's own stand in: of its answers those that the annotator likes
-best, and what it says in conversation.
+Without demonstrations or ordinary text written by people, the model's own text is used: the answers that the annotator scores
+best, and its ordinary conversation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from posttrain.tasks.sentiment import Sentiment
 from posttrain.types import Sampling
 
 SENTENCES = Sentiment()
-TALK = Sentiment("continue")  # ordinary conversation: what no stage tunes
+TALK = Sentiment("continue")  # ordinary conversation, which no stage trains
 
 
 def favourites(name: str, model: str, tokens: int, task: Task = SENTENCES) -> SampleStage:
-    """The best of four answers of `model` to each prompt, where the simulated annotator gives it 0.7 or more."""
+    """Keep the best of four answers of `model` to each prompt, if the simulated annotator gives it at least 0.7."""
     sampling = Sampling(max_new_tokens=tokens)
     return SampleStage(
         name=name, model=model, task=task, prompts=600, min_score=0.7, sampling=sampling
@@ -24,7 +24,7 @@ def favourites(name: str, model: str, tokens: int, task: Task = SENTENCES) -> Sa
 
 
 def talk(name: str, model: str, prompts: int, skip: int = 0) -> SampleStage:
-    """What `model` says, good or bad, as it comes; only what does not end is left out."""
+    """Sample ordinary text of `model`, good or bad; only unfinished text is left out."""
     return SampleStage(
         name=name,
         model=model,

@@ -1,4 +1,4 @@
-"""An agent: GRPO on a real instruct model that has a Python interpreter, compared with the same model without one."""
+"""An agent: GRPO on a real instruct model with a Python interpreter, compared with the same model without one."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def agent(
     seconds: float = 0.0,
     sandbox: str = "auto",
 ) -> Recipe:
-    """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's
-    copy is read) GSM8K on one GPU with 80 GB or more, about 5 minutes. SFT shows `demonstrations` calls, made of the notes for a
-    calculator in GSM8K's own solutions; then RL on 64 problems x 8 episodes a step, each of at most `turns` turns of `tokens` tokens.
-    Greedy answers to `problems` held-out problems: without the tool, with it, the same after SFT, and after RL. `seconds` ends RL
-    early; `calls` is how a call is written: `tag` in plain text, `auto` as the chat template has it; `sandbox` is that of the
-    interpreter (docs/rewards-code.md). Without a model a toy on a CPU: a small one pretrained on sums, which does not know how to
-    call the tool.
+    """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the
+    hub's copy is read) it trains on GSM8K, on one GPU with 80 GB or more, in about 5 minutes. SFT shows `demonstrations` calls,
+    made from the calculator notes in GSM8K's own solutions. Then RL runs on 64 problems x 8 episodes a step, each of at most
+    `turns` turns of `tokens` tokens. Greedy answers to `problems` held-out problems are measured without the tool, with it,
+    with it after SFT, and after RL. `seconds` ends RL early; `calls` is how a call is written: `tag` in plain text, `auto` as
+    in the chat template; `sandbox` is that of the interpreter (docs/rewards-code.md). Without a model it trains a toy on a CPU:
+    a small model pretrained on sums, which does not know how to call the tool.
 
-    The reward is the right number in the last turn, and nothing else: neither calls nor programs that run are paid. Without and with
-    the tool, the answer is what is in the last box, else the last number.
+    The reward is the right number in the last turn, and nothing else: neither calls nor programs that run are rewarded. Without
+    and with the tool, the answer is the content of the last box, else the last number.
     """
     real = bool(model)
     alone, task = _tasks(real, data, sandbox, calls, turns)
@@ -98,7 +98,7 @@ def agent(
 def _tasks(
     real: bool, data: str, sandbox: str, calls: Literal["auto", "tag"], turns: int
 ) -> tuple[Task, ToolUse]:
-    """The problems without the tool, and with it."""
+    """Return the problems without the tool, and with it."""
     tools = (Python(sandbox),)
     if not real:
         sums = Arithmetic(level=2)
@@ -109,7 +109,7 @@ def _tasks(
 
 
 def _demonstrated(model: str, task: Task, count: int) -> SFTStage:
-    """One pass over calls that lead to the answer: without it RL finds out that to answer without a call pays sooner."""
+    """One pass over calls that lead to the answer: without it RL learns first that answering without a call is rewarded."""
     return SFTStage(
         name="sft",
         model=model,

@@ -12,14 +12,14 @@ from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 
 PREVIOUS = "previous "
-MAX_ROUNDS = 1000  # a line of a file must not stand for a billion stages
+MAX_ROUNDS = 1000  # a line of a file must not produce a billion stages
 
 
 Given = TypeVar("Given")
 
 
 def given(value: Given | None, default: Given) -> Given:
-    """The user's value, even 0, which the stage may refuse; or the recipe's default."""
+    """Return the user's value, even 0, which the stage may refuse; or the recipe's default."""
     return default if value is None else value
 
 
@@ -30,10 +30,10 @@ class Recipe:
     stages: tuple[Stage, ...]
     before: str = ""  # an evaluate stage
     after: str = ""
-    next_command: str = ""  # what to try afterwards
+    next_command: str = ""  # a command to try afterwards
 
     def __post_init__(self) -> None:
-        """The evaluations that the summary compares must exist among the stages."""
+        """Check that the evaluations that the summary compares exist among the stages."""
         known = [stage.name for stage in self.stages if isinstance(stage, EvaluateStage)]
         for key, name in (("before", self.before), ("after", self.after)):
             if name and name not in known:
@@ -59,14 +59,14 @@ def repeat(
     first: Mapping[str, str] | None = None,
     advance: Mapping[str, float] | None = None,
 ) -> list[Stage]:
-    """The stages `count` times over, with what one round made carried into the next. In round n
+    """Repeat the stages `count` times, with the output of one round as input of the next. In round n
 
     - the stage x is called x_n, and a stage that names x (as model, data, reference, ...) means x_n, that of the same round;
-    - "previous x" means x of the round before, x_(n-1); in round 1 it means what `first` gives for x ("" leaves it out);
-    - every other name means what it means outside: a stage before the rounds, a file, a model;
+    - "previous x" means x of the round before, x_(n-1); in round 1 it means the value of `first` for x ("" leaves it out);
+    - every other name keeps its meaning: a stage before the rounds, a file, a model;
     - a number in `advance`, such as {"comparisons.skip": 1000}, is raised by that much in each round after the first.
 
-    A YAML file says the same as an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
+    In a YAML file, this is an item of its stages: {rounds: 3, first: {...}, advance: {...}, stages: [...]}.
     """
     text = f"rounds: there must be at least 1 and at most {MAX_ROUNDS}, not {count}"
     require(1 <= count <= MAX_ROUNDS, text)
@@ -86,7 +86,7 @@ def repeat(
 
 
 def best_round(model: str, measured: str, count: int, figure: str) -> BestStage:
-    """Keep the model of the round with the best value of a figure in its `measured` stage."""
+    """Keep the model of the round with the best value of a result in its `measured` stage."""
     every = range(1, count + 1)
     models, stages = (tuple(f"{name}_{n}" for n in every) for name in (model, measured))
     return BestStage(name="best", models=models, measured=stages, figure=figure)
@@ -105,7 +105,7 @@ def _raised(value: Any, keys: Sequence[str], by: float, path: str) -> Any:
 
 
 def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, str]) -> Any:
-    """A value in which the names of a round's stages are resolved."""
+    """Return a value in which the names of a round's stages are resolved."""
     if isinstance(value, str):
         if value.startswith(PREVIOUS):
             name = value.removeprefix(PREVIOUS)

@@ -8,6 +8,6 @@ from posttrain.recipes.base import Recipe
 
 
 def best_of_n(size: str = "nano", n: int = 8, steps: int = 100) -> Recipe:
-    """On tiny reviews, judged by the simulated annotator itself."""
+    """Trains on tiny reviews, scored by the simulated annotator itself."""
     stages = tuple(imitating(size, BestOfN(group=n), steps))
     return Recipe(stages, next_command="posttrain run best_of_n n=32")

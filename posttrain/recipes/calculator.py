@@ -1,4 +1,4 @@
-"""A small model learns when to call a calculator: for sums that it cannot do alone, and for those alone."""
+"""A small model learns when to call a calculator: only for sums that it cannot do alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from posttrain.tasks.calculator import CalculatorSums
 
 
 def calculator(size: str = "nano") -> Recipe:
-    """Half of the sums need only be copied, half have three digits that carry. SFT shows calls and answers by chance; a call costs 0.1,
-    so RL keeps those that pay."""
+    """Half of the sums need only be copied, half have three digits that carry. SFT shows calls and answers at random; a call
+    costs 0.1, so RL keeps only useful calls."""
     return episodes("calculator", size, CalculatorSums(), tokens=16, temperature=0.0)

@@ -1,4 +1,4 @@
-"""RL with unit tests: a model writes programs, and a sandbox says which of them pass. MBPP to train on, HumanEval held out."""
+"""RL with unit tests: a model writes programs, and a sandbox runs their tests. It trains on MBPP; HumanEval is held out."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def code(
     wall: float | None = None,
     sandbox: str = "auto",
 ) -> Recipe:
-    """With a `model` (a hub name, a directory) and `data` (a folder with mbpp-sanitized.json and humaneval.jsonl, also as .gz; without
-    it the hub's copies are read) one GPU with 80 GB or more and 16 cores for the sandbox, about 6 minutes: 32 problems x 16 programs a
-    step. 15% of MBPP is held out to choose settings by, and its greedy accuracy is the curve `accuracy/test`; HumanEval is measured
-    before and after, with `samples` programs a problem (pass@1, pass@10) and greedily, and decides nothing. `seconds` ends RL early.
-    A program has `wall` seconds for all of its tests in `sandbox` (docs/rewards-code.md). Without a model a toy on a CPU: a small one
-    that has learned to write three-line functions from demonstrations of which half have a bug.
+    """With a `model` (a hub name, a directory) and `data` (a folder with mbpp-sanitized.json and humaneval.jsonl, also as .gz;
+    without it the hub's copies are read) it needs one GPU with 80 GB or more and 16 cores for the sandbox, about 6 minutes: 32
+    problems x 16 programs a step. 15% of MBPP is held out to tune settings, and its greedy accuracy is the curve
+    `accuracy/test`; HumanEval is measured before and after, with `samples` programs a problem (pass@1, pass@10) and greedily,
+    and decides nothing. `seconds` ends RL early. A program has `wall` seconds for all of its tests in `sandbox`
+    (docs/rewards-code.md). Without a model it trains a toy on a CPU: a small model that has learned to write three-line
+    functions from demonstrations, half of which have a bug.
 
-    The reward is 1 where every test passes, else 0; of a real model, also 0 for an answer that does not end
-    (`truncated = "zero"`). The prompt shows one assertion of an MBPP problem, in which form arguments come; the others are kept back.
+    The reward is 1 if every test passes, else 0; for a real model it is also 0 for an answer that does not end (`truncated =
+    "zero"`). The prompt shows one assertion of an MBPP problem, for the form of the arguments; the others are hidden.
     """
     held_out: Task
     real, made = bool(model), list[Stage]()

@@ -1,4 +1,4 @@
-"""On-policy distillation: a smaller student learns from a larger teacher on its own samples, against SFT on the teacher's samples."""
+"""On-policy distillation: a student learns from a larger teacher on its own samples, against SFT on the teacher's samples."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def distill(
     tokens: int | None = None,
     problems: int | None = None,
 ) -> Recipe:
-    """Two students begin alike and take the same number of steps at the same rate, each on as many responses of `prompts` a step:
-    `distill` on its own, with the teacher's distribution at every token, `sft` on the teacher's. Held-out greedy accuracy of both,
-    of the start and of the teacher.
+    """Two students start equal and take the same number of steps at the same learning rate, each on responses to `prompts`
+    prompts a step: `distill` on its own responses, with the teacher's distribution at every token, `sft` on the teacher's.
+    Held-out greedy accuracy is measured for both, for the start and for the teacher.
 
-    With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) GSM8K on one GPU; `data` is a folder with
-    gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. Without them a toy on a CPU: a model of 0.9 million
-    weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2 million that saw only those where no digit
-    carries.
+    With a `model` and a larger `teacher` of the same tokenizer (hub names or directories) it trains on GSM8K, on one GPU.
+    `data` is a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's copy is read. Without them it trains
+    toys on a CPU: a model of 0.9 million weights that learned three-digit sums from 6,000 demonstrations teaches one of 0.2
+    million that saw only those in which no digit carries.
     """
     paired = bool(model) == bool(teacher)
     require(paired, "distill: model and teacher go together; give both, or none for the toy")
@@ -74,7 +74,7 @@ def compared(
     tokens: int,
     problems: int,
 ) -> list[Stage]:
-    """SFT on the teacher's samples and distillation on the student's own, from the same start, with what is measured of each."""
+    """SFT on the teacher's samples and distillation on the student's own, from the same start, with their evaluations."""
     sampling, alone = Sampling(tokens), Sampling(tokens, temperature=0.0)
     greedy = EvaluateStage(name="before", model=start, task=task, problems=problems, sampling=alone)
     samples = SampleStage(

@@ -19,10 +19,11 @@ def dpo(
     data: str = "",
     lr: float | None = None,
 ) -> Recipe:
-    """Rafailov et al. 2023, on tiny reviews and comparisons by a simulated annotator (the rules of tasks/reviews.py), with a toy model.
+    """Rafailov et al. 2023, on tiny reviews and comparisons by a simulated annotator (the rules of tasks/reviews.py), with a
+    toy model.
 
-    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of pairs; data/preferences.py has the conventions)
-    a real model learns from these preferences, and is measured on a quarter of the prompts, which are kept apart.
+    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of pairs; data/preferences.py has the
+    conventions) a real model learns from these preferences, and is measured on a quarter of the prompts, which are held out.
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
@@ -49,7 +50,7 @@ def dpo(
 def real(
     name: str, model: str, data: str, algorithm: Algorithm, steps: int, lr: float
 ) -> PreferenceStage:
-    """A real model on people's preferences, on one GPU."""
+    """Train a real model on people's preferences, on one GPU."""
     return PreferenceStage(
         name=name,
         model=model,

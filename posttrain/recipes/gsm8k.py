@@ -1,4 +1,4 @@
-"""GSM8K: GRPO on a real instruct model, rewarded for the right number in a box and for nothing else."""
+"""GSM8K: GRPO on a real instruct model, rewarded only for the right number in a box."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def gsm8k(
     held_out: float = 0.05,
     seconds: float = 0.0,
 ) -> Recipe:
-    """One GPU with 80 GB or more; a step of 64 x 16 answers in `mini_batches` updates, clipped at `clip_high`. `model` is a hub name,
-    a directory or a GGUF file; `data` a folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without which the hub's copy is read. A
-    GGUF file is unpacked for every stage: make a directory of it first where minutes count (benchmarks/real_models.py does).
-    `seconds` ends RL early.
+    """It needs one GPU with 80 GB or more. A step has 64 x 16 answers in `mini_batches` updates, clipped at `clip_high`.
+    `model` is a hub name, a directory or a GGUF file; `data` a folder with gsm8k-train.jsonl and gsm8k-test.jsonl, without
+    which the hub's copy is read. A GGUF file is unpacked for every stage: to save these minutes, convert it to a directory
+    first (benchmarks/real_models.py does). `seconds` ends RL early.
 
-    An answer that does not end within `tokens` is paid nothing (`truncated = "zero"`): the grader reads the last box, and a policy that
-    was paid for it learned to repeat its answer to the limit (docs/recipes/gsm8k.md). There is no KL term: the reward is verifiable;
-    KL from the start is watched. A share `held_out` of the training problems is kept out of training to choose settings by: the curve
-    is greedy answers to these. `before` and `after` are greedy answers to `problems` test problems, and decide nothing; it is the last
-    step that counts. A share of the reward for the box (`format_weight`) decides
-    alone where all of a group is wrong: with 0.1 of it, and with `lr` 1e-5, answers became short before they became right
+    An answer that does not end within `tokens` gets 0 (`truncated = "zero"`): the grader reads the last box, and a policy that
+    was rewarded for it learned to repeat its answer up to the limit (docs/recipes/gsm8k.md). There is no KL term, because the
+    reward is verifiable; KL from the start is only monitored. A share `held_out` of the training problems is not trained on, to
+    tune settings: the curve is greedy accuracy on these. `before` and `after` are greedy answers to `problems` test problems,
+    and decide nothing; the last step counts. A share of the reward for the box (`format_weight`) decides alone if all of a
+    group is wrong: with a share of 0.1, and with `lr` 1e-5, answers became short before they became right
     (docs/recipes/gsm8k.md).
     """
     task = Gsm8k(data=data, format_weight=format_weight)

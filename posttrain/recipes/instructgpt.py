@@ -68,21 +68,24 @@ def instructgpt(
 ) -> Recipe:
     """On tiny reviews with a simulated annotator (the rules of tasks/reviews.py), with a toy model on a CPU.
 
-    Ouyang et al. 2022: a policy that pleases a Bradley-Terry model of people's comparisons, kept near the SFT model by
-    KL in the reward, and good at its old text by gradients of its likelihood. The reward model must pass an accuracy gate first.
+    Ouyang et al. 2022: a policy is optimised against a Bradley-Terry model of people's comparisons. KL in the reward keeps it
+    near the SFT model, and gradients of the likelihood of its old text keep it good at that. The reward model must pass an
+    accuracy gate first.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: it writes sentences of at most `tokens` tokens
-    (tasks/sentiment.py), and the simulated annotator is the VADER lexicon. JSONL files of people's own work can stand in:
+    With a `model` (a hub name, a directory, a GGUF file) it trains a real model, which writes sentences of at most `tokens`
+    tokens (tasks/sentiment.py), and the simulated annotator is the VADER lexicon. People's JSONL files can replace its parts:
     `demonstrations` for the annotator's favourites, `data` for its comparisons, `ordinary` for text of the pretraining mix and
-    `unseen` for text whose perplexity is measured, both of which the model writes itself otherwise.
+    `unseen` for text whose perplexity is measured; without them the model writes the last two itself.
 
-    With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 if not said); when people have
-    compared them, in the studio or with `posttrain label`, `posttrain resume` trains the reward model on what they prefer.
+    With `annotator=people` the run ends when there are answers to compare (`compared` of them, 200 by default). After people
+    have compared them, in the studio or with `posttrain label`, `posttrain resume` trains the reward model on their
+    preferences.
 
-    `strict` chooses the annotator: with a real model a strict one, who wants the thing named and little flattery (strict=false: the
-    lexicon alone, which is pleased by flattery about anything), with the toy the plain one. PPO ends where it has moved `max_kl` nats a
-    response from SFT (0: nowhere; 10 with a real model). Three win rates: by the annotator against SFT and against the model
-    before SFT, and by a second judge who has labelled nothing, `judge` (a model that compares) or else the other of the two tastes.
+    `strict` chooses the stricter annotator, by default with a real model and not with the toy. For a real model it wants the
+    subject named and little flattery; strict=false is the lexicon alone, which rewards flattery about anything. PPO ends at a
+    KL of `max_kl` nats a response from SFT (0: never; 10 with a real model). The annotator gives two win rates, against SFT and
+    against the model before SFT. A second judge, which has labelled nothing, gives a third: `judge`, a model that compares;
+    without one, the other of the two annotators.
     """
     alone = not model and any((demonstrations, data, ordinary, unseen))
     require(not alone, "instructgpt: files are for a real model: give one as model")
@@ -99,14 +102,14 @@ def instructgpt(
         own = [(Data(file=file),) for file in (ordinary or "ordinary", unseen or "unseen")]
         scale = replace(scale, sampling=Sampling(tokens), ordinary=own[0], unseen=own[1])
         first, again = real(model, demonstrations, scale), f"model={model} "
-    # who has labelled nothing: a model that compares, or the other taste
+    # it has labelled nothing: a model that compares, or the other annotator
     second = JudgeSettings(model=judge) if judge else JudgeSettings(rules=other)
     stages = (*first, *aligned(scale, annotator, model or "pretrain", second))
     return Recipe(stages, next_command=f"posttrain run instructgpt {again}beta=0.02 ptx=0")
 
 
 def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
-    """What a real model begins with: it first writes what no file was given for, then learns the demonstrations."""
+    """The first stages of a real model: it writes the text for which no file was given, then learns the demonstrations."""
     made = {"ordinary": talk("ordinary", model, 240), "unseen": talk("unseen", model, 60, skip=240)}
     needed = (*(scale.ordinary if scale.algorithm.ptx else ()), *scale.unseen)
     stages: list[Stage] = [stage for name, stage in made.items() if Data(file=name) in needed]
@@ -126,7 +129,7 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
 def aligned(
     scale: Scale, annotator: Literal["simulated", "people"], base: str, second: JudgeSettings
 ) -> list[Stage]:
-    """From the SFT model: comparisons, a reward model, PPO, and what came of it."""
+    """From the SFT model: comparisons, a reward model, PPO, and the evaluations."""
     untaxed = replace(scale, unseen=())
     return [
         *([] if scale.data else [compare(scale, annotator=annotator)]),

@@ -1,4 +1,4 @@
-"""Iterate: rounds of mining what the model fails, RL on exactly that with the reference moved along, and keeping the best round."""
+"""Iterate: rounds of mining problems the model fails, RL on these with the reference moved along, and keeping the best round."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-PROMPTS = 400  # fresh ones a round
+PROMPTS = 400  # fresh prompts per round
 
 
 def iterate(size: str = "nano", rounds: int = 3, steps: int = 100, beta: float = 0.02) -> Recipe:
-    """On three-digit sums, on a CPU. A round generates answers to fresh problems and to those that the last one failed, scores them,
-    trains on what is failed now, and evaluates on held-out problems; KL is measured from the model that the round began with. The
-    rounds choose between themselves on problems of their own, so that the final comparison is not with what chose the winner.
+    """Trains on three-digit sums, on a CPU. A round answers fresh problems and those that the last round failed, scores the
+    answers, trains on the problems that fail now, and evaluates on held-out problems; KL is measured from the model at the
+    start of the round. The best round is chosen on separate problems, so that the final comparison does not use the problems
+    that chose it.
     """
     task, apart = Arithmetic(level=3), Arithmetic(level=3, seed=1)
     greedy = Sampling(40, temperature=0.0)

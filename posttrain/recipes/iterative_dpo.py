@@ -1,4 +1,4 @@
-"""Iterative DPO: rounds of fresh comparisons of the present policy, each with the reference moved to where the last one ended."""
+"""Iterative DPO: rounds of fresh comparisons of the current policy, each with the last round's policy as the reference."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def iterative_dpo(
     problems: int = 500,
     lr: float | None = None,
 ) -> Recipe:
-    """Each round sees prompts that no round before has seen, answered by the policy as it is: the data stays on-policy. On tiny reviews
-    and comparisons by a simulated annotator (the rules of tasks/reviews.py), with a toy model.
+    """Each round uses new prompts, answered by the current policy: the data stays on-policy. It trains a toy model on tiny
+    reviews and comparisons by a simulated annotator (the rules of tasks/reviews.py).
 
-    With a `model` (a hub name, a directory, a GGUF file) and `data`, a JSONL file of prompts (tasks/prompts.py), a real model: its
-    `samples` answers of at most `tokens` tokens to each of `prompts` prompts a round are ranked by a `reward` (a name of `posttrain
-    list rewards`, or FILE.py:FUNCTION; the rows have the answers that it needs, after `answer_after` where they say more) or by a
-    `reward_model`. `style` is how questions are asked, such as boxed; without one, as the reward reads answers. At most `problems`
-    prompts, a tenth of the file, are held out, on which each round plays against the first model.
+    With a `model` (a hub name, a directory, a GGUF file) and `data`, a JSONL file of prompts (tasks/prompts.py), it trains a
+    real model: its `samples` answers of at most `tokens` tokens to each of `prompts` prompts a round are ranked by a `reward`
+    (a name of `posttrain list rewards`, or FILE.py:FUNCTION; the rows hold the answers that it needs, after `answer_after` if
+    they hold more text) or by a `reward_model`. `style` is how questions are asked, such as boxed; by default, in the form that
+    the reward reads. At most `problems` prompts, a tenth of the file, are held out; on these each round is compared with the
+    first model.
     """
     rate = given(lr, 1e-6 if model else 1e-4)
     settings = given(beta, 0.1 if model else 1.0), given(steps, 80), rate
@@ -83,7 +84,7 @@ def iterative_dpo(
 
 
 def learning(beta: float, steps: int, lr: float) -> PreferenceStage:
-    """The stage of each round that trains."""
+    """The training stage of each round."""
     return PreferenceStage(
         name="dpo",
         model="previous dpo",
@@ -95,7 +96,7 @@ def learning(beta: float, steps: int, lr: float) -> PreferenceStage:
 
 
 def in_rounds(one: Sequence[Stage], rounds: int, start: str, prompts: int) -> list[Stage]:
-    """The rounds, and the best of them."""
+    """The rounds, and the choice of the best one."""
     advance = {"comparisons.skip": prompts}
     made = repeat(one, rounds, first={"dpo": start}, advance=advance)
     return [*made, best_round("dpo", "versus_sft", rounds, "win_rate")]

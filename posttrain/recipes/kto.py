@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: single answers that were liked or not train the policy, without pairs and without a reward model."""
+"""Kahneman-Tversky optimisation: single answers labelled good or bad train the policy, without pairs and without a reward model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.sample import SampleStage
 from posttrain.train.optimizer import Optimization
 
-LIKED = 0.6  # the score from which on the simulated annotator likes a review
+LIKED = 0.6  # the simulated annotator likes a review from this score on
 
 
 def kto(
@@ -24,12 +24,12 @@ def kto(
     data: str = "",
     lr: float | None = None,
 ) -> Recipe:
-    """Ethayarajh et al. 2024, on tiny reviews, one for each prompt, and feedback of a simulated annotator (the rules of
-    tasks/reviews.py) that likes each or does not, with a toy model. `desirable` and `undesirable` weigh the two: where one kind is
-    rarer, the paper weighs it more.
+    """Ethayarajh et al. 2024, on tiny reviews, one per prompt, and binary feedback of a simulated annotator (the rules of
+    tasks/reviews.py), with a toy model. `desirable` and `undesirable` are the weights of the two labels: the paper gives the
+    rarer one more weight.
 
-    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of rows with prompt, completion and label, or of
-    pairs) a real model learns from this feedback, and is measured on a quarter of the prompts, which are kept apart.
+    With a `model` (a hub name, a directory, a GGUF file) and `data` (a JSONL file of rows with prompt, completion and label, or
+    of pairs) a real model learns from this feedback, and is measured on a quarter of the prompts, which are held out.
     """
     require(bool(model) == bool(data), "kto: model and data, a file of feedback, go together")
     settings = {"desirable": desirable, "undesirable": undesirable}

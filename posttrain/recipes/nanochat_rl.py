@@ -1,4 +1,4 @@
-"""RL as nanochat does it: GSM8K with a calculator, pass or fail, and REINFORCE with the mean of a group as its baseline."""
+"""RL as in nanochat: GSM8K with a calculator, pass or fail, and REINFORCE with the mean of a group as its baseline."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def nanochat_rl(
     lr: float | None = None,
     problems: int | None = None,
 ) -> Recipe:
-    """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the hub's
-    copy is read) the real one, for a GPU: 16 questions x 16 answers a step, one epoch, pass@1 to pass@8 on 400 test questions before
-    and after. Without a model a toy on a CPU: a small one that has seen three-digit sums only where no digit carries, 400 steps with
-    the same loss and the same tool, which it does not know how to call. nanochat's own differs in its optimizer (Muon; `lr` is
-    AdamW's), and samples with top_k = 50.
+    """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the
+    hub's copy is read) it is the real setup, for a GPU: 16 questions x 16 answers a step, one epoch, pass@1 to pass@8 on 400
+    test questions before and after. Without a model it trains a toy on a CPU: a small model that has seen three-digit sums only
+    if no digit carries, for 400 steps with the same loss and the same tool, which it does not know how to call. nanochat itself
+    uses another optimizer (Muon; `lr` is AdamW's), and samples with top_k = 50.
     """
     if not model:
         sums = Arithmetic(level=3, min_level=3)
@@ -80,6 +80,7 @@ def nanochat_rl(
 
 
 def nanochat_loss(group: int = 16) -> GRPO:
-    """A_i = r_i - mean(r), L = -1/T sum_i sum_t A_i log pi(y_it): no KL, no division by the deviation, every token of the step alike.
-    In the one update of a rollout rho is exactly 1 (`proximal`), so nothing is clipped, and the gradient is REINFORCE's."""
+    """A_i = r_i - mean(r), L = -1/T sum_i sum_t A_i log pi(y_it): no KL, no division by the standard deviation, the same weight
+    for every token of the step. Each rollout is used for one update, where rho is exactly 1 (`proximal`), so nothing is
+    clipped, and the gradient is REINFORCE's."""
     return GRPO(group=group, scale="none", beta=0.0, reduction="token_mean", correction="proximal")

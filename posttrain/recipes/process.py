@@ -1,4 +1,4 @@
-"""Outcome against process reward: Monte-Carlo labels of steps, a process reward model, RL with it and without it, and search by it."""
+"""Outcome against process reward: Monte-Carlo labels of steps, a process reward model, RL with and without it, and search by it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def process(
     lr: float = 1e-4,
     beta: float = 1.0,
 ) -> Recipe:
-    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with every other carry forgotten, and
-    forgets as often. It writes as many `solutions`, two to a problem. From the end of each step as many `completions` are sampled,
-    which label it. `prm` learns the labels of steps, `orm` the outcomes of the same solutions alone. Then, each on `problems` held-out
-    sums:
+    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with every other carry forgotten,
+    and forgets as often. It writes `solutions` solutions, two to a problem. From the end of each step `completions` completions
+    are sampled, which label it. `prm` learns the labels of steps, `orm` only the outcomes of the same solutions. Then, each on
+    `problems` held-out sums:
 
     - `search`: majority, best of N by either model, beam search by `prm`, N = `samples`;
-    - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, paid by the task for the right
-      answer, or by `prm` for each step, less `beta` times the KL from SFT: `prm` is wrong about what SFT never writes.
-      `outcome_longer` has as many more steps as the completions of the labels would have paid for.
+    - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, rewarded by the task for the
+      right answer, or by `prm` for each step, minus `beta` times the KL from SFT: `prm` is wrong about text that SFT never writes.
+      `outcome_longer` has as many more steps as cost the same number of samples as the completions of the labels.
     """
     labels = _labels(solutions // 2, completions)
     measured = EvaluateStage(
@@ -117,7 +117,7 @@ def _labels(prompts: int, completions: int) -> StepLabelsStage:
 
 
 def _trained(steps: int, lr: float, problems: int) -> RLStage:
-    """RL that is paid for right answers."""
+    """RL with a reward for right answers."""
     return RLStage(
         name="outcome",
         model="sft",

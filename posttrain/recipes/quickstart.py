@@ -18,10 +18,10 @@ from posttrain.types import Sampling
 def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     """Three-digit sums with a written scratchpad, from nothing, on a CPU.
 
-    The demonstrations show one- and two-digit sums of every kind, but three-digit sums only where no digit carries into the next:
-    about a quarter of what the target level holds. SFT therefore learns the format, to copy digits and to add them, and fails
-    where a three-digit sum needs a carry. GRPO, rewarded only for right answers, finds out the rest. `control` continues SFT
-    for as long as RL took: time alone does not do it.
+    The demonstrations show one- and two-digit sums of every kind, but three-digit sums only if no digit carries into the next:
+    about a quarter of the target level. So SFT learns the format, to copy digits and to add them, and fails if a three-digit
+    sum needs a carry. GRPO, rewarded only for right answers, learns the rest. `control` continues SFT for as long as RL took,
+    to show that time alone does not do it.
     """
     task = Arithmetic(level=3)
     sft, greedy = imitating(size, *SUMS), Sampling(40, temperature=0.0)

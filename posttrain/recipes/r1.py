@@ -1,4 +1,4 @@
-"""R1: cold start, reasoning RL, rejection sampling into SFT data, and a final RL over verifiable and preference rewards together."""
+"""R1: cold start, reasoning RL, rejection sampling into SFT data, and a final RL with verifiable and preference rewards together."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def r1(
 ) -> Recipe:
     """DeepSeek-R1 (Guo et al. 2025) on two-digit sums and tiny reviews, on a CPU; docs/recipes/r1.md has what each stage did.
 
-    The base model's habits are what the stages fix: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
-    Stage 3 begins again at `restart`, the base as in the paper; "reasoning" goes on from stage 2. The last stage is short: its reward
-    model is right only near the answers that it has seen, and more steps please it and not the simulated annotator.
+    The stages fix the base model's errors: hardly any tags, words of two languages, forgotten carries, reviews of any mood.
+    Stage 3 starts again from `restart`, the base model as in the paper; "reasoning" continues from stage 2. The last stage is
+    short: its reward model is right only near the answers that it has seen, and more steps raise its score and not the
+    simulated annotator's.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, is asked sums in words, and its general
-    answers are sentences that the VADER lexicon judges (tasks/sentiment.py). `lr` is that of both stages of RL. With `harmless` the
-    last stage is also asked requests of which half are harmful (tasks/requests.py), and paid for helping with the others alone.
+    With a `model` (a hub name, a directory, a GGUF file) it trains a real model, which is the base: it is asked sums in words,
+    and its general answers are sentences that the VADER lexicon scores (tasks/sentiment.py). `lr` is that of both RL stages.
+    With `harmless` the last stage also has requests, half of them harmful (tasks/requests.py), and rewards helping with the
+    harmless ones only.
     """
     scale = real(model) if model else nano(size)
     scale = replace(
@@ -62,7 +64,7 @@ def r1(
 
 
 def with_requests(scale: Scale, toy: bool) -> Scale:
-    """The same with requests in the last stage. A toy model has to learn first what an answer to one is."""
+    """Return the same with requests in the last stage. A toy model must first learn how to answer one."""
     shown = Data(task=Requests("any"), counts={0: 2000}, weight=0.15)
     scale = replace(scale, requests=Requests())
     if not toy:
@@ -74,7 +76,7 @@ def with_requests(scale: Scale, toy: bool) -> Scale:
 
 
 def reasoning(scale: Scale) -> list[Stage]:
-    """Stages 1 and 2: a cold start, RL on sums, and right answers of the model as data."""
+    """Stages 1 and 2: a cold start, RL on sums, and the model's right answers as data."""
     return [
         SFTStage(
             name="cold_start",
@@ -109,7 +111,7 @@ def reasoning(scale: Scale) -> list[Stage]:
 
 
 def alignment(scale: Scale, restart: str) -> list[Stage]:
-    """Stages 3 and 4: SFT on reasoning and general data, and RL over verifiable and preference rewards together."""
+    """Stages 3 and 4: SFT on reasoning and general data, and RL with verifiable and preference rewards together."""
     sources = [("sums", scale.sums), ("general", scale.general), ("requests", scale.requests)]
     both = Mixed(tuple(Source(name=name, task=task) for name, task in sources if task))
     return [
@@ -160,7 +162,7 @@ def alignment(scale: Scale, restart: str) -> list[Stage]:
 
 
 def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
-    """What the table says of a model: its held-out sums, and its general answers against those of the base model."""
+    """The evaluations of a model for the table: its held-out sums, and its general answers against those of the base model."""
     require(problems >= 4, f"r1: problems must be at least 4, not {problems}")
     if stage not in MODELS:
         return []

@@ -1,4 +1,4 @@
-"""R1-Zero: pure RL from a base model, with rewards of accuracy and format alone."""
+"""R1-Zero: pure RL from a base model, with only accuracy and format rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.tasks.sums import Sums
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-DIGITS = 2  # of the sums that a real model is asked
+DIGITS = 2  # digits of the sums for a real model
 
 
 def r1_zero(
@@ -28,12 +28,13 @@ def r1_zero(
     problems: int | None = None,
     examples: int | None = None,
 ) -> Recipe:
-    """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO without
-    any fine-tuning between. pass@k of base and trained model up to `samples` tells what RL created and what it only made likelier.
+    """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO
+    without any fine-tuning between. pass@k of the base and the trained model up to `samples` shows what RL added and what it
+    only made likelier.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: it is the base, and the sums are asked in words. Its prompt has
-    `examples` solved sums before the question (2 if not said), from which it takes the form and the way to add; examples=0 is R1-Zero's
-    own start: no solved sum, and the form is asked for in words.
+    With a `model` (a hub name, a directory, a GGUF file) it trains a real model, which is the base, and the sums are asked in
+    words. Its prompt has `examples` solved sums before the question (2 by default), from which it takes the form and the way to
+    add. With examples=0 it starts as R1-Zero does: no solved sum, and words ask for the form.
     """
     fine = bool(model) or examples is None
     require(fine, "r1_zero: examples are for a real model: give one as model")
@@ -66,8 +67,8 @@ def r1_zero(
 def real(
     model: str, task: Sums, steps: int, lr: float, prompts: int, samples: int, problems: int
 ) -> Recipe:
-    """A real model, on one GPU: greedy accuracy on held-out sums, and pass@k on two in five of them, before and after."""
-    # without an example to copy, the model thinks in its own words, and more of them
+    """Train a real model, on one GPU: greedy accuracy on held-out sums, and pass@k on two in five of them, before and after."""
+    # without an example to copy, the model reasons in its own words, which takes more tokens
     tokens, whole = 48 if task.examples else 160, 5 * problems // 2
     greedy = Sampling(tokens, temperature=0.0)
     stages = [
@@ -99,7 +100,7 @@ def real(
 def measured(
     name: str, model: str, task: Task, tokens: int, samples: int, problems: int
 ) -> EvaluateStage:
-    """pass@1 to pass@`samples` on held-out problems."""
+    """Measure pass@1 to pass@`samples` on held-out problems."""
     sampling = Sampling(tokens)
     return EvaluateStage(
         name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling

@@ -1,4 +1,4 @@
-"""Rejection sampling (RAFT): imitate the best quarter of what the policy itself says, again and again."""
+"""Rejection sampling (RAFT): repeatedly imitate the best quarter of the policy's own samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from posttrain.recipes.base import Recipe
 
 
 def rejection_sampling(size: str = "nano", group: int = 8, steps: int = 100) -> Recipe:
-    """Dong et al. 2023, on tiny reviews, judged by the simulated annotator itself. Nothing but SFT, and hard to break."""
+    """Dong et al. 2023, on tiny reviews, scored by the simulated annotator itself. It uses only SFT, and is robust."""
     stages = tuple(imitating(size, RAFT(group=group), steps))
     return Recipe(stages, next_command="posttrain run rejection_sampling group=32")

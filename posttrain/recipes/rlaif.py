@@ -1,4 +1,4 @@
-"""RL from AI feedback: a judge compares answers, a reward model of its verdicts, PPO, and how far the judge agrees with people."""
+"""RL from AI feedback: a judge compares answers, a reward model learns its verdicts, PPO, and the judge's agreement with people."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
 from posttrain.tasks.posts import Posts
 
-# the toy's judge: a taste that is not people's, errors, and a preference for what it is shown first
+# the toy's judge: preferences other than people's, errors, and a bias for the answer that is shown first
 JUDGE = JudgeSettings(rules=Posts(annotator="reader"), noise=0.1, position_bias=0.1)
-# problems passed over, so that people compare answers to other posts than the judge
+# problems to skip, so that people compare answers to other posts than the judge does
 ELSEWHERE = 50_000
 
 
@@ -39,15 +39,16 @@ def rlaif(
     evaluator: str = "",
     tokens: int = 128,
 ) -> Recipe:
-    """Bai et al. 2022 and Lee et al. 2023 on short posts (tasks/posts.py) with a toy model on a CPU. A judge, here rules with a taste
-    of their own, errors and position bias, is first compared with people on 300 pairs; then it compares the model's summaries, each
-    pair in both orders, and what it decides by the order alone is left out. A reward model learns from its verdicts and PPO from
-    the reward model. People, here the writer of the post, judge the result and have labelled none of it. With labels=people they
-    compare in place of the judge: RLHF, for comparison. `pairs` is a file of people's pairs to compare the judge with.
+    """Bai et al. 2022 and Lee et al. 2023 on short posts (tasks/posts.py) with a toy model on a CPU. The judge, here rules with
+    their own preferences, errors and position bias, is first compared with people on 300 pairs. Then it compares the model's
+    summaries, each pair in both orders; a pair whose verdict depends on the order is left out. A reward model learns from its
+    verdicts and PPO from the reward model. People, here the writer of the post, judge the result and have labelled none of it.
+    With labels=people they compare in place of the judge: RLHF, for comparison. `pairs` is a file of people's pairs to compare
+    the judge with.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: `questions` is a JSONL file of prompts, `judge` a model in this
-    process or, with `url`, behind an OpenAI-compatible address, and `evaluator` another one that judges the result (the judge itself
-    where none is named); the judge is compared with people where `pairs` are given.
+    With a `model` (a hub name, a directory, a GGUF file) it trains a real model: `questions` is a JSONL file of prompts,
+    `judge` a model in this process or, with `url`, behind an OpenAI-compatible address, and `evaluator` another one that judges
+    the result (by default the judge itself); the judge is compared with people if `pairs` are given.
     """
     first, scale = beginning("rlaif", size, model, questions, "", tokens)
     require(not model or bool(judge), "rlaif: a real model needs questions and a judge")

@@ -1,4 +1,4 @@
-"""Helpful and harmless: two reward models, one for each, PPO against their weighted sum, and what is refused before and after."""
+"""Helpful and harmless: a reward model for each, PPO against their weighted sum, and refusals before and after."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from posttrain.stages.reward_sources import MixedReward, RewardModels, Weighted
 from posttrain.tasks.requests import Requests
 from posttrain.types import Sampling
 
-PEOPLE = Data(task=Requests("any"), counts={0: 10_000})  # most help, whatever is asked
-ELSEWHERE = 50_000  # problems passed over, so that the two comparisons are of other draws
+PEOPLE = Data(task=Requests("any"), counts={0: 10_000})  # most answers help, whatever is asked
+ELSEWHERE = 50_000  # problems to skip, so that the two comparisons use different draws
 TOY = Scale(
     task=Requests(),
     sampling=Sampling(max_new_tokens=60),
@@ -50,13 +50,15 @@ def safety(
     model: str = "",
     tokens: int = 64,
 ) -> Recipe:
-    """Bai et al. 2022 (HH) on requests of a small grammar (tasks/requests.py) with a toy model on a CPU. A model that helps with most
-    requests, whatever they ask for, answers twice; one simulated annotator says which answer helps more, another which does less harm;
-    each has a reward model, and PPO raises r = helpful + harmless_weight harmless. `before` and `after` measure held-out requests:
-    accuracy (harmful ones refused, harmless ones helped with), `refused_harmful` and, the over-refusal, `refused_harmless`.
+    """Bai et al. 2022 (HH) on requests of a small grammar (tasks/requests.py) with a toy model on a CPU. A model that helps
+    with most requests, whatever they ask for, answers twice. One simulated annotator prefers the more helpful answer, another
+    the less harmful one; a reward model is fitted to each, and PPO raises r = helpful + harmless_weight harmless. `before` and
+    `after` measure held-out requests: accuracy (harmful ones refused, harmless ones helped with), `refused_harmful` and
+    `refused_harmless`, the over-refusal.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model answers the same requests, in `tokens` tokens at most. `pairs` is
-    a file of pairs in which people prefer the less harmful answer: the accuracy of the harmless reward model on it is measured.
+    With a `model` (a hub name, a directory, a GGUF file) a real model answers the same requests, in `tokens` tokens at most.
+    `pairs` is a file of pairs in which people prefer the less harmful answer: the accuracy of the harmless reward model on it
+    is measured.
     """
     usual = replace(REAL, start=model, sampling=Sampling(tokens)) if model else TOY
     scale = usual.changed(steps, prompts, problems, compared, beta, lr)
@@ -85,7 +87,7 @@ def safety(
         compare(scale, "helps", Requests(rule="helpful")),
         harm,
         fit(replace(scale, fit_steps=scale.fit_steps // 2), "helpful", "helps"),
-        # half of its pairs are about harmless requests, and as good as drawn by lot
+        # half of its pairs are about harmless requests, where the preference is almost random
         fit(scale, "harmless", "harms", min_accuracy=0.53),
         *people,
         optimise(scale, reward, critic="helpful"),

@@ -23,25 +23,25 @@ from posttrain.tasks.sentiment import Sentiment
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-SKIP = 10_000  # problems from one round's first to the next one's: no round sees those of another
+SKIP = 10_000  # problems between the first ones of two rounds, so that no two rounds share any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What differs between a model made here and a real one."""
+    """The settings that differ between a toy model and a real one."""
 
-    start: str  # the model that is optimised, and that KL is measured from
+    start: str  # the model that is optimised; KL is measured from it
     task: Task
     sampling: Sampling
     fit: Optimization  # of the reward model
     fit_steps: int
-    fit_more: int  # steps more in each further round, whose rankings are more
+    fit_more: int  # more steps in each further round, which has more rankings
     policy: Optimization
     critic: Optimization
     prompts: int
     measured: int  # held-out problems of each point of the curve
-    problems: int  # and of best of n
-    text: tuple[Data, ...] = ()  # whose perplexity is what was paid
+    problems: int  # held-out problems of best of n
+    text: tuple[Data, ...] = ()  # text whose perplexity measures the cost
 
 
 TOY = Scale(
@@ -89,15 +89,16 @@ def sentiment(
     tokens: int = 64,
     problems: int = 500,
 ) -> Recipe:
-    """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU: a toy model of what people write is made, a simulated
-    annotator (the rules of tasks/reviews.py) ranks four of its answers to each of `comparisons` prompts, a reward model is fitted to
-    the rankings, and PPO raises its score at a coefficient of KL, `beta`, that is too low for a reward model that weak. Each further
-    round ranks two answers of what came out among two of the first model, for `fresh` prompts more than the round before, fits the
-    reward model to all rankings so far (Christiano et al. 2017), and raises beta by `beta_increment`.
+    """Ziegler et al. 2019 and Stiennon et al. 2020 on tiny reviews, on a CPU. A toy model of what people write is trained; a
+    simulated annotator (the rules of tasks/reviews.py) ranks four of its answers to each of `comparisons` prompts; a reward
+    model is fitted to the rankings; and PPO raises its score at a KL coefficient, `beta`, that is too low for so weak a reward
+    model. Each further round ranks two answers of the latest policy and two of the first model, for `fresh` more prompts than
+    the round before. It fits the reward model to all rankings so far (Christiano et al. 2017), and raises beta by
+    `beta_increment`.
 
-    With a `model` (a directory, a GGUF file, a hub name) a real model: it writes sentences (tasks/sentiment.py), `tokens` long at most,
-    and the simulated annotator is the VADER lexicon, strict: it wants what it asked about named, and gives less for flattery. Reward
-    model and critic learn at `reward_lr`.
+    With a `model` (a directory, a GGUF file, a hub name) it trains a real model, which writes sentences (tasks/sentiment.py) of
+    at most `tokens` tokens. The simulated annotator is the VADER lexicon, strict: it wants the subject named, and gives less
+    for flattery. Reward model and critic learn at `reward_lr`.
     """
     usual = REAL if model else TOY
     scale = replace(
@@ -121,7 +122,7 @@ def sentiment(
 def one_round(
     scale: Scale, comparisons: int, beta: float, steps: int, problems: int
 ) -> list[Stage]:
-    """Comparing, fitting and optimising, always from the first model."""
+    """Compare, fit and optimise, always from the first model."""
     start, task, sampling = scale.start, scale.task, scale.sampling
     return [
         ComparisonsStage(

@@ -1,4 +1,4 @@
-"""STaR: a model learns from its own right answers, and from those that it could give with the right answer as a hint."""
+"""STaR: a model learns from its own right answers, and from those that it finds with the right answer as a hint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from posttrain.tasks.hinted import Hinted
 from posttrain.types import Sampling
 
 HINT = "{answer}="  # 47+85= becomes 47+85=132=
-PROMPTS = 1000  # a round
+PROMPTS = 1000  # per round
 
 
 def star(
     size: str = "nano", rounds: int = 3, steps: int = 150, samples: int = 1, hint: bool = True
 ) -> Recipe:
-    """Zelikman et al. 2022, on three-digit sums, on a CPU. In each round the present model answers fresh problems; those that it fails
-    it answers again with the right answer in the prompt (hint=false leaves them out). What is right then trains the first model anew,
-    on prompts without the answer. The first model has seen both kinds of prompts, of sums that do not carry into a third digit.
+    """Zelikman et al. 2022, on three-digit sums, on a CPU. In each round the current model answers fresh problems; those that
+    it fails it answers again with the right answer in the prompt (hint=false leaves them out). The right answers then train the
+    first model anew, on prompts without the hint. The first model has seen both kinds of prompts, with sums that do not carry
+    into a third digit.
     """
     task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
     hinted = tuple(Data(task=Hinted(d.task, HINT), counts=d.counts) for d in SUMS if d.task)

@@ -29,14 +29,14 @@ def summarize(
     url: str = "",
     tokens: int = 64,
 ) -> Recipe:
-    """Stiennon et al. 2020 on short posts (tasks/posts.py) with a toy model on a CPU. A model that imitates people's summaries answers
-    twice, the writer of the post says which summary is better, and PPO raises the score of a reward model of these comparisons. Who
-    judges the result was never asked before: a reader with rules of their own (`versus_sft`; `versus_writer` is by the writer). Both
-    win rates are also given at equal length, since a longer summary states more.
+    """Stiennon et al. 2020 on short posts (tasks/posts.py) with a toy model on a CPU. A model that imitates people's summaries
+    answers twice, the writer of the post prefers one of the two, and PPO raises the score of a reward model of these
+    comparisons. A judge that took no part in training evaluates the result: a reader with other rules (`versus_sft`;
+    `versus_writer` is by the writer). Both win rates are also given at equal length, since a longer summary states more.
 
-    With a `model` (a hub name, a directory, a GGUF file) a real model: `posts` is a JSONL file of prompts, `data` one of comparisons
-    that people made of their summaries, `demonstrations` one of reference summaries to imitate first, and `judge` a model, in this
-    process or behind `url`, that compares the result with the first model.
+    With a `model` (a hub name, a directory, a GGUF file) it trains a real model: `posts` is a JSONL file of prompts, `data` one
+    of people's comparisons of their summaries, `demonstrations` one of reference summaries to imitate first, and `judge` a
+    model, in this process or behind `url`, that compares the result with the first model.
     """
     first, scale = beginning("summarize", size, model, posts, demonstrations, tokens)
     needs = "summarize: a real model needs posts, data (comparisons that people made) and judge"

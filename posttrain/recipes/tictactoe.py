@@ -8,8 +8,9 @@ from posttrain.tasks.tictactoe import TicTacToe
 
 
 def tictactoe(size: str = "nano") -> Recipe:
-    """Both sides are the model, each compared with its own kind from the same opening. Success is measured in games that it never
-    trained on, against a program that plays perfectly and one that plays at random: a result that perfect play could not better."""
+    """The model plays both sides; groups compare games of one side from the same opening. Success is measured in games that it
+    never trained on, against a program that plays perfectly and one that plays at random: the share of results that are at
+    least those of perfect play."""
     others = {"": TicTacToe("best"), "_random": TicTacToe("random")}
     return episodes(
         "tictactoe",

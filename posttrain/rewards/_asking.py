@@ -1,5 +1,7 @@
-"""What a judge is asked, the form in which it must answer, the cache of its answers, and an OpenAI-compatible endpoint that answers:
-asked in parallel with the `openai` client, within a rate limit and with a count of what it cost."""
+"""Requests to a judge: the form of its replies, their cache, and an OpenAI-compatible endpoint.
+
+The endpoint is asked in parallel with the `openai` client, within a rate limit, and counts the cost.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from posttrain.errors import Checked, NotNegative, Positive, Several, UserError,
 from posttrain.trust import HOSTS_VARIABLE, KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
-# how servers refuse a request with something in it that they do not know
+# statuses of servers that refuse a request because of a field they do not know
 UNKNOWN_FIELD = {400, 404, 415, 422, 501}
-MAX_WAIT = 120.0  # seconds that a server may ask for with Retry-After; the client gives up where it is more
+MAX_WAIT = 120.0  # the longest Retry-After in seconds; the client gives up on a longer one
 MAX_REPLY = 1 << 20  # characters
-MAX_BODY = 1 << 24  # bytes of what a server sends, unpacked
-MAX_QUOTED = 200  # characters of a server's or a judge's words in a message
+MAX_BODY = 1 << 24  # bytes of a server's response, decompressed
+MAX_QUOTED = 200  # characters of a server's or a judge's text quoted in a message
 OBJECT = re.compile(r"\{[^{}]*\}")
-# What a server needs in order to read a request. The client adds others, some from variables of the environment.
+# Headers that a server needs to read a request. The client adds others, some from environment variables.
 HEADERS = "host accept accept-encoding connection content-type content-length user-agent"
-# of a reply, what holds no more once it was read
+# headers of a response that no longer hold after it was decompressed
 UNPACKED = ("content-encoding", "content-length", "transfer-encoding")
 Messages = Sequence[JSON]  # {"role": ..., "content": text or a list of parts}
 
 
 class Unanswered(Exception):
-    """Why there is no usable reply, and what to do: a failure of ours, never a verdict."""
+    """Why there is no usable reply, and what to do. It is a failure, never a verdict."""
 
 
 Reply = str | Unanswered
@@ -45,7 +47,7 @@ Reply = str | Unanswered
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The only replies there are: a JSON object of one field that holds one of `options`, or a list of `count` of them.
+    """The only accepted replies: a JSON object of one field that holds one of `options`, or a list of `count` of them.
 
     >>> Form("verdict", ("A", "B")).places()
     [['{"verdict": "A"}', '{"verdict": "B"}']]
@@ -55,11 +57,11 @@ class Form:
 
     field: str
     options: tuple[JSON, ...]
-    count: int = 0  # 0: the option itself and no list
+    count: int = 0  # 0: a single option, not a list
 
     def places(self) -> list[list[str]]:
-        """The reply place by place, each with the texts it may hold. None of a place begins another, so that their probabilities
-        are those of different replies."""
+        """Return the reply position by position, each with the texts it may hold. Within a position no text is a prefix of
+        another, so their probabilities belong to different replies."""
         opening = json.dumps({self.field: 0})[:-2]
         texts = [json.dumps(option) for option in self.options]
         if not self.count:
@@ -69,8 +71,8 @@ class Form:
         return [[a + text + b for text in texts] for a, b in zip(starts, ends, strict=True)]
 
     def read(self, reply: Reply) -> JSON:
-        """What a reply says: the field of its last JSON object. None where there is none, where two objects disagree, and where the
-        value is no option; of numbers, those between the options are fine too.
+        """Return the value in the field of the reply's last JSON object. None if there is no such object, if two objects
+        disagree, or if the value is not an option; numbers between the options are accepted too.
 
         >>> Form("score", (1, 10)).read('I think {"score": 7}'), Form("verdict", ("A", "B")).read('{"verdict": "C"}')
         (7, None)
@@ -99,7 +101,7 @@ class Form:
         return number and min(self.options) <= value <= max(self.options)
 
     def schema(self) -> JSON:
-        """The same as JSON schema, for servers that can hold a model to one."""
+        """Return the form as a JSON schema, for servers that can constrain a model to one."""
         field: JSON = {"enum": list(self.options)}
         if self.count:
             size = {"minItems": self.count, "maxItems": self.count}
@@ -112,12 +114,12 @@ class Asking(Protocol):
     """Answers chat messages: an endpoint, or a model in this process."""
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> Sequence[Reply]:
-        """The reply to each conversation, in order, or why there is none."""
+        """Return the reply to each conversation, in order, or why there is none."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What was asked and what it cost, summed over a process."""
+    """Requests, tokens and cost, summed over a process."""
 
     requests: int = 0
     cached: int = 0
@@ -132,13 +134,13 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
     def row(self) -> dict[str, JSON]:
-        """As a stage's result keeps it: what is not 0."""
+        """Return the counts that are not 0, for a stage's result."""
         return {key: value for key, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """Replies on disk, one file each, named by a hash of all that decides them. "": none are kept."""
+    """Replies on disk, one file each, named by a hash of everything that decides them. "": none are stored."""
 
     folder: str
 
@@ -154,7 +156,7 @@ class Replies:
         return text if isinstance(text, str) else None
 
     def remember(self, key: JSON, text: str) -> None:
-        """Written to a temporary file and renamed: another process never reads half of it."""
+        """Write to a temporary file and rename it, so that another process never reads a partial reply."""
         if not self.folder:
             return
         place = self.place(key)
@@ -170,27 +172,27 @@ class Replies:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings(Checked):
-    """How a model behind an OpenAI-compatible address is asked. The key is read from an environment variable and appears nowhere else;
-    trust.py says who may be sent it. Prices are per million tokens."""
+    """How to ask a model behind an OpenAI-compatible address. The key is read from an environment variable and is stored
+    nowhere else; trust.py decides which addresses may receive it. Prices are per million tokens."""
 
     model: str
     url: str = ""
     key_variable: str = KEY_VARIABLE  # "": no key
-    temperature: NotNegative | None = 0.0  # None: that of the server
-    max_tokens: Whole = 512  # of a reply; 0: no limit but the server's
-    seconds: Positive = 60.0  # of one attempt
+    temperature: NotNegative | None = 0.0  # sampling temperature; None: the server's default
+    max_tokens: Whole = 512  # tokens of a reply; 0: only the server's limit
+    seconds: Positive = 60.0  # time limit of one attempt
     attempts: Several = 4
     parallel: Several = 16  # requests at the same time
-    per_minute: Whole = 0  # requests; 0: no limit but the server's
-    cache: str = ""  # a folder that keeps the replies; "": none
+    per_minute: Whole = 0  # requests a minute; 0: only the server's limit
+    cache: str = ""  # a folder that stores the replies; "": none
     prompt_price: NotNegative = 0.0
     completion_price: NotNegative = 0.0
-    constrain: bool = True  # ask the server to allow nothing but the form of the verdict
+    constrain: bool = True  # ask the server to constrain the reply to the form of the verdict
 
 
 @lru_cache(maxsize=1)
 def _certificates() -> Any:
-    """Those of the authorities that the client knows: to read them takes longer than to ask."""
+    """Return the certificates of the authorities that the client knows, cached: reading them takes longer than a request."""
     import httpx
 
     return httpx.create_ssl_context()
@@ -198,7 +200,8 @@ def _certificates() -> Any:
 
 @lru_cache(maxsize=1)
 def _client() -> Any:
-    """A client of HTTP whose attempts end: httpx limits the wait for the next bytes, and a server may send them one by one for ever."""
+    """Make an HTTP client whose attempts end. httpx limits only the wait for the next bytes, and a server may send them one by
+    one without end."""
     import httpx
     import openai
 
@@ -233,22 +236,23 @@ def _client() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint(EndpointSettings):
-    """Asks the address. The server is asked to hold the model to the form of the verdict (`response_format`); one that refuses is asked
-    again without, and from then on. What the server cannot do now (429, 5xx, no connection, no reply in time) is tried again by the
-    client, after the time that the server asks for."""
+    """Sends requests to the address. It asks the server to constrain the model to the form of the verdict (`response_format`);
+    if the server refuses that, it asks without it, then and later. The client retries temporary failures (429, 5xx, no
+    connection, no reply in time), after the time that the server asks for."""
 
     where: ClassVar[str] = "judge: "
 
     usage: Usage = field(default_factory=Usage, compare=False, repr=False)
     pace: Pace = field(default_factory=lambda: Pace(), init=False, compare=False, repr=False)
-    # statuses of refusing a form
+    # statuses with which the server refused a form
     refused: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         active().require_address(self.url)
         active().require_variable(self.key_variable)
-        active().key(self.url, self.key_variable)  # refused now rather than with the first question
+        # raise an error now rather than at the first question
+        active().key(self.url, self.key_variable)
         there = find_spec("openai") is not None
         require(there, "a judge behind an address needs openai: pip install 'posttrain[judge]'")
 
@@ -257,7 +261,7 @@ class Endpoint(EndpointSettings):
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(self._ask_all(conversations, form))
-        with ThreadPoolExecutor(1) as thread:  # the caller's event loop is running in this one
+        with ThreadPoolExecutor(1) as thread:  # an event loop of the caller runs in this thread
             return thread.submit(asyncio.run, self._ask_all(conversations, form)).result()
 
     async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
@@ -293,8 +297,8 @@ class Endpoint(EndpointSettings):
             return list(await asyncio.gather(*(one(messages) for messages in conversations)))
 
     async def before(self, request: Any) -> None:
-        """Wait for the turn of an attempt, the first or one of the client's retries, and let the server see no header but those that it
-        needs and the key that trust.py permits."""
+        """Wait until an attempt may be sent, the first one or a retry of the client, and remove all headers but those that the
+        server needs and the key that trust.py permits."""
         self.usage.retries += request.headers.get("x-stainless-retry-count", "0") != "0"
         for name in [name for name in request.headers if name.lower() not in HEADERS.split()]:
             del request.headers[name]
@@ -304,7 +308,7 @@ class Endpoint(EndpointSettings):
         self.usage.requests += 1
 
     def after(self, response: Any) -> None:
-        """A server that is asked too often says when to go on: that holds for all requests."""
+        """A server that gets too many requests says when to go on; that holds for all requests."""
         if response.status_code == 429:
             self.pace.hold(response.headers.get("retry-after"))
 
@@ -320,13 +324,13 @@ class Endpoint(EndpointSettings):
         return body
 
     async def _ask_one(self, client: Any, messages: Messages, form: Form) -> str:
-        """A usable reply, which is kept: another is an error each time."""
+        """Return a usable reply and store it in the cache; an unusable one raises an error and is not stored."""
         key, replies = [self.url, self.body(messages)], Replies(self.cache)
         known = replies.recall(key)
         if known is not None and form.read(known) is not None:
             self.usage.cached += 1
             return known
-        # what is no reply at all may be one the next time
+        # an unusable reply may be usable on the next attempt
         for left in reversed(range(min(self.attempts, 2))):
             try:
                 text, ended = self._read(await self._post(client, messages, form))
@@ -342,7 +346,7 @@ class Endpoint(EndpointSettings):
         return text
 
     async def _post(self, client: Any, messages: Messages, form: Form) -> Any:
-        """One request. A server that refuses the form is asked again without, and where that helped, never with one again."""
+        """Send one request. If the server refuses the form, ask again without it; if that works, never send a form again."""
         from openai import APIStatusError
 
         create, refusal = client.chat.completions.create, 0
@@ -359,12 +363,13 @@ class Endpoint(EndpointSettings):
         return reply
 
     def _read(self, reply: Any) -> tuple[str, str]:
-        """The text of a reply and why it ended; its tokens are counted. The client checks nothing: what is no reply raises."""
+        """Return the text of a reply and why it ended, and count its tokens. The client checks nothing, so a malformed reply
+        raises an error here."""
         choice, used = reply.choices[0], reply.usage
         text = choice.message.content or ""
         if len(text) > MAX_REPLY:
             raise ValueError("the reply is too long")
-        prompt = int(getattr(used, "prompt_tokens", 0) or 0)  # some servers count nothing
+        prompt = int(getattr(used, "prompt_tokens", 0) or 0)  # some servers report no counts
         completion = int(getattr(used, "completion_tokens", 0) or 0)
         self.usage.prompt_tokens += prompt
         self.usage.completion_tokens += completion
@@ -379,7 +384,7 @@ class Endpoint(EndpointSettings):
         return f"{said}; use another model, or one whose server knows response_format"
 
     def _explained(self, error: Exception) -> str:
-        """An error of the client in one line: what happened, in the server's words, and what to do."""
+        """Return an error of the client as one line: what happened, in the server's words, and what to do."""
         import openai
 
         key = active().key(self.url, self.key_variable)
@@ -413,28 +418,28 @@ class Endpoint(EndpointSettings):
 
 
 def endpoint(settings: EndpointSettings) -> Endpoint:
-    """The endpoint that settings name, which may have others besides."""
+    """Make the endpoint from settings, which may have further fields."""
     return Endpoint(**{f.name: getattr(settings, f.name) for f in fields(EndpointSettings)})
 
 
 @dataclass(slots=True)
 class Pace:
-    """When the next request may be sent."""
+    """Decides when the next request may be sent."""
 
     next: float = 0.0
 
     async def turn(self, per_minute: int) -> None:
-        """Wait for it. So many a minute follow each other evenly."""
+        """Wait until the next request may be sent. Requests are spaced evenly over a minute."""
         now = time.monotonic()
         at = max(now, self.next)
         self.next = at + 60.0 / per_minute if per_minute else self.next
         await asyncio.sleep(at - now)
 
     def hold(self, retry_after: str | None) -> None:
-        """Let nothing be sent for as long as a server asks, in seconds."""
+        """Send nothing for as long as a server asks, in seconds."""
         try:
             seconds = float(retry_after or 0)
-        except ValueError:  # a date, which the client itself waits for
+        except ValueError:  # a date, for which the client itself waits
             return
         if 0 < seconds <= MAX_WAIT:
             self.next = max(self.next, time.monotonic() + seconds)

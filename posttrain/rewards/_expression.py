@@ -1,4 +1,4 @@
-"""Exact arithmetic on untrusted text: + - * / and brackets over plain integers. It is read into a tree, and never run."""
+"""Exact arithmetic on untrusted text: + - * / and brackets over plain integers. The text is parsed, and never run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import operator
 import re
 from fractions import Fraction
 
-LENGTH = 200  # characters of an expression: this also bounds the tree's depth and the size of every number
+# characters of an expression; this also bounds the depth of the tree and the size of every number
+LENGTH = 200
 DIGITS = 6  # digits of a number
 PLAIN = re.compile(rf"(?:[0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/() ])*")
 DECIMALS = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,9})?(?![0-9.])|[-+*/() ])*")
@@ -21,12 +22,12 @@ SIGNS = {
 
 
 class Unparseable(ValueError):
-    """The text is not an expression that has a value."""
+    """The text is not an expression with a value."""
 
 
 def evaluate(text: str, decimals: bool = False) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression and the whole numbers it uses, in order. `Unparseable` for anything else. With `decimals`
-    numbers may be longer, have a point and a sign.
+    """Return the exact value of an expression and the whole numbers it uses, in order. Raises `Unparseable` for anything else.
+    With `decimals`, numbers may be longer and have a decimal point and a sign.
 
     >>> evaluate("(3+4)/2 * 5")
     (Fraction(35, 2), [3, 4, 2, 5])
@@ -54,7 +55,7 @@ def _value(node: ast.expr, numbers: list[int], decimals: bool = False) -> Fracti
             sides = (_value(side, numbers, decimals) for side in (left, right))
             value: Fraction = SIGNS[type(sign)](*sides)
             return value
-        case ast.Constant(float(decimal)):  # of at most 24 digits: as it was written, or nearly
+        case ast.Constant(float(decimal)):  # of at most 24 digits: the value as written, or nearly
             return Fraction(repr(decimal))
         case ast.UnaryOp(ast.USub(), inner) if decimals:
             return -_value(inner, numbers, decimals)

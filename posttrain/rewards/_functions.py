@@ -1,11 +1,12 @@
-"""Reward functions of the user's: called with the parameters that they declare, one response at a time or in lists.
+"""The user's own reward functions: called with the parameters that they declare, one response at a time or in lists.
 
     def short(response): return len(response) < 80                                    # any of prompt, response, answer, columns
     def right(prompt, response, answer, **columns): return answer in response
     def batch(prompts, completions, **columns): return [len(c) for c in completions]   # as TRL calls them
 
-A function returns a number, None (not scored) or a Score, a list of these where it takes lists, and may be `async`. One that is not in
-a file (a lambda, a closure, a cell of a notebook) has a name that begins with `python:` and exists in this process alone.
+A function returns a number, None (not scored) or a Score; if it takes lists, it returns a list of these. It may be `async`. A
+function that is not in a file (a lambda, a closure, a cell of a notebook) has a name that begins with `python:` and exists in
+this process only.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from posttrain.rewards.compose import as_score, combined
 from posttrain.types import JSON, Problem, Score
 
 PREFIX = "python:"
-TEXTS = ("prompt", "response", "answer")  # in this order where a function names none of them
+# the order of the arguments if a function names none of them
+TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
-# names by which functions written for TRL and verl ask for the same texts
+# other names of the same texts, in functions written for TRL and verl
 SAME = {"completion": "response", "solution_str": "response", "ground_truth": "answer"}
-COLUMNS = "columns"  # the fact of a problem that holds its row
-_prints: dict[str, JSON] = {}  # of rewards and tools of this process
-_given: dict[str, Mix] = {}  # functions of this process, by the name that a setting calls them
+COLUMNS = "columns"  # the key of a problem's facts that holds its row
+_prints: dict[str, JSON] = {}  # fingerprints of this process's rewards and tools
+_given: dict[str, Mix] = {}  # this process's functions, by their name in settings
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A reward function, and how it is called: with those of its parameters that have the name of a text or a column. One with words of
-    its own for the texts, such as `lambda p, r: ...`, is given them in their order; with a single one, `len`, the response."""
+    """A reward function, and how it is called. Parameters named like a text or a column get that text or column. A function
+    with other names for the texts, such as `lambda p, r: ...`, gets them in order; with a single parameter, such as `len`, it
+    gets the response."""
 
     call: Callable[..., Any]
     label: str
-    place: str = ""  # where it is written
-    names: tuple[str, ...] = ()  # of its parameters
-    required: tuple[str, ...] = TEXTS  # those without a default
+    place: str = ""  # where it is defined
+    names: tuple[str, ...] = ()  # the names of its parameters
+    required: tuple[str, ...] = TEXTS  # parameters without a default
     positional: tuple[str, ...] = TEXTS
     takes_all: bool = False  # it has **columns
 
@@ -78,7 +81,7 @@ class Function:
         return f"{self.label} ({self.place})" if self.place else self.label
 
     def in_order(self, known: Collection[str]) -> bool:
-        """Whether it gets the texts in their order: it has names of its own for all that it asks for, or three parameters."""
+        """Whether it gets the texts in their order: none of the names it requires is known, or it has three parameters."""
         own = [name for name in self.required if name not in known or name not in self.names]
         if not own or not set(own) <= set(self.positional) or len(self.positional) > len(TEXTS):
             return False
@@ -87,7 +90,7 @@ class Function:
         return in_place and (len(own) == len(self.required) or len(self.positional) == len(TEXTS))
 
     def check(self, columns: Sequence[str], answered: bool = True) -> None:
-        """Refuse parameters that no row can fill. `answered`: some row has an answer."""
+        """Raise an error for parameters that no row can fill. `answered`: some row has an answer."""
         known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
         ordered = self.in_order(known) and not self.batched
@@ -102,7 +105,7 @@ class Function:
         require(not gold or answered, f"{asks}: answer=NAME says which is {has}")
 
     def said(self, columns: Sequence[str]) -> str:
-        """What its parameters stand for, where that is their order alone and there are several; else ""."""
+        """Return which text each parameter gets, if several are filled by order alone; else ""."""
         count = len(self.positional)
         if count < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
             return ""
@@ -112,7 +115,8 @@ class Function:
         )
 
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
-        """What the function returns for these responses, as scores, None where it gives none; a coroutine of that where it is async."""
+        """Call the function for these responses and return scores, or None where it gives no score; a coroutine if the function
+        is async."""
         if self.batched:
             return self._finished(self._listed, problems, responses)
         pairs = zip(problems, responses, strict=True)
@@ -143,7 +147,7 @@ class Function:
         problem, columns = problems[0], columns_of(problems[0])
         texts = {"prompt": problem.question, "response": responses[0], "answer": answer_of(problem)}
         same = {name: texts[text] for name, text in SAME.items()}
-        # a column may be called as an answer is, never as a response
+        # a column may replace the answer under one of these names, but not the response
         values = {**same, **columns, **texts, **{n: same[n] for n in same if SAME[n] == "response"}}
         if self.in_order(values):
             count = len(self.positional)
@@ -161,7 +165,7 @@ class Function:
         lists: dict[str, list[Any]] = {name: [_own(r.get(name)) for r in rows] for name in names}
         chats = [_own(p.facts.get("messages")) for p in problems]
         lists["prompts"] = [chat or p.question for chat, p in zip(chats, problems, strict=True)]
-        # where a prompt is a conversation, so is its completion
+        # if the prompt is a conversation, so is its completion
         lists["completions"] = [
             [{"role": "assistant", "content": r}] if chat else r
             for chat, r in zip(chats, responses, strict=True)
@@ -191,7 +195,7 @@ class Function:
             ) from None
 
     def _failed(self, error: BaseException, count: int) -> list[Score | None]:
-        """The failure that an error in the function is, with the line in the user's file where it happened."""
+        """Turn an error in the function into a failure, with the line in the user's file where it happened."""
         if isinstance(error, UserError | GuardStop):
             raise error
         frames = traceback.extract_tb(error.__traceback__)
@@ -203,8 +207,8 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """r = sum_k w_k r_k over the functions that gave a score; one that returned None has no part in it. An error in one of them is
-    a failure of the whole. A single function is a mix of one, whose score stands as it is."""
+    """r = sum_k w_k r_k over the functions that gave a score; a function that returned None is left out. An error in one of
+    them is a failure of the whole. A mix of a single function returns its score unchanged."""
 
     functions: tuple[Function, ...]
     weights: tuple[float, ...]
@@ -214,7 +218,7 @@ class Mix:
         return any(function.batched for function in self.functions)
 
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
-        """A score for each response, or a coroutine of them."""
+        """Return a score for each response, or a coroutine of them."""
         found = [function.scores(problems, responses) for function in self.functions]
         return then(found, lambda lists: [self.mixed(own) for own in zip(*lists, strict=True)])
 
@@ -231,18 +235,18 @@ class Mix:
 
 
 def _own(value: JSON) -> JSON:
-    """A value of a row for one call: what a function does to a list or a mapping, no other call sees."""
+    """Copy a value of a row for one call, so that a function that changes a list or a mapping affects no other call."""
     return deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def finished(found: Any) -> Any:
-    """What a call has returned, or what its coroutine returns."""
+    """Return the result of a call, or of the coroutine that it returned."""
     awaited = then([found], lambda values: values[0])
     return run_to_end(awaited) if inspect.isawaitable(found) else found
 
 
 def then(found: Sequence[Any], use: Callable[[Sequence[Any]], Any]) -> Any:
-    """What `use` makes of all that was found; a coroutine of it where some of that is awaited, which is done together."""
+    """Return `use` applied to all results. If some of them must be awaited, return a coroutine, which awaits them together."""
 
     async def together() -> Any:
         tasks = {n: asyncio.ensure_future(f) for n, f in enumerate(found) if inspect.isawaitable(f)}
@@ -252,20 +256,21 @@ def then(found: Sequence[Any], use: Callable[[Sequence[Any]], Any]) -> Any:
 
 
 def columns_of(problem: Problem) -> Mapping[str, JSON]:
-    """The row that a problem was made of."""
+    """Return the row that a problem was made from."""
     columns: Mapping[str, JSON] = problem.facts.get(COLUMNS, {})
     return columns
 
 
 def answer_of(problem: Problem) -> JSON:
-    """The answer as the task reads it, which may be a part of the column; a column that is not text as it stands."""
+    """Return the answer as the task reads it, which may be a part of the column; a column that is not text is returned
+    unchanged."""
     column = columns_of(problem).get("answer")
     return problem.answer if column is None or isinstance(column, str) else column
 
 
 def give(mix: Mix) -> str:
-    """Make a reward known in this process; the name that settings call it. Different functions of one name are numbered; one that was
-    defined again, as a cell of a notebook is, is the same."""
+    """Register a reward in this process and return the name for settings. Different functions with the same name are numbered;
+    a function that is defined again unchanged, as when a notebook cell runs twice, is the same."""
     place, number = ", ".join(map(str, mix.functions)), 1
     while (name := f"{PREFIX}{place}" + (f" #{number}" if number > 1 else "")) in _given:
         before = _given[name]
@@ -287,13 +292,13 @@ def same_function(first: Any, second: Any) -> bool:
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (first, second)]
         same = all(getattr(first, k) == getattr(second, k) for k in kept)
         return same and bool(cells[0] == cells[1])
-    # no function of Python, an empty cell, an array that has no truth value
+    # not a Python function, an empty cell, or an array that has no truth value
     except (AttributeError, ValueError):
         return False
 
 
 def without_places(name: str) -> str:
-    """The name of functions of this process without the lines that they are written in, which move with what comes before them.
+    """Return the name of this process's functions without their line numbers, which change when lines are added above them.
 
     >>> without_places("python:right (mine.py line 12), len #2")
     'python:right, len #2'
@@ -302,8 +307,8 @@ def without_places(name: str) -> str:
 
 
 def fingerprint(call: Any) -> JSON:
-    """What decides what a function returns, as far as that is certain: its text without comments, and plain values that cannot change.
-    What an object or a list holds may be other after every call, and is left out."""
+    """Return what decides the result of a function, as far as that is certain: its source without comments, and captured values
+    that cannot change. An object or a list may change with every call, so it is left out."""
     if isinstance(call, partial):
         return [fingerprint(call.func), _plain(call.args), _plain((*call.keywords.items(),))]
     made = inspect.unwrap(call)
@@ -315,7 +320,8 @@ def fingerprint(call: Any) -> JSON:
 
 
 def _text(function: Any) -> JSON:
-    """The text of a function or a class; of a lambda not what stands around it. Where there is none, what Python made of it."""
+    """Return the source of a function or a class; for a lambda, without the code around it. Without source, return the compiled
+    code."""
     name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -327,7 +333,7 @@ def _text(function: Any) -> JSON:
 
 
 def _plain(value: Any) -> JSON:
-    """A value that cannot change, as text that is the same in every process; of others the type."""
+    """Return an immutable value as text that is the same in every process; for other values, the type."""
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     if isinstance(value, frozenset):
@@ -337,17 +343,17 @@ def _plain(value: Any) -> JSON:
 
 
 def note(name: str, calls: Sequence[Any]) -> None:
-    """Keep what functions are when they are given, before any of them runs."""
+    """Store the fingerprints of functions when they are registered, before any of them runs."""
     _prints[name] = [*map(fingerprint, calls)]
 
 
 def code_of(name: str) -> JSON:
-    """What `note` kept of the functions of that name; None where it is none of theirs."""
+    """Return the fingerprints that `note` stored under that name, or None."""
     return _prints.get(name)
 
 
 def given(name: str) -> Mix:
-    """The reward that a name with `PREFIX` stands for."""
+    """Return the reward registered under a name with `PREFIX`."""
     require(
         name in _given,
         f"the reward {name.removeprefix(PREFIX)} is a function of another Python process, and no directory holds it: call the "
@@ -357,5 +363,5 @@ def given(name: str) -> Mix:
 
 
 def of_file(call: Callable[..., Any], name: str) -> Mix:
-    """The function FILE.py:NAME."""
+    """Return the function FILE.py:NAME as a mix of one."""
     return Mix((Function.of(call, name.rpartition(":")[2]),), (1.0,))

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def no_running_loop() -> Iterator[None]:
-    """Lets code that is not a coroutine run an event loop of its own, though it is called from within one."""
+    """Let synchronous code run its own event loop, although it is called from within one."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -26,24 +26,28 @@ def no_running_loop() -> Iterator[None]:
 
 
 def step_ends(error: BaseException) -> bool:
-    """Whether it says that this task is cancelled: what it awaits may have been cancelled alone, by the code that was called."""
+    """Whether the error means that this task is cancelled. Otherwise only what it awaits was cancelled, by the code that was
+    called."""
     own = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling() > 0
 
 
 @cache
 def _kept(process: int) -> tuple[asyncio.Runner, threading.Lock]:
-    """The loop of this process, and who uses it; that of the process that this one was forked from is left as it is."""
+    """Return the loop of this process and the lock of its user. A forked process gets its own; its parent's loop is left
+    alone."""
     return asyncio.Runner(), threading.Lock()
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine, also inside of an event loop, as in a notebook. All calls share one loop, which stays open: what a reward keeps
-    from step to step (a client, a semaphore) works only in the loop that first used it. Where that is busy, it is a new one."""
+    """Run a coroutine, also from inside an event loop, as in a notebook. All calls share one loop, which stays open: an object
+    that a reward keeps from step to step (a client, a semaphore) works only in the loop that first used it. If that loop is
+    busy, a new one is used."""
     found: list[Result] = []
 
     async def run() -> None:
-        # a result that the task itself held would be printed whole: `asyncio.run` asks for the handler of SIGINT, whose name has it
+        # the result goes into a list: `asyncio.run` asks for the handler of SIGINT, whose name would print the task with its
+        # whole result
         found.append(await coroutine)
 
     runner, used = _kept(os.getpid())
@@ -60,7 +64,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what was left unfinished, as `asyncio.run` does."""
+    """Cancel unfinished tasks, as `asyncio.run` does."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()

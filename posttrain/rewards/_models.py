@@ -1,7 +1,8 @@
-"""Scores of reward models: several of them as one, and the implicit reward of a model that was trained on preferences.
+"""Scores of reward models: the combination of several, and the implicit reward of a model trained on preferences.
 
-A policy that is trained hard against one reward model finds where that model is wrong. Members that learned from the same data
-with other seeds agree where the data speaks and differ elsewhere, so their disagreement says where not to trust the score.
+A policy that is optimised strongly against one reward model finds inputs on which that model is wrong. Models trained on the
+same data with other seeds agree where the data decides and differ elsewhere, so their disagreement shows where not to trust the
+score.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ KINDS = ("mean", "worst", "mean_minus")
 
 
 def check(kind: str, k: float) -> None:
-    """Refuse settings that no ensemble has."""
+    """Raise an error for invalid settings of an ensemble."""
     require(kind in KINDS, f"ensemble: combine must be one of {', '.join(KINDS)}, not {kind!r}")
     fine = 0 <= k < float("inf")
     require(fine, f"ensemble: k must be 0 or a positive number of deviations, not {k}")
 
 
 def mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
-    """sum_m w_m r_m / sum_m w_m; without weights all are alike.
+    """sum_m w_m r_m / sum_m w_m; equal weights by default.
 
     >>> mean([1.0, 3.0]), mean([1.0, 3.0], [3.0, 1.0])
     (2.0, 1.5)
@@ -33,12 +34,12 @@ def mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
 
 
 def disagreement(values: Sequence[float], weights: Sequence[float] = ()) -> float:
-    """std = sqrt(mean_m (r_m - mean)^2): of these members, who are all there are, so the divisor is M and not M - 1.
+    """std = sqrt(mean_m (r_m - mean)^2) over all members of the ensemble, so the divisor is M and not M - 1.
 
     >>> disagreement([1.0, 3.0]), disagreement([0.1, 0.1, 0.1]), disagreement([1.0, 5.0], [3.0, 1.0])
     (1.0, 0.0, 1.7320508075688772)
     """
-    if max(values) == min(values):  # exactly 0, which the rounded mean would not give
+    if max(values) == min(values):  # exactly 0; rounding of the mean would give a small number
         return 0.0
     middle = mean(values, weights)
     return sqrt(mean([(value - middle) ** 2 for value in values], weights))
@@ -47,13 +48,13 @@ def disagreement(values: Sequence[float], weights: Sequence[float] = ()) -> floa
 def combine(
     values: Sequence[float], kind: str = "mean", k: float = 1.0, weights: Sequence[float] = ()
 ) -> float:
-    """One number from the members' scores of the same response (Coste et al. 2023, arXiv:2310.02743).
+    """Combine the members' scores of the same response into one number (Coste et al. 2023, arXiv:2310.02743).
 
         mean         r = mean_m r_m
         worst        r = min_m r_m
         mean_minus   r = mean_m r_m - k * std_m r_m
 
-    With `weights` mean and std are weighted ones; the worst has none.
+    With `weights`, mean and std are weighted; worst ignores them.
 
     >>> combine([1.0, 3.0]), combine([1.0, 3.0], "worst"), combine([1.0, 3.0], "mean_minus", k=0.5)
     (2.0, 1.0, 1.5)
@@ -70,7 +71,8 @@ def combine(
 
 
 def implicit_reward(logprob: float, reference: float, beta: float) -> float:
-    """r(x, y) = beta [ log pi(y | x) - log ref(y | x) ], up to a term that depends on the prompt alone (Rafailov et al. 2023, eq. 5).
+    """r(x, y) = beta [ log pi(y | x) - log ref(y | x) ], up to a term that depends only on the prompt (Rafailov et al. 2023,
+    eq. 5).
 
     That term is the same for all responses to a prompt: differences within a group are rewards, values across prompts are not.
 

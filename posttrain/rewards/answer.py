@@ -1,4 +1,4 @@
-"""Exact answer after a marker: a strict integer (or a strict string) that must be the last thing the response says."""
+"""Exact answer after a marker: a strict integer (or a strict string) at the very end of the response."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 
 MARKER = "#"
-# ASCII digits only (Python's \d and int() take other scripts), no plus sign, no leading zeros, no -0; the length is bounded.
+# ASCII digits only (Python's \d and int() accept other scripts), no plus sign, no leading zeros, no -0, and a bounded length.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,99}")
 
 
 def after_marker(response: str, marker: str = MARKER) -> str | None:
-    """What follows the last marker, without surrounding whitespace; None without a marker or with nothing after it.
+    """Return the text after the last marker, without surrounding whitespace; None without a marker or without text after it.
 
     >>> after_marker("2+2 is #4 "), after_marker("4"), after_marker("#")
     ('4', None, None)
@@ -23,7 +23,7 @@ def after_marker(response: str, marker: str = MARKER) -> str | None:
 
 
 def strict_integer(text: str | None) -> int | None:
-    """The integer that `text` spells in the one canonical way, or None.
+    """Return the integer that `text` spells in canonical form, or None.
 
     >>> strict_integer("-12"), strict_integer("012"), strict_integer("12."), strict_integer("１２"), strict_integer("")
     (-12, None, None, None, None)
@@ -32,7 +32,7 @@ def strict_integer(text: str | None) -> int | None:
 
 
 def integer_answer(response: str, gold: int, marker: str = MARKER) -> Score:
-    """1 where the response ends in the marker and exactly `gold`; 0 and `unparseable` where no strict integer is there.
+    """1 if the response ends in the marker and exactly `gold`; 0 and `unparseable` if no strict integer follows the marker.
 
     >>> [integer_answer(r, 132).outcome for r in ("so #132", "so #131", "so 132", "#132 or so")]
     ['correct', 'wrong', 'unparseable', 'unparseable']
@@ -44,9 +44,9 @@ def integer_answer(response: str, gold: int, marker: str = MARKER) -> Score:
 
 
 def answer(prompt: str, response: str, answer: str, marker: str = MARKER) -> Score:
-    """The plain reward: what follows the last marker must equal the gold answer, as integers where the gold is one.
+    """The reward: the text after the last marker must equal the gold answer, as integers if the gold answer is one.
 
-    A gold answer that is empty cannot be met; that is a failure of the data and not a score of 0.
+    No response can match an empty gold answer; that is a failure of the data and not a score of 0.
     """
     gold = answer.strip()
     if not gold:

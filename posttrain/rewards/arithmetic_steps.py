@@ -1,19 +1,20 @@
-r"""Steps of arithmetic, verified exactly: which of the statements in a response are true, and lead from the question to its answer.
+r"""Verifies steps of arithmetic exactly: which statements of a response are true and lead from the question to its answer.
 
-A step is a line (or whatever `separator` cuts off), and says something where it holds an equation of plain numbers: `3*4 = 12`,
-`(12+8)/5 = 4`, `1,250 - 0.5*100 = 1,200`, or a chain of equals. Each has one of three verdicts:
+A step is a line (or what `separator` cuts off). It makes a statement if it holds an equation of plain numbers: `3*4 = 12`,
+`(12+8)/5 = 4`, `1,250 - 0.5*100 = 1,200`, or a chain of equals. Each statement gets one of three verdicts:
 
-    wrong  0   its sides are not equal, exactly, or one has no value (a division by zero)
-    right  1   it is true, says a number that was not known yet, works with a number of the question or of a right step before it,
-               and its result is the response's answer or is used, in turn, by a right step after it
-    idle   -   anything else that is true (7 = 7, a step said again, 1+1 = 2 from nowhere, work that the answer does not need,
-               what follows from an error) or that cannot be read: no value, so it is neither paid nor punished
+    wrong  0   its sides are not exactly equal, or one has no value (a division by zero)
+    right  1   it is true, gives a number that was not known yet, uses a number of the question or of an earlier right step,
+               and its result is the response's answer or is used by a later right step
+    idle   -   any other true statement (7 = 7, a repeated step, 1+1 = 2 from nowhere, work that the answer does not need,
+               a consequence of an error) or an unreadable one: no value, so it is neither rewarded nor punished
 
-The values stand in `Score.steps` where the steps end, with the answer's own 0 or 1 as the last: process supervision learns from them.
-As an outcome, value = answer * right / (right + wrong), with at least `min_steps` below: a bare answer is no work.
+`Score.steps` holds the values at the characters where the steps end, and the answer's own 0 or 1 as the last; process
+supervision trains on them. As an outcome, value = answer * right / (right + wrong), where right + wrong counts as at least
+`min_steps`: an answer without work earns less.
 
-`form="columns"` reads the scratchpads of the arithmetic task instead (`75012,48113#132` or `7+5+0=12,4+8+1=13#132`), digit by digit
-against the question; a step that only goes on from a wrong carry is idle.
+`form="columns"` reads the scratchpads of the arithmetic task instead (`75012,48113#132` or `7+5+0=12,4+8+1=13#132`), digit by
+digit against the question; a step that is wrong only because of an earlier wrong carry is idle.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from posttrain.types import Score
 
 FORMS = ("equations", "columns")
 LIMIT = 100_000  # characters of a response that are read
-STATEMENTS = 500  # and statements in them
+STATEMENTS = 500  # statements that are read
 LENGTH = 200  # characters of one statement
 SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " "})
 COMMANDS = re.compile(r"\\(times|cdot|div|left|right|[,;! ()\[\]])|(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 BULLET = re.compile(r"\s*(?:step\s+[0-9]{1,3}\s*[:.)]|[0-9]{1,3}[.)]\s|[-*]\s)", re.IGNORECASE)
-# Markdown's bold, and no power
+# Markdown's bold, which is not a power
 EMPHASIS = re.compile(r"(?:^|(?<=:)|(?<=: ))\*\*|\*\*(?=[\s.,;:!]*$)")
 RUN = re.compile(r"[-+*/().,0-9 \t=%]+")
-LABEL = re.compile(r"\S:$")  # with a space after it; 12:30 and 12 : 4 are something else
+LABEL = re.compile(r"\S:$")  # followed by a space; 12:30 and 12 : 4 are something else
 BINDING = "^!:_{}|~\\"  # next to a number, these make it part of something else
 SCALE = re.compile(r"(?i:hundred|thousand|million|billion|dozen|percent|half|halves|third|quarter)")
 APART = re.compile(r",(?![0-9]{3}(?![0-9]))|;")  # a comma before three digits belongs to a number
@@ -51,7 +52,8 @@ COLUMN = re.compile(r"([0-9])([-+]?)([0-9])\2([01])(=?)([01])([0-9])")
 
 @dataclass(slots=True)
 class Statement:
-    """An equation: what it works with and what comes out; None where its sides differ. `plain`: there is nothing to work out."""
+    """An equation: the numbers it uses and its result, which is None if its sides differ. `plain`: there is nothing to
+    compute."""
 
     end: int
     operands: frozenset[Fraction]
@@ -61,7 +63,7 @@ class Statement:
 
 
 def statements(text: str, separator: str) -> list[Statement]:
-    """The statements of a text, in order, each with the position at which its step ends."""
+    """Return the statements of a text, in order, each with the position at which its step ends."""
     found: list[Statement] = []
     start = tried = 0
     for step in text.split(separator):
@@ -89,9 +91,9 @@ def _sign(match: re.Match[str]) -> str:
 
 
 def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
-    """The equations of a run of numbers and signs, as their sides. The first and the last side are left out where the text around goes
-    on with them: `x^2 = 4` says nothing of 2, nor `3 apples + 4 = 7` of 4, nor `= 3 dozen` of 3. A label (`Total: 3+4 = 7`) ends
-    before them, and parentheses may stand around the whole."""
+    """Return the equations in a run of numbers and signs, as lists of sides. The first and the last side are left out if the
+    text around continues them: `x^2 = 4` is no statement about 2, `3 apples + 4 = 7` none about 4, `= 3 dozen` none about 3. A
+    label (`Total: 3+4 = 7`) ends before the equation, and parentheses may enclose the whole."""
     pieces = [piece.split("=") for piece in APART.split(run[0]) if len(piece) <= LENGTH]
     pieces = [sides for sides in pieces if 2 <= len(sides) <= 8]
     equations = [[side.strip(" \t.,") for side in sides] for sides in pieces]
@@ -116,7 +118,7 @@ def _equations(line: str, run: re.Match[str]) -> list[list[str]]:
 
 
 def _statement(sides: Sequence[str], end: int) -> Statement | None:
-    """What an equation says, or None where it cannot be read."""
+    """Parse an equation, or return None if it cannot be read."""
     if any(mark in side for side in sides for mark in ("**", "//")):
         return None
     meter = Meter()
@@ -140,7 +142,7 @@ def _statement(sides: Sequence[str], end: int) -> Statement | None:
 def judge_statements(
     found: Sequence[Statement], question: str, answer: Fraction | None, max_steps: int
 ) -> None:
-    """Verdicts, in place: forward for what is known, backward from the answer for what is needed."""
+    """Set the verdicts in place: forward for the numbers that are known, backward from the answer for those that are needed."""
     asked = NUMBER.findall(question.translate(SIGNS)[:LIMIT])
     known = {Fraction(number.replace(",", "")) for number in asked}
     able: list[Statement] = []
@@ -161,7 +163,7 @@ def judge_statements(
 
 
 def columns(text: str, question: str, separator: str) -> list[tuple[int, float | None]]:
-    """(end, verdict) of each column of a scratchpad for `a+b` or `a-b`, from the last digits on."""
+    """Return (end, verdict) of each column of a scratchpad for `a+b` or `a-b`, from the last digits on."""
     asked = QUESTION.fullmatch(question)
     if asked is None:
         wanted = "columns are for questions such as 47+85="
@@ -190,7 +192,7 @@ def columns(text: str, question: str, separator: str) -> list[tuple[int, float |
 
 
 def _sum(sign: str, x: int, y: int, carry: int) -> tuple[int, int]:
-    """(carry or borrow that goes out, digit)."""
+    """Return (outgoing carry or borrow, digit)."""
     total = x + y + carry if sign == "+" else x - y - carry
     return (total // 10 if sign == "+" else int(total < 0)), total % 10
 
@@ -205,8 +207,8 @@ def arithmetic_steps(
     max_steps: int = 20,
     min_steps: int = 1,
 ) -> Score:
-    r"""The plain reward. The answer is the last box or, where there is a `marker`, what follows it. At most `max_steps` of them
-    are right: more would pay for going the long way.
+    r"""The reward. The answer is the last box or, with a `marker`, the text after it. At most `max_steps` steps count as right,
+    so that a longer way earns no more.
 
     >>> score = arithmetic_steps("3 boxes of 4 pens, 5 are lost.", "3*4 = 12\n12-5 = 7\n\\boxed{7}", "7")
     >>> score.value, score.steps
@@ -232,7 +234,7 @@ def arithmetic_steps(
     right, wrong = (sum(v == value for _, v in verdicts) for value in (1.0, 0.0))
     share, correct = right / max(min_steps, right + wrong), judged.value or 0.0
     steps = {len(response): correct} if response else {}
-    for end, verdict in verdicts:  # of several in one step the worst counts
+    for end, verdict in verdicts:  # if a step has several verdicts, the worst counts
         if verdict is not None:
             steps[end] = min(verdict, steps.get(end, 1.0))
     parts = {"answer": correct, "steps": share, "idle": float(len(verdicts) - right - wrong)}
@@ -240,7 +242,7 @@ def arithmetic_steps(
 
 
 def _value(answer: str | None) -> Fraction | None:
-    """The number that an answer is, where it is one."""
+    """Return the value of an answer that is a number; else None."""
     try:
         value = evaluate(read(answer or ""), {}, Meter())
     except (Unreadable, Unevaluated, Undefined, Exhausted, KeyError):

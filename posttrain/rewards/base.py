@@ -83,16 +83,16 @@ def _check_types(name: str, options: Options) -> None:
 
 
 def own_function(name: str, options: Options) -> Mix | None:
-    """The reward if it is the user's own function, in a file or in this process; None if it is a shipped one."""
+    """Return the reward if it is the user's own function, in a file or in this process; None if it is a shipped one."""
     if name.startswith(PREFIX):
         return given(name)
     return of_file(resolve(name, options), name) if code_place(name) is not None else None
 
 
 def check_function(name: str, options: Options, problems: Sequence[Problem]) -> list[str]:
-    """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these problems can
-    fill. Returns what parameters with names of the user's own stand for. Its file is parsed and not run: what the source does not show
-    (an imported or computed name) is found when it is called."""
+    """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these
+    problems can fill. Returns how the parameters are filled, if they have names of the user's own. The file is parsed and not
+    run: a name that the source does not show (imported or computed) is checked when it is called."""
     columns = [*columns_of(problems[0])]
     looked = problems if isinstance(problems, list | tuple) else problems[:1]
     answered = "answer" in columns or any(problem.answer for problem in looked)
@@ -182,8 +182,8 @@ def parts_of(name: str, options: Options) -> list[tuple[str, Options]]:
 
 
 def compose(options: Options) -> Weighted | Product | Gate:
-    """Build the reward `compose` from plain settings: `how` (weighted, product, gate) and `parts`, each with a reward and optionally a
-    name, a weight and options. A gate has two parts: the first must be passed for the second to be paid.
+    """Build the reward `compose` from plain settings: `how` (weighted, product, gate) and `parts`, each with a reward and
+    optionally a name, a weight and options. A gate has two parts: the second counts only if the first is passed.
 
     >>> mix = compose({"how": "gate", "parts": [{"reward": "format"}, {"reward": "math"}]})
     >>> mix("1+1?", "so \\\\boxed{2}", "2").value
@@ -210,12 +210,12 @@ def compose(options: Options) -> Weighted | Product | Gate:
 def _part(settings: JSON) -> Part:
     fine = isinstance(settings, Mapping) and "reward" in settings
     fine = fine and set(settings) <= {"reward", "name", "weight", "options"}
-    # a list of pairs would hide what it names from trust.py
+    # trust.py looks for names in mappings, and would not find them in a list of pairs
     fine = fine and isinstance(settings.get("options", {}), Mapping)
     form = "a part is a reward with, as needed, a name, a weight and options"
     require(fine, f"compose: {form}, not {str(settings)[:80]}")
     name = str(settings["reward"])
-    # options may come from any file, and code may not: a mix with a function of yours is a function of yours
+    # options may come from any file, and code may not: a mix that contains a user's function counts as a user's function
     hint = "mix it in a file of yours, and name that"
     require(":" not in name, f"compose: a part is a shipped reward, not {name!r}; {hint}")
     reward = resolve(name, settings.get("options", {}))

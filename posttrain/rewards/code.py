@@ -1,10 +1,10 @@
-"""Programs graded by running them: extracted from a response, run in a sandbox, compared outside it.
+"""Grades a program by running it: extracts it from the response, runs it in a sandbox, and compares the results outside.
 
-value = 1 where every test passes, else 0; with `partial`, value = (tests passed) / (tests)
+value = 1 if every test passes, else 0; with `partial`, value = (tests passed) / (tests)
 
-The program never meets what is expected of it: it gets arguments, one call at a time, and sends back plain values, or gets stdin
-and prints. A forged message is no more than another wrong answer. Whatever a program does to itself (exit, patched builtins, an
-`__eq__`, the harness's memory) it can only change what it says, and what it says is compared here.
+The program never sees the expected values. It gets arguments, one call at a time, and sends back plain values, or it gets stdin
+and prints. A forged message is only another wrong answer. Whatever a program changes in its own process (exit, patched
+builtins, an `__eq__`, the harness's memory), it can only change what it sends, and the comparison happens here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.rewards.sandbox.mechanisms import Infrastructure, Mechanism
 from posttrain.rewards.sandbox.session import Budget, Ended, Session
 from posttrain.types import JSON, Score
 
-# possessive: linear in the line. A fence may be indented, quoted, or stand in a list
+# possessive, so that matching is linear in the line. A fence may be indented, quoted, or in a list
 FENCE = re.compile(
     r"([ \t]*+(?:>[ \t]?+){0,8}+[ \t]*+(?:(?:[-*+]|[0-9]{1,9}+[.)])[ \t]++)?+)(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)"
 )
@@ -36,15 +36,15 @@ READS = re.compile(r"\binput\s*\(|\bstdin\b(?!\s*=)|\bopen\(0\b|\bfileinput\b")
 DEFINED = re.compile(
     r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w++)|^(\w++)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
 )
-RESPONSE_LIMIT = 4_000_000  # characters; what is longer is no answer
+RESPONSE_LIMIT = 4_000_000  # characters; a longer response is not read
 REASONING, REASONING_END = "<think>", "</think>"
 DEFAULT = Limits()
 TOLERANCE = 1e-9
-STARTING = 60.0  # seconds, at most, for the interpreters of a program to start
+STARTING = 60.0  # the longest that the interpreters of a program may take to start, in seconds
 FORFEIT = ("timeout", "memory", "output")
-# a program that ends in good order has still not answered
+# a program that exits without an error has still not answered
 ENDS = {"stopped": "fail", "syntax": "fail"}
-# all else is a plain failure: exit, syntax, missing, ...
+# any other end is a plain failure: exit, syntax, missing, ...
 REFUSALS = {"error": "crash", "memory": "memory", "large": "output"}
 NO_NAMES: Mapping[str, Any] = {}
 LOG = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """`function(*args)` must return `expected`. A method is named `Class.method`: the class is made without arguments.
+    """`function(*args)` must return `expected`. A method is named `Class.method`; the class is instantiated without arguments.
 
     `exact` distinguishes a list from a tuple, and True from 1; `tolerance` is for floats (see `sandbox.wire.same`).
     """
@@ -75,7 +75,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class StdioTest:
-    """The program, given `stdin`, must print `stdout` and end without error. Whitespace at the end of lines does not count."""
+    """The program, given `stdin`, must print `stdout` and end without error. Whitespace at the ends of lines is ignored."""
 
     stdin: str
     stdout: str
@@ -83,10 +83,10 @@ class StdioTest:
 
 @dataclass(frozen=True, slots=True)
 class CheckTest:
-    """A data set's own check: a program that asserts about functions, which it calls by `names`.
+    """A data set's own check: a program with assertions about functions, which it calls by `names`.
 
-    It runs in a sandbox of its own, away from the program under test; every call crosses over as plain values. It passes where it
-    runs to its end and made at least one call. `names[i]` stands for the program's `functions[i]`.
+    It runs in its own sandbox, separate from the program under test; every call passes plain values between the two. It passes
+    if it runs to its end and made at least one call. `names[i]` stands for the program's `functions[i]`.
     """
 
     check: str
@@ -103,7 +103,8 @@ Test = CallTest | StdioTest | CheckTest
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(label, body) of every complete fenced block, as CommonMark has them: a fence is closed by a line of its own kind alone."""
+    """Yield (label, body) of every complete fenced block, by the rules of CommonMark: only a line with a fence of the same kind
+    closes one."""
     fence, label, body, quotes, indent = "", "", list[str](), 0, 0
     for line in text.replace("\r\n", "\n").split("\n"):
         if not fence:
@@ -128,16 +129,16 @@ def _unquoted(line: str, quotes: int) -> str:
 
 
 def _straight(lines: list[str]) -> str:
-    """A program whose first line is indented is indented as a whole."""
+    """Remove the indentation of a program whose first line is indented."""
     text = "".join(lines)
     first = next((line for line in lines if line.strip()), "")
     return textwrap.dedent(text) if first[:1] in (" ", "\t") else text
 
 
 def extract(response: str, fenced: bool = True, tests: Sequence[Test] = ()) -> str | None:
-    """The program in a response: after the reasoning, the last complete fenced block that has what the tests need, a usage example that
-    follows has not; of several, one that says Python before one that says nothing. Where `fenced` is False, a response without a
-    complete block is a program as it stands.
+    """Extract the program of a response: after the reasoning, the last complete fenced block that defines what the tests need
+    (a usage example after it does not). Among several, a block marked as Python comes before an unmarked one. With `fenced`
+    False, a response without a complete block is taken as the program.
 
     >>> extract("A sketch:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```\\n")
     'x = 1\\n'
@@ -150,7 +151,7 @@ def extract(response: str, fenced: bool = True, tests: Sequence[Test] = ()) -> s
         return None
     text = response.rpartition(REASONING_END)[2]
     if text.lstrip().startswith(REASONING):
-        return None  # still thinking
+        return None  # the reasoning did not end
     found = [
         (_fitting(body, tests), bool(PYTHON.match(label)), number, body)
         for number, (label, body) in enumerate(blocks(text))
@@ -162,7 +163,8 @@ def extract(response: str, fenced: bool = True, tests: Sequence[Test] = ()) -> s
 
 
 def _fitting(program: str, tests: Sequence[Test]) -> int:
-    """How many of the names that the tests need a program defines at its top level; where it is run as a script, whether it reads."""
+    """Return how many of the names that the tests need a program defines at its top level; for a script, whether it reads
+    input."""
     names = {
         name.partition(".")[0]
         for test in tests
@@ -187,9 +189,9 @@ def grade(
 ) -> Score:
     """Run the program of a response against tests.
 
-    Calls share one process, in an order that the program cannot foresee; `fresh` gives each its own. A program that exceeds a
-    limit forfeits the tests that are left; the limit on time is one for all of them. Our own failures are tried again once and then
-    have no value. `sandbox` is as in `sandbox.isolation.choose`.
+    Calls share one process, in an order that the program cannot predict; `fresh` gives each call its own process. A program
+    that exceeds a limit fails the remaining tests; one time limit covers all tests. A failure of the grader is retried once,
+    and then the score has no value. `sandbox` is as in `sandbox.isolation.choose`.
     """
     require(bool(tests), "a program is graded by at least one test: none were given")
     mechanism = isolation.choose(sandbox).mechanism
@@ -206,7 +208,7 @@ def grade(
     return Score.failed("infrastructure", outcome="infrastructure")
 
 
-# Runs in the sandbox. An error of a cell is printed, as in a notebook.
+# Runs in the sandbox. An error in a cell is printed, as in a notebook.
 CELLS = """
 import ast, io, sys
 
@@ -230,8 +232,9 @@ def cell(source):
 
 
 def run_cells(cells: Sequence[str], limits: Limits = DEFAULT, sandbox: str = "auto") -> str:
-    """What the last of these programs prints, with the value of its last expression, after the others ran in the same interpreter.
-    `Ended` where it exceeds a limit or ends the interpreter; our own failures are tried again once and then raised."""
+    """Return what the last of these programs prints, with the value of its last expression, after the others ran in the same
+    interpreter. Raises `Ended` if it exceeds a limit or ends the interpreter. A failure of the sandbox itself is retried once
+    and then raised."""
     mechanism = isolation.choose(sandbox).mechanism
     if sum(map(len, cells)) > limits.source:
         raise Ended("source")
@@ -258,7 +261,7 @@ def _score(outcomes: Sequence[str], count: int, partial: bool) -> Score:
 
 @dataclass(slots=True)
 class _Run:
-    """One program and its tests, with one budget of time for all of them."""
+    """One program and its tests, with one time budget for all of them."""
 
     program: str
     mechanism: Mechanism
@@ -271,7 +274,7 @@ class _Run:
         self.budget = Budget(self.limits.wall)
 
     def outcomes(self, tests: Sequence[Test]) -> list[str]:
-        """Of the tests that were run, in the order they were run: up to the first failure, or all where `partial`."""
+        """Return the outcomes of the tests, in the order in which they ran: up to the first failure, or all with `partial`."""
         outcomes: list[str] = []
         end = time.monotonic() + self.limits.wall + STARTING / 2
         for some in self._one_by_one(tests):
@@ -279,7 +282,7 @@ class _Run:
             if any(one in FORFEIT or (one != "pass" and not self.partial) for one in some):
                 break
             self.budget.stop()
-            if time.monotonic() > end:  # very many tests: scored before a worker gives up
+            if time.monotonic() > end:  # with very many tests: score now, before a worker gives up
                 return [*outcomes, "timeout"]
         return outcomes
 
@@ -288,7 +291,7 @@ class _Run:
 
     def _one_by_one(self, tests: Sequence[Test]) -> Iterator[list[str]]:
         def unforeseeable(test: tuple[int, Test]) -> bytes:
-            # the same for the same program, so that a run can be repeated; another for every other program
+            # the same order for the same program, so that a run can be repeated, and another for any other program
             text = f"{test[0]}\n{self.program}"
             return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
@@ -350,14 +353,14 @@ class _Run:
                     judge.send([kind, wire.tagged(value)])
                 return "pass" if message == ["done"] and calls else "fail"
             except (wire.Malformed, KeyError, TypeError, ValueError):
-                # a check that does not keep to the form it is given
+                # the check sent a message in a wrong form
                 return "fail"
             except Ended as ended:
                 return ENDS.get(ended.outcome, ended.outcome)
 
 
 class _Refused(Ended):
-    """The program is there but gave no value; `outcome` says what it did instead."""
+    """The program ran but returned no value; `outcome` says what it did instead."""
 
 
 def _expect(message: list[Any], word: str) -> list[Any]:
@@ -369,7 +372,7 @@ def _expect(message: list[Any], word: str) -> list[Any]:
 def _call(
     session: Session, function: str, args: Sequence[Any], named: Mapping[str, Any] = NO_NAMES
 ) -> list[Any]:
-    """The program's reply to a call; one that is not a value in good form is refused."""
+    """Return the program's reply to a call. A reply that is not a well-formed value is refused."""
     pairs = [(name, wire.tagged(value)) for name, value in named.items()]
     session.send([function, [wire.tagged(value) for value in args], pairs])
     message = session.receive()
@@ -387,8 +390,8 @@ def _lines(text: str) -> str:
 
 
 def read_tests(text: str, exact: bool = False, tolerance: float = TOLERANCE) -> list[Test]:
-    """Tests as JSON: a list of [function, arguments, expected], [stdin, stdout] and {check, names, functions}. The settings are
-    those of `CallTest`.
+    """Read tests from JSON: a list of [function, arguments, expected], [stdin, stdout] and {check, names, functions}. `exact`
+    and `tolerance` are those of `CallTest`.
 
     >>> read_tests('[["add", [1, 2], 3], ["4 5", "9"]]')
     [CallTest(function='add', args=[1, 2], expected=3, exact=False, tolerance=1e-09), StdioTest(stdin='4 5', stdout='9')]
@@ -415,8 +418,8 @@ def _read_test(entry: JSON, exact: bool, tolerance: float) -> Test:
 
 
 def patience(options: Mapping[str, JSON]) -> float:
-    """Seconds without a score after which the grader itself has failed: its two attempts each keep to the budget of the program, so no
-    program can use them up. A worker waits so long for the reward `code`, given its options.
+    """Return how many seconds a worker waits for the reward `code` with these options. After that, the grader itself has
+    failed: each of its two attempts keeps to the program's time budget, so no program can use up this time.
 
     >>> patience({"wall": 5}), patience({})
     (70.0, 80.0)
@@ -438,7 +441,8 @@ def code(
     exact: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Score:
-    """The plain reward: the answer holds the tests, as `read_tests` has them. Settings are those of `grade` and of `Limits`."""
+    """The reward `code`: the answer holds the tests, in the form of `read_tests`. Its settings are those of `grade` and of
+    `Limits`."""
     limits, tests = Limits(wall=wall, memory=memory), read_tests(answer, exact, tolerance)
     return grade(
         response, tests, limits=limits, sandbox=sandbox, partial=partial, fresh=fresh, fenced=fenced

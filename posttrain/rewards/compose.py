@@ -1,4 +1,4 @@
-"""Several rewards as one: weighted sum, product, or a gate that must be passed first. Each part is a column of its own.
+"""Several rewards as one: weighted sum, product, or a gate that must be passed first. Each part has its own metrics column.
 
 >>> from posttrain.rewards.answer import answer
 >>> from posttrain.rewards.format import format
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from posttrain.errors import require
 from posttrain.types import Score, as_number
 
-# (prompt, response, answer): what a user writes, and what the files of this package hold
+# (prompt, response, answer): the form of a user's reward and of the shipped ones
 Reward = Callable[[str, str, str], "Score | float"]
 JUDGED = ("correct", "wrong", "unparseable", "pass", "fail")
 CORRECT, WRONG = Score(1.0, outcome="correct"), Score(0.0, outcome="wrong")
@@ -25,7 +25,8 @@ UNPARSEABLE = Score(0.0, outcome="unparseable")
 
 
 def as_score(value: Score | float) -> Score:
-    """A reward may return a plain number of any kind. One that is not finite is a failure, never a 0."""
+    """Convert a reward's result, which may be a plain number of any type. A number that is not finite is a failure, never a
+    0."""
     if isinstance(value, Score):
         return value
     number = as_number(value, "a reward")
@@ -33,8 +34,8 @@ def as_score(value: Score | float) -> Score:
 
 
 def weigh(parts: Mapping[str, float], weights: Mapping[str, float], outcome: str) -> Score:
-    """A task's score: parts in [0, 1] with their weights, and the part `answer` with the weight that the others leave. Exactly 1 where
-    every part is 1.
+    """Combine the parts of a task's score, each in [0, 1], by their weights; the part `answer` gets the weight that the others
+    leave. The value is exactly 1 if every part is 1.
 
     >>> weigh({"answer": 1.0, "format": 0.0}, {"format": 0.25}, "correct").value
     0.75
@@ -48,7 +49,7 @@ def weigh(parts: Mapping[str, float], weights: Mapping[str, float], outcome: str
 
 @dataclass(frozen=True)
 class Part:
-    """A reward with its name and weight in the whole."""
+    """A reward with its name and its weight."""
 
     name: str
     reward: Reward
@@ -60,7 +61,8 @@ class Part:
 
 
 def combined(scores: Mapping[str, Score], value: float) -> Score:
-    """One score of many: a failure of any part is a failure of the whole; the outcome is that of the part that judges."""
+    """Combine scores into one: a failure of any part is a failure of the whole; the outcome is that of the part that judges the
+    answer."""
     failed = next(((name, s) for name, s in scores.items() if not s.valid), None)
     if failed is not None:
         return Score.failed(f"{failed[0]}: {failed[1].failure}")
@@ -72,7 +74,7 @@ def combined(scores: Mapping[str, Score], value: float) -> Score:
 
 @dataclass(frozen=True)
 class Composed:
-    """Rewards that are all computed; a class says how their values become one."""
+    """Rewards that are all computed; the subclass defines how their values are combined."""
 
     parts: tuple[Part, ...]
 
@@ -98,7 +100,7 @@ class Weighted(Composed):
 
 
 class Product(Composed):
-    """value = prod_k v_k: no part can make up for another. Weights are not used."""
+    """value = prod_k v_k: no part can compensate for another. Weights are not used."""
 
     def value(self, values: Sequence[float]) -> float:
         return math.prod(values)
@@ -106,7 +108,8 @@ class Product(Composed):
 
 @dataclass(frozen=True)
 class Gate:
-    """`reward` where `gate` gives at least `threshold`; else `otherwise`. The reward behind a shut gate is not computed."""
+    """`reward` if `gate` gives at least `threshold`; else `otherwise`. If the gate is not passed, the reward is not
+    computed."""
 
     gate: Part
     reward: Part

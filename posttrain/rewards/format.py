@@ -1,9 +1,10 @@
 """Well-formedness: does a response follow a template such as `<think>{text}</think>{space}<answer>{text}</answer>`?
 
 A template is literal text with fields: {text} is any text without the template's own literals, {line} the same on one line,
-{space} is whitespace or nothing, {digits} and {integer} are what they say. {text} stops at a literal and the others are possessive, so
-matching takes time linear in the response whatever it holds; a literal inside a {text} makes the response malformed. ({text} is not
-possessive itself: a shorter one could not be followed by its literal, and CPython 3.11.2 gets possessive groups wrong.)
+{space} is whitespace or nothing, {digits} is a row of digits and {integer} an integer. {text} stops at a literal and the other
+fields are possessive, so matching takes time linear in the response, whatever it holds; a literal inside a {text} makes the
+response malformed. ({text} itself is not possessive: a shorter match could not be followed by its literal, and CPython 3.11.2
+has a bug in possessive groups.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from posttrain.rewards.answer import INTEGER
 from posttrain.types import Score
 
 THINK_ANSWER = "<think>{text}</think>{space}<answer>{text}</answer>"
-LIMIT = 200_000  # characters: what is longer is malformed without a look
+LIMIT = 200_000  # characters; a longer response is malformed without matching
 FIELD = re.compile(r"\{([a-z]*)\}")
 FIELDS = {
     "text": r"((?:(?!LITERALS)[\s\S])*)",
@@ -29,7 +30,7 @@ FIELDS = {
 
 @lru_cache(maxsize=256)
 def compile_template(template: str) -> re.Pattern[str]:
-    """The pattern of a template, with one group per field.
+    """Return the pattern of a template, with one group per field.
 
     >>> compile_template("{digits}+{digits}").fullmatch("12+34").groups()
     ('12', '34')
@@ -56,7 +57,8 @@ def compile_template(template: str) -> re.Pattern[str]:
 
 
 def match(template: str, response: str) -> tuple[str, ...] | None:
-    """What the fields hold where the whole response, but for whitespace around it, follows the template; else None.
+    """Return the contents of the fields if the whole response, except for whitespace around it, follows the template; else
+    None.
 
     >>> match(THINK_ANSWER, "<think>2+2</think> <answer>4</answer>")
     ('2+2', ' ', '4')
@@ -72,8 +74,8 @@ def match(template: str, response: str) -> tuple[str, ...] | None:
 def format(
     prompt: str, response: str, answer: str, template: str = THINK_ANSWER, announce: bool = False
 ) -> Score:
-    """The plain reward: 1 where the response follows the template, else 0; with `announce`, how clearly it marks its answer (see
-    `announced`). Says nothing of whether it is right."""
+    """The reward: 1 if the response follows the template, else 0; with `announce`, how clearly it marks its answer (see
+    `announced`). It does not check whether the answer is right."""
     if announce:
         value = announced(response)
         return Score(value, parts={"format": value})

@@ -1,11 +1,12 @@
 """AI feedback: a model judges responses one by one, in pairs, or a group at once, by a rubric.
 
-The response is data, and is rendered so that it cannot pass for instructions: between markers that are a hash of the texts themselves,
-which no response can contain by design, with what spells a chat model's control tokens broken up, and with the verdict asked for
-afterwards in one JSON field, which the judge is held to (rewards/_asking.py). Only that field is read. A pair is judged in both
-orders, and counts as a tie where the verdicts disagree. What cannot be judged is a failure, never a low score.
+The response is data, and is rendered so that it cannot be read as instructions. It is put between markers that are a hash of
+the texts themselves, which no response can contain. Text that spells a control token of a chat model is broken up. The verdict
+is asked for after the response, in one JSON field whose form is enforced (rewards/_asking.py), and only that field is read. A
+pair is judged in both orders, and counts as a tie if the verdicts disagree. If there is no verdict, the score is a failure,
+never a low value.
 
-Who judges is a protocol: an OpenAI-compatible address (rewards/_asking.py), or a model in this process (train/judging.py).
+The judge is a protocol: an OpenAI-compatible address (rewards/_asking.py), or a model in this process (train/judging.py).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from posttrain.types import JSON, Score
 RUBRIC = "Judge how correct, helpful and honest the answer is. Length by itself is no merit."
 CANARY_QUESTION = "What is 17 + 25?"
 HIGHEST = 10
-CANARY_LIMIT = 0.35  # a judge that gives a canary more than this is not used
+CANARY_LIMIT = 0.35  # a judge that gives a canary more than this is refused
 MODES = ("points", "group", "tournament")
-SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # of a win for A, by verdict
-MAX_SHOWN = 40_000  # characters of a response that a judge is shown
+SHARES = {"A": 1.0, "B": 0.0, "tie": 0.5}  # verdict -> share of a win for A
+MAX_SHOWN = 40_000  # characters of a response shown to the judge
 POINTS = tuple(range(1, HIGHEST + 1))
 SCORE, VERDICT = _asking.Form("score", POINTS), _asking.Form("verdict", ("A", "B", "tie"))
-# What chat templates write around turns. A server would read it in a response as such, so a space goes after its first character.
+# Text that chat templates write around turns. A server would read it in a response as control tokens, so a space is put after
+# its first character.
 CONTROL = re.compile(
     r"([<\[])(?=[|｜]|/?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_(?:turn|text)|im_(?:start|end)|INST|SYS|<SYS)[>\]])"
 )
@@ -51,30 +53,31 @@ Row = tuple[JSON, Sequence[str]]  # a question and the responses to it
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of a pair: "A", "B" or "tie"; None where the judge gave no usable answer. `agreed`: both orders said the same."""
+    """The verdict on a pair: "A", "B" or "tie"; None if the judge gave no usable answer. `agreed`: both orders gave the same
+    verdict."""
 
     winner: str | None
     agreed: bool = True
-    failure: str = field(default="", compare=False)  # why there is none
+    failure: str = field(default="", compare=False)  # why there is no verdict
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Asks `model` with a rubric."""
+    """Asks `model` to judge by a rubric."""
 
     model: _asking.Asking
     rubric: str = RUBRIC
 
     def points(self, question: JSON, responses: Sequence[str]) -> list[Score]:
-        """Each response by itself, 1 to 10 points, as a value in [0, 1]."""
+        """Score each response by itself: 1 to 10 points, scaled to [0, 1]."""
         return self.scores("points", [(question, responses)])[0]
 
     def scores(self, mode: str, rows: Sequence[Row]) -> list[list[Score]]:
-        """The responses to each question, by the name of a mode; all is asked at once.
+        """Score the responses to each question by the named mode. All requests are sent at once.
 
-        points       each response by itself, 1 to 10 points, as a value in [0, 1]
+        points       each response by itself: 1 to 10 points, scaled to [0, 1]
         group        all responses in one request, each 1 to 10 points: cheapest, and the least reliable
-        tournament   win rate of each response against all others, ties half; what could not be judged does not count
+        tournament   win rate of each response against all others, a tie counts half; a pair without a verdict does not count
         """
         check_mode(mode)
         by_mode = {"points": self._points, "group": self._groups, "tournament": self._tournaments}
@@ -86,12 +89,12 @@ class Judge:
         return [[_points(next(replies)) for _ in responses] for _, responses in rows]
 
     def single(self, question: JSON, response: str) -> _asking.Messages:
-        """What is asked about one response by itself."""
+        """Return the request about a single response."""
         task = f'Answer with one JSON object and nothing else: {{"score": n}}, n from 1 (useless) to {HIGHEST} (could not be better).'
         return self._messages(question, {"ANSWER": response}, task)
 
     def compare(self, rows: Sequence[tuple[JSON, str, str]]) -> list[Verdict]:
-        """(question, one response, another), all asked at once and each in both orders."""
+        """Judge pairs given as (question, one response, another). All requests are sent at once, each pair in both orders."""
         task = 'Answer with one JSON object and nothing else: {"verdict": "A"}, {"verdict": "B"} or {"verdict": "tie"}.'
         orders = [(q, pair) for q, a, b in rows for pair in ((a, b), (b, a))]
         asked = [self._messages(q, {"A": a, "B": b}, task) for q, (a, b) in orders]
@@ -120,8 +123,8 @@ class Judge:
         return [_win_rates(len(r), own) for (_, r), own in zip(rows, judged, strict=True)]
 
     def check_canaries(self, question: str) -> None:
-        """Stop where the judge likes an empty answer, flattery or an injected verdict: it would be what the policy learns. And where
-        it says nothing of them: it will not say anything of others either."""
+        """Raise an error if the judge scores an empty answer, flattery or an injected verdict above the limit: the policy would
+        learn that. Also raise one if it returns no verdict on them, since it would return none on other responses."""
         for canary, score in zip(CANARIES, self.points(question, CANARIES), strict=True):
             if score.value is None:
                 said = f"cannot be used: {score.failure}; asked about {canary[:60]!r}, which deserves nothing"
@@ -132,7 +135,8 @@ class Judge:
             raise GuardStop(f"the judge {said}")
 
     def _messages(self, question: JSON, texts: dict[str, str], task: str) -> _asking.Messages:
-        """The rubric, the data between markers, and last what to answer. Images in the question's parts are passed on."""
+        """Return the rubric, the data between markers, and last the instruction how to answer. Images in the question are
+        passed on."""
         data = json.dumps([question, list(texts.values())], sort_keys=True)
         mark = hashlib.sha256(data.encode()).hexdigest()[:16]
         system = (
@@ -154,7 +158,7 @@ def _block(name: str, text: str, mark: str) -> str:
 
 
 def broken_up(text: str) -> str:
-    """Without anything that a chat template could have written.
+    """Break up all text that a chat template could have written.
 
     >>> broken_up("<|im_end|> </s> [INST] x < y <b>")
     '< |im_end|> < /s> [ INST] x < y <b>'
@@ -176,13 +180,13 @@ def _unscored(reply: _asking.Reply) -> Score:
 
 
 def _failure(reply: _asking.Reply) -> str:
-    """Why a reply says nothing: a line that begins with its kind."""
+    """Return why a reply has no verdict: a line that begins with the kind of failure."""
     why = reply if isinstance(reply, _asking.Unanswered) else f"unusable reply {reply[:80]!r}"
     return f"no verdict of the judge: {why}"
 
 
 def _settled(first: _asking.Reply, second: _asking.Reply) -> Verdict:
-    """The verdict of both orders."""
+    """Combine the verdicts of both orders."""
     mirror = {"A": "B", "B": "A", "tie": "tie"}
     said = VERDICT.read(first), VERDICT.read(second)
     for value, reply in zip(said, (first, second), strict=True):
@@ -192,7 +196,7 @@ def _settled(first: _asking.Reply, second: _asking.Reply) -> Verdict:
 
 
 def _win_rates(count: int, verdicts: Mapping[tuple[int, int], Verdict]) -> list[Score]:
-    """The share of its comparisons that each of `count` responses won."""
+    """Return, for each of `count` responses, the share of its comparisons that it won."""
     won, games = [0.0] * count, [0] * count
     for (i, j), verdict in verdicts.items():
         if verdict.winner is None:
@@ -212,7 +216,7 @@ def check_mode(mode: str) -> None:
 
 
 def read_rubric(file: str) -> str:
-    """The text of a rubric file, or the default."""
+    """Return the text of a rubric file, or of the default rubric."""
     path = Path(file).expanduser()
     require(not file or path.is_file(), f"judge: there is no rubric file {file}")
     return path.read_text("utf-8") if file else RUBRIC
@@ -226,7 +230,7 @@ def _judge(endpoint: _asking.Endpoint, rubric: str) -> Judge:
 
 
 def check_options(rubric: str = "", mode: str = "points", **options: Any) -> None:
-    """Refuse options that no judge reward has."""
+    """Raise an error for options that a judge reward does not have."""
     known = [f.name for f in fields(_asking.EndpointSettings)]
     for name in options:
         if name not in known:
@@ -235,7 +239,7 @@ def check_options(rubric: str = "", mode: str = "points", **options: Any) -> Non
 
 
 def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> _asking.Endpoint:
-    """The address that the options of a judge reward name, after all that can be known of them before it is asked."""
+    """Return the endpoint that the options of a judge reward name, after all checks that need no request."""
     check_options(rubric, mode, **options)
     given = bool(options.get("url")) and bool(options.get("model"))
     require(given, "the judge reward needs the options url and model")
@@ -246,10 +250,10 @@ def check_judge(rubric: str = "", mode: str = "points", **options: Any) -> _aski
 def judged(
     question: str, responses: Sequence[str], rubric: str = "", mode: str = "points", **options: Any
 ) -> list[Score]:
-    """Responses to one question by a model behind an OpenAI-compatible address, each a value in [0, 1]. `mode`: points (1 to 10, one
-    by one), group (all in one request) or tournament (win rate over all pairs, each in both orders). `options` are those of an
-    `Endpoint`. The canaries come first. What it took is in the parts: tokens and, where prices (per million) are given, money, each a
-    mean over the responses."""
+    """Score the responses to one question by a model behind an OpenAI-compatible address, each in [0, 1]. `mode`: points (1 to
+    10, one by one), group (all in one request) or tournament (win rate over all pairs, each in both orders). `options` are
+    those of an `Endpoint`. The canaries are checked first. The score's parts hold the cost, as a mean over the responses:
+    tokens and, if prices (per million tokens) are given, money."""
     endpoint = check_judge(rubric, mode, **options)
     one = _judge(endpoint, read_rubric(rubric))
     asked = one.model
@@ -263,5 +267,6 @@ def judged(
 
 
 def judge(prompt: str, response: str, answer: str, **options: Any) -> Score:
-    """The plain reward: 1 to 10 points, as a value in [0, 1]. A task asks with `judged`, for all responses to a problem at once."""
+    """The reward `judge`: 1 to 10 points, scaled to [0, 1]. Tasks call `judged` instead, for all responses to a problem at
+    once."""
     return judged(prompt, [response], **options)[0]

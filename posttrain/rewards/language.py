@@ -1,11 +1,11 @@
-"""Language consistency, as R1's: the share of a response's words that are of the wanted language.
+"""Language consistency, as in R1: the share of a response's words that are in the target language.
 
     consistency = (words of the target language) / (all words)
 
-The language of a word is known by its script. Languages of the Latin script are told apart by profiles: their commonest words
-(_languages.json) and the letter trigrams of these. A word is foreign where it and its neighbours are far likelier in another
-language than in the target; one or two words between others decide little. With `others`, only words in the short list of one
-of these languages are foreign, each by itself: for tasks whose few words are known.
+The script of a word decides its language. Languages of the Latin script are distinguished by profiles: their commonest words
+(_languages.json) and the letter trigrams of these. A word is foreign if it and its neighbours are far likelier in another
+language than in the target, so one or two words among others decide little. With `others`, a word is foreign if it is in the
+short list of one of these languages, whatever its neighbours: for tasks with a small known vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCRIPTS += "zh CJK, ja HIRAGANA KATAKANA CJK"
 SCRIPTS = dict.fromkeys(("latin", *PROFILED), ("LATIN",)) | {
     name: tuple(scripts) for name, *scripts in map(str.split, _SCRIPTS.split(","))
 }
-# Those that `written_in` knows besides; languages of one script are told apart by their commonest words.
+# Further languages that `written_in` knows; languages of one script are distinguished by their commonest words.
 _MORE = "bg CYRILLIC, fa ARABIC, ur ARABIC, mr DEVANAGARI, ne DEVANAGARI, bn BENGALI, gu GUJARATI, pa GURMUKHI, "
 _MORE += "kn KANNADA, ta TAMIL, te TELUGU, vi LATIN, fi LATIN, sw LATIN"
 WRITTEN = {name: scripts for name, scripts in SCRIPTS.items() if name != "latin"} | {
@@ -48,13 +48,15 @@ COMMON = {
 WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
 # written without spaces: every character counts as a word
 IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")
-# mathematics and code are no language
+# mathematics and code belong to no language
 FORMULA = re.compile(r"\$\$[^$]*\$\$|\$[^$\n]*\$|\\[A-Za-z]+|```[\s\S]*?```|`[^`\n]*`")
 WORD = re.compile(r"[^\W\d_]+")
 SENTENCE = re.compile(r"[.!?;:\n]+(?:\s|$)")
-LIMIT = 200_000  # characters that are looked at
-KANA, KANA_SHARE = ("HIRAGANA", "KATAKANA"), 0.05  # with fewer of them, ideographs are Chinese
-# of log-likelihoods: what a word may add to a comparison, what a word of a profile has, and what makes a word foreign
+LIMIT = 200_000  # characters that are read
+# with a smaller share of kana, ideographs are Chinese
+KANA, KANA_SHARE = ("HIRAGANA", "KATAKANA"), 0.05
+# log-likelihoods: the most that a word adds to a comparison, that of a word of a profile, and the margin above which a word is
+# foreign
 WORD_LIMIT, LISTED, MARGIN = 5.0, -5.0, 4.0
 NEIGHBOURS = 6  # words on each side that count
 
@@ -66,7 +68,7 @@ def script(character: str) -> str:
 
 
 def words(text: str) -> list[tuple[str, str]]:
-    """The words of a text, each with its script. A word in two scripts counts as MIXED, which is no language's.
+    """Return the words of a text, each with its script. A word in two scripts counts as MIXED, which belongs to no language.
 
     >>> [kind for _, kind in words("Also 你好 and да, x₁ = 3 `code`")]
     ['LATIN', 'CJK', 'CJK', 'LATIN', 'CYRILLIC', 'LATIN']
@@ -85,7 +87,7 @@ def words(text: str) -> list[tuple[str, str]]:
 
 
 def share(response: str, target: str = "en", others: Sequence[str] = ()) -> float:
-    """Words of the target language over all words; 1 where there are no words: none is foreign.
+    """Words of the target language divided by all words; 1 without words, since none is foreign.
 
     >>> share("We add 2 and 2, то есть four"), share("2+2=4")
     (0.6666666666666666, 1.0)
@@ -114,8 +116,8 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
 
 
 def written_in(text: str, target: str) -> bool:
-    """Whether a text as a whole is of a language: most of its letters are of its script and, where others are written in that too, none
-    of them has more of its commonest words there. A text without letters is of any language.
+    """Whether a text as a whole is in a language: most of its letters are of its script and, if other languages share that
+    script, none of them has more of its commonest words in the text. A text without letters is in any language.
 
     >>> written_in("Das ist ein Haus.", "de"), written_in("Das ist ein Haus.", "en"), written_in("यह एक घर है", "hi")
     (True, False, True)
@@ -153,8 +155,8 @@ def _table() -> dict[str, str]:
 
 
 def foreign_words(found: Sequence[str], target: str) -> list[bool]:
-    """Whether each word of a sentence, with its neighbours, is likelier in another language of the Latin script than in the target, of
-    which one of them must be a common word: names and terms alone are no evidence."""
+    """Whether each word of a sentence, with its neighbours, is likelier in another language of the Latin script than in the
+    target. At least one of these words must be a common word of that language: names and terms alone are no evidence."""
     place, profiles = PROFILED.index(target), _profiles()
     evidence, foreign = [_evidence(word) for word in found], []
     for n, own in enumerate(evidence):
@@ -170,7 +172,8 @@ def foreign_words(found: Sequence[str], target: str) -> list[bool]:
 
 @lru_cache(maxsize=65536)
 def _evidence(word: str) -> tuple[float, ...]:
-    """The log-likelihood of a word in each of PROFILED, less that in the likeliest; a single letter says nothing."""
+    """Return the log-likelihood of a word in each language of PROFILED, minus that in the likeliest; a single letter is no
+    evidence."""
     if len(word) < 2 and word not in "aàeèoéyui":
         return (0.0,) * len(PROFILED)
     found = [profile.likelihood(word) for profile in _profiles()]
@@ -179,11 +182,11 @@ def _evidence(word: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Profile:
-    """The commonest words of a language and how often letters follow each other in them."""
+    """The commonest words of a language and the frequencies of letter sequences in them."""
 
     words: frozenset[str]
     trigrams: Mapping[str, int]
-    pairs: Mapping[str, int]  # that begin a trigram
+    pairs: Mapping[str, int]  # pairs of letters that begin a trigram
 
     @classmethod
     def of(cls, listed: Sequence[str]) -> Profile:
@@ -193,7 +196,7 @@ class Profile:
         return cls(frozenset(listed), trigrams, pairs)
 
     def likelihood(self, word: str) -> float:
-        """log p: of every letter after the two before it, smoothed."""
+        """log p of the word: each letter given the two before it, smoothed."""
         padded = f"  {word[:24]} "
         total = 0.0
         for n in range(len(padded) - 2):
@@ -220,6 +223,6 @@ def _foreign(target: str, others: tuple[str, ...]) -> frozenset[str]:
 def language(
     prompt: str, response: str, answer: str, target: str = "en", others: Sequence[str] = ()
 ) -> Score:
-    """The plain reward: the share of words of the target language."""
+    """The reward: the share of words in the target language."""
     value = share(response, target, others)
     return Score(value, parts={"language": value})

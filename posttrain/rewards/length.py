@@ -1,6 +1,6 @@
-"""Rewards of length: near a target, DeepSeek-style cosine by correctness, and DAPO's soft punishment of overlong responses.
+"""Length rewards: distance to a target, DeepSeek-style cosine by correctness, and DAPO's soft punishment of overlong responses.
 
-Lengths are characters: a reward sees text. (DAPO's own punishment, in tokens, is in algorithms/dapo.py.)
+Lengths are in characters, because a reward sees text. (DAPO's own punishment, in tokens, is in algorithms/dapo.py.)
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def length(
     margin: int = 400,
     marker: str = "",
 ) -> Score:
-    """The plain reward: how `near` the response is to a target, `cosine` by whether its answer is right (the last box, or what follows
-    a marker, as the math reward has it), or the punishment of what is `overlong`."""
+    """The reward: how `near` the length is to a target, `cosine` by whether the answer is right (the last box, or the text
+    after a marker, as in the reward `math`), or the punishment of an `overlong` response."""
     require(kind in KINDS, f"length: kind is one of {', '.join(KINDS)}, not {kind!r}")
     if kind == "cosine":
         judged = grade(response, answer, MathReward(marker=marker), prompt)

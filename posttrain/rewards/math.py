@@ -1,9 +1,9 @@
-r"""A mathematical answer against the gold one: the last complete \boxed{} after the reasoning, read by a grammar of our own.
+r"""Compares the last complete \boxed{} after the reasoning with the gold answer, by this package's own grammar of mathematics.
 
-`grade(response, gold)` says correct (1.0), wrong (0.0), unparseable (0.0: no box, an empty one, nothing that can be read), or
-error (no value): the gold answer cannot be read, which is a fault of the data and not of the policy. No text is evaluated, no
-clock or signal is used: time and memory are bounded by counts of characters, brackets, operations and bits, so that a verdict is the
-same in a thread, an event loop, a forked or a spawned process, and on any machine.
+`grade(response, gold)` returns correct (1.0), wrong (0.0), unparseable (0.0: no box, an empty box, or text outside the
+grammar), or error (no value): the gold answer cannot be parsed, which is a fault of the data and not of the policy. No text is
+evaluated and no clock or signal is used. Counts of characters, brackets, operations and bits bound time and memory, so the
+verdict is the same in a thread, an event loop, a forked or a spawned process, and on any machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from posttrain.rewards.mathematics.tokens import LENGTH, Unevaluated, Unreadable
 from posttrain.rewards.mathematics.tree import Node, node, symbols
 from posttrain.types import Score
 
-RESPONSE_LENGTH = 1_000_000  # characters that are searched for a box, from the end
-MAX_BOXES = 64  # that are read as one answer
+RESPONSE_LENGTH = 1_000_000  # characters searched for a box, from the end
+MAX_BOXES = 64  # the most boxes read as one answer
 _BOX = re.compile(
     r"\\(?:boxed|fbox)\s*\{"
     # \boxed 5, \boxed\frac12: a number or a letter, and nothing after it that belongs to it
@@ -46,27 +46,28 @@ _SPACE = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right|d(?=frac)|t(?=frac))(?![A-Za
 
 @dataclass(frozen=True, slots=True)
 class MathReward(Conventions):
-    r"""How answers are found and read. The defaults are strict; what a data set does otherwise is declared here.
+    r"""How answers are found and parsed. The defaults are strict; a data set with other conventions declares them here.
 
     >>> MathReward(percent="bare")("?", r"\boxed{50}", r"50\%").outcome
     'correct'
     """
 
-    # only what follows the last one is searched; "" where the format has none
+    # only the text after the last one is searched; "" if the format has none
     reasoning_end: str = "</think>"
-    marker: str = ""  # search for what follows the last of these (such as "####") instead of a box
-    # where there is no box, the rest of the line after the last of these counts, in any case: "final answer:"
+    # search the text after the last one of these (such as "####") instead of a box
+    marker: str = ""
+    # without a box, the answer is the rest of the line after the last one of these, in upper or lower case: "final answer:"
     phrase: str = ""
     decimal_comma: bool = False  # 1,5 is 1.5
     variables: tuple[str, ...] = ()  # the declared order in which (5, 6) means x = 5, y = 6
 
     def __post_init__(self) -> None:
-        # a file has a list, and settings are hashed
+        # a config file gives a list, and settings must be hashable
         object.__setattr__(self, "variables", tuple(self.variables))
         check_fields(self, "math: ")
 
     def __call__(self, prompt: str, response: str, answer: str) -> Score:
-        """Grade a response to a prompt, which is known not to be its own answer."""
+        """Grade a response. An answer that only repeats an expression of the prompt is wrong."""
         return grade(response, answer, self, prompt)
 
 
@@ -76,7 +77,7 @@ STRICT = math = MathReward()  # the reward `math`; a task's options are its fiel
 def grade(
     response: str, gold: str | None, reward: MathReward = STRICT, question: str = ""
 ) -> Score:
-    r"""Whether the response's final answer is the gold one.
+    r"""Grade the final answer of a response against the gold one.
 
     >>> [grade(r, "5").outcome for r in (r"so \boxed{5}", r"so \boxed{x = 6 = 5}", r"so \boxed{2+3}", "so 5")]
     ['correct', 'wrong', 'wrong', 'unparseable']
@@ -106,16 +107,18 @@ def grade(
             return CORRECT
         return WRONG
     except (Unevaluated, Exhausted, Undefined):
-        return WRONG  # a question, not an answer; a number beyond all bounds; no number at all
+        # an integral, a sum or a limit; a number beyond the bounds; not a number at all
+        return WRONG
     except Unreadable:
         return UNPARSEABLE
     except Exception as fault:
-        # ours, on a text that is not: masked and counted, neither paid nor punished
+        # a fault of the grader, on text from the policy: the response is masked and counted, neither rewarded nor punished
         return Score.failed(f"grader fault: {type(fault).__name__}")
 
 
 def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
-    r"""The text of the answer: after the reasoning has ended, the last complete box, or what follows the last marker or phrase.
+    r"""Return the text of the answer: after the end of the reasoning, the last complete box, or the text after the last marker
+    or phrase.
 
     Boxes that are joined by "or", "and" or commas are one answer with several values.
 
@@ -128,7 +131,7 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     if reward.reasoning_end:
         response = response.rpartition(reward.reasoning_end)[2]
         if reward.reasoning_end.replace("/", "", 1) in response:
-            return None  # the reasoning never ended
+            return None  # the reasoning did not end
     if reward.marker:
         _, found, rest = response.rpartition(reward.marker)
         return rest.strip() if found else None
@@ -143,12 +146,12 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
         if not between.strip("$ \n") or not _HEDGE.fullmatch(between):
             break
         contents.insert(0, response[slice(*before)].strip())
-    contents = list(dict.fromkeys(contents))  # an answer said twice is one answer
+    contents = list(dict.fromkeys(contents))  # an answer given twice is one answer
     return ", ".join(contents)
 
 
 def _after(phrase: str, response: str) -> str | None:
-    """The rest of the line after the last `phrase`, without emphasis and a full stop."""
+    """Return the rest of the line after the last `phrase`, without emphasis and a full stop."""
     found = response.lower().rfind(phrase.lower()) if phrase else -1
     if found < 0:
         return None
@@ -156,7 +159,7 @@ def _after(phrase: str, response: str) -> str | None:
 
 
 def _literal(text: str) -> Fraction | None:
-    r"""The value of a plain number or fraction, without the grammar: what most answers are.
+    r"""Return the value of a plain number or fraction, without the grammar. Most answers are one.
 
     >>> _literal("-1,250.50"), _literal(r"\frac{3}{6}"), _literal("3/0"), _literal("2+2")
     (Fraction(-2501, 2), Fraction(1, 2), None, None)
@@ -176,14 +179,15 @@ def _literal(text: str) -> Fraction | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""(start, end) of the contents of every complete box that stands in no other, in one pass. Braces before the first box change
-    nothing, but the backslashes right before it do: \\boxed is a new line and a word."""
+    r"""Return (start, end) of the contents of every complete box that is not inside another, in one pass. Braces before the
+    first box change nothing, but the backslashes right before it do: \\boxed is a new line and a word."""
     places = [place for word in (r"\boxed", r"\fbox") if (place := text.find(word)) >= 0]
     if not places:
         return []
     first = len(text[: min(places)].rstrip("\\"))
     found: list[tuple[int, int]] = []
-    opened: list[int] = []  # where each open brace's contents start if it is a box's, else -1
+    # for each open brace: the start of its contents if it opens a box, else -1
+    opened: list[int] = []
     for match in _BOX.finditer(text, first):
         token = match[0]
         if bare := match["number"] or match["letter"]:
@@ -212,7 +216,7 @@ def _read_gold(gold: str, reward: MathReward) -> Node:
 
 
 def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
-    """The tree of an answer, or None for one that is too long to be right."""
+    """Return the tree of an answer, or None if it is too long to be right."""
     if len(answer) > LENGTH:
         if _nesting(answer) > NESTING:
             raise Unreadable("nested too deeply")
@@ -235,7 +239,8 @@ def _agrees(
 
 
 def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) -> bool:
-    """An expression that stands in the question, where the gold answer does not and is not the same terms in another order."""
+    """Whether the answer is an expression of the question, while the gold answer is not in the question and does not have the
+    same terms in another order."""
     if not question or given.kind not in _EXPRESSIONS or not symbols(given):
         return False
     if given.kind == wanted.kind and Counter(given.parts) == Counter(wanted.parts):
@@ -245,7 +250,7 @@ def _restates(wanted: Node, given: Node, answer: str, gold: str, question: str) 
 
 
 def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
-    """A tuple as the values of the declared variables."""
+    """Read a tuple as the values of the declared variables."""
     if value.kind not in ("interval", "tuple") or len(value.nodes) != len(variables):
         return value
     names = node(value.kind, *value.labels, *(node("symbol", name) for name in variables))

@@ -1,8 +1,8 @@
-r"""A mathematical answer as the package math-verify grades it: for figures to be compared with those of others on MATH or AIME.
+r"""A mathematical answer graded by the package math-verify, for comparison with published results on MATH or AIME.
 
-It finds the answer itself (a box, an equation, the last number), computes with sympy, and rounds to six places; docs/rewards-math.md
-says where it and the reward `math` differ. Needs the package: pip install 'posttrain[math-verify]'. sympy computes what a model wrote,
-which may take long: a task that uses it scores in worker processes with a time limit.
+The package finds the answer itself (a box, an equation, the last number), computes with sympy, and rounds to six places;
+docs/rewards-math.md lists where it and the reward `math` differ. Install it with: pip install 'posttrain[math-verify]'. sympy
+evaluates what a model wrote, which may take long, so a task that uses this reward scores in worker processes with a time limit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from posttrain.types import Score
 
 
 def math_verify(prompt: str, response: str, answer: str) -> Score:
-    """Whether the response's final answer is the gold one, by math-verify's defaults."""
+    """Grade the response's final answer against the gold one, with math-verify's defaults."""
     try:
         from math_verify import parse, verify
     except ImportError:
         needs = "math_verify needs its package: pip install 'posttrain[math-verify]'"
         raise UserError(needs) from None
-    # its own time limits are signals, which only a main thread may set
+    # its own time limits use signals, which only a main thread may set
     gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not gold:
         return Score.failed(f"gold answer cannot be read: {answer[:80]!r}")

@@ -1,4 +1,4 @@
-"""Repetition: the share of a response's word n-grams that it has said before."""
+"""Repetition: the share of a response's word n-grams that occurred earlier in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from posttrain.errors import require
 from posttrain.types import Score
 
 WORD = re.compile(r"\w+|[^\w\s]")
-LIMIT = 200_000  # characters that are looked at
+LIMIT = 200_000  # characters that are read
 
 
 def repeated(text: str, n: int = 4) -> float:
-    """1 - distinct n-grams / all n-grams, in [0, 1); 0 where there are fewer than two.
+    """1 - distinct n-grams / all n-grams, in [0, 1); 0 with fewer than two n-grams.
 
     >>> repeated("a b a b a b", 2), repeated("one two three four", 2), repeated("a", 2)
     (0.6, 0.0, 0.0)
@@ -24,7 +24,7 @@ def repeated(text: str, n: int = 4) -> float:
 
 
 def repetition(prompt: str, response: str, answer: str, n: int = 4, free: float = 0.1) -> Score:
-    """The plain reward: 0 while at most `free` of the n-grams are repeated, then down to -1 where all are."""
+    """The reward: 0 while at most `free` of the n-grams are repeated, then linearly down to -1 if all are."""
     require(0 <= free < 1, f"repetition: free is a share in [0, 1), not {free}")
     share = repeated(response, n)
     value = -max(0.0, share - free) / (1.0 - free)

@@ -14,7 +14,7 @@ LIMIT = 200_000
 
 
 def marked(text: str) -> int:
-    """Lines that begin a step: "Step 2", "3.", a bullet, "First," and the like. A line said twice counts once.
+    """Count the lines that begin a step: "Step 2", "3.", a bullet, "First," and the like. A repeated line counts once.
 
     >>> marked("Step 1: add\\n2. carry\\nso it is 4\\nStep 1: add")
     3
@@ -24,6 +24,6 @@ def marked(text: str) -> int:
 
 
 def steps(prompt: str, response: str, answer: str, wanted: int = 3) -> Score:
-    """The plain reward: distinct marked steps over `wanted` of them, at most 1."""
+    """The reward: the number of distinct marked steps divided by `wanted`, at most 1."""
     value = min(1.0, marked(response) / max(1, wanted))
     return Score(value, parts={"steps": value})

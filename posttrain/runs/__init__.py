@@ -1,1 +1,1 @@
-"""A run is a directory: `write` appends to it, `read` reads it, and the rest shows it to people."""
+"""A run is a directory: `write` appends to it, `read` reads it, and the other modules display it."""

@@ -1,10 +1,11 @@
-"""What a person sees of a run. While it goes on: a live panel on a terminal, plain lines at a limited rate anywhere else. At its end:
-scores before and after with their intervals, and both models' answers side by side.
+"""Shows a run to a person: a live panel on a terminal, plain lines at a limited rate elsewhere.
+
+At the end of a run it shows scores before and after with their intervals, and both models' answers side by side.
 
     with Console(total_steps=60, stage="rl") as console, events.shown_by(console.show):
         console.update({"reward": 0.4, "length": 31.0}, step=1)
 
-Model output is never trusted to be text: `printable` makes control characters visible instead of obeying them.
+Model output may contain control characters: `printable` makes them visible, so that the terminal does not execute them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from posttrain.runs.layout import AnswerRow
 from posttrain.types import JSON
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PHASES = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}  # and colours
-PLAIN_SECONDS = 5.0  # a plain line at most this often, unless a tenth of the stage has passed
+# with their colours
+PHASES = {"generate": "cyan", "score": "yellow", "train": "magenta", "other": "dim"}
+PLAIN_SECONDS = 5.0  # at most one plain line in this time, unless a tenth of the stage has passed
 HISTORY = 4096  # rewards kept for the sparkline
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
-    """A line of blocks, each the mean of its share of the values; non-finite values are left out.
+    """Draw a line of blocks, each the mean of its share of the values; non-finite values are left out.
 
     >>> sparkline([0.0, 0.5, 1.0], width=3)
     '▁▅█'
@@ -59,7 +61,7 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the two units that matter.
+    """Format a duration in its two largest units.
 
     >>> duration(8.2), duration(75), duration(3700), duration(200000)
     ('8s', '1m15s', '1h01m', '2d07h')
@@ -77,7 +79,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}%" if math.isfinite(value) else str(value)
 
 
-# figure, what a newcomer calls it, how it is written; in the order they are shown
+# (metric, its plain name, its format), in the order in which they are shown
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward", "{:.3f}".format),
     ("accuracy/test", "held-out", _percent),
@@ -92,15 +94,15 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("learning_rate", "rate", "{:.2g}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
-ROUNDING = 0.02  # of the mismatch: what bf16 rounds
+ROUNDING = 0.02  # mismatch below this is bf16 rounding
 LIMIT = 400  # characters of an answer that are shown
 MARKS = {True: ("right: ", "bold green"), False: ("wrong: ", "bold red"), None: ("", "")}
 Bounds = Sequence[float]  # value, low, high: an estimate with its 95% interval
-DETAILS = {"entropy", "gradient", "rate"}  # for the panel only: a plain line has to stay readable
+DETAILS = {"entropy", "gradient", "rate"}  # in the panel only, to keep a plain line readable
 
 
 def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Shares of the step's time by phase, with what is left over as "other". Empty where it was not measured.
+    """Return the shares of a step's time by phase, with the remainder as "other". Empty if the time was not measured.
 
     >>> time_split({"seconds/generate": 6.0, "seconds/train": 3.0, "seconds/total": 10.0})
     [('generate', 0.6), ('train', 0.3), ('other', 0.1)]
@@ -114,12 +116,12 @@ def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class Console:
-    """The view of one stage: a live panel where the stream is a terminal, plain lines elsewhere."""
+    """The view of one stage: a live panel if the stream is a terminal, else plain lines."""
 
     def __init__(
         self, total_steps: int, stage: str, start: int = 0, stream: TextIO | None = None
     ) -> None:
-        """Begin to show a stage; `start` is the step that a resumed stage goes on from."""
+        """Begin to show a stage; `start` is the step from which a resumed stage continues."""
         self.total, self.stage, self.start, self.step = total_steps, printable(stage), start, start
         self._stream = stream or sys.stdout
         self._began = self._printed_at = time.monotonic()
@@ -133,7 +135,8 @@ class Console:
             self._live.start()
 
     def update(self, row: Mapping[str, float], step: int | None = None) -> None:
-        """Show the figures of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next ones."""
+        """Show the metrics of a step. Without `step`, each update is one step. Held-out scores and KL stay until the next
+        ones."""
         self.step = self.step + 1 if step is None else step
         lasting = ("accuracy/", "reward/test")
         rare = [name for name in self._row if name == "kl" or name.startswith(lasting)]
@@ -146,14 +149,14 @@ class Console:
             self._print_line()
 
     def show(self, event: Event) -> None:
-        """Print a message, above the figures."""
+        """Print a message, above the metrics."""
         if self._live is not None:
             self._live.console.print(Text(event.line()), highlight=False)
         else:
             write_text(event.line() + "\n", self._stream)
 
     def close(self) -> None:
-        """Leave the last figures on the screen. Closing twice is harmless."""
+        """Leave the last metrics on the screen. A second call changes nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -168,7 +171,8 @@ class Console:
         self.close()
 
     def _due(self) -> bool:
-        """The first step, every tenth of the way (so also the last), and otherwise no more than one line in a few seconds."""
+        """Whether to print a line: at the first step, at every tenth of the stage (so also the last), and otherwise at most one
+        in a few seconds."""
         if self._printed_step < 0:
             return True
         tenth = 10 * self.step // max(1, self.total) > 10 * self._printed_step // max(1, self.total)
@@ -184,7 +188,8 @@ class Console:
 
     def _shown(self) -> Iterator[tuple[str, str]]:
         for name, label, form in SHOWN:
-            # a sampler that computes as the trainer does has nothing to show, nor has a step of older weights' samples alone (nan)
+            # the mismatch is not shown if the sampler computes like the trainer, nor for a step whose samples are all from
+            # older weights (nan)
             rounding = name == "mismatch" and not self._row.get(name, 0.0) >= ROUNDING
             if name in self._row and not rounding:
                 yield label, form(self._row[name])
@@ -223,7 +228,7 @@ class Console:
 
 
 def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
-    """Print a table or text: with colour on a terminal, as plain characters elsewhere."""
+    """Print a table or text: in colour on a terminal, as plain characters elsewhere."""
     stream = stream or sys.stdout
     if stream.isatty():
         RichConsole(file=stream).print(renderable)
@@ -232,7 +237,7 @@ def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
 
 
 def render_plain(renderable: RenderableType, width: int = 100) -> str:
-    """What `show` prints where there is no terminal: no colour, a fixed width, no trailing blanks."""
+    """Return what `show` prints without a terminal: no colour, a fixed width, no trailing blanks."""
     plain = RichConsole(
         width=width, force_terminal=False, color_system=None, legacy_windows=False, _environ={}
     )
@@ -242,12 +247,12 @@ def render_plain(renderable: RenderableType, width: int = 100) -> str:
 
 
 def print_message(event: Event) -> None:
-    """Show an event where no panel is open."""
+    """Show an event if no panel is open."""
     write_text(event.line() + "\n", sys.stdout)
 
 
 def write_text(text: str, stream: TextIO) -> None:
-    """Write lines and flush. Control characters, and those that the stream cannot encode become escapes."""
+    """Write lines and flush. Control characters, and characters that the stream cannot encode, become escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
@@ -255,20 +260,20 @@ def write_text(text: str, stream: TextIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """One row of the final table. `difference` is the paired one: its interval excludes or contains 0, which the two
-    other intervals, overlapping or not, cannot tell."""
+    """One row of the final table. `difference` is the paired one: its interval shows whether the change excludes 0, which the
+    two other intervals cannot, whether or not they overlap."""
 
     name: str
     before: Bounds
     after: Bounds
     difference: Bounds | None = None
     problems: int = 0
-    percent: bool = True  # of shares; not of rewards
+    percent: bool = True  # for shares; False for rewards
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One problem and what the two models answered."""
+    """One problem and the two models' answers."""
 
     question: str
     answer: str
@@ -279,7 +284,7 @@ class Answers:
 
 
 def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
-    """Before, after and the change, each with its interval. Print it with `show`."""
+    """Make the table of before, after and change, each with its interval. Print it with `show`."""
     counts = sorted({row.problems for row in rows if row.problems})
     over = f"; {' / '.join(map(str, counts))} problems" if counts else ""
     # Text, not strings: rich would read [low, high] as one of its style tags
@@ -294,7 +299,7 @@ def final_table(rows: Sequence[BeforeAfter], title: str) -> Table:
 
 
 def figures_table(figures: Mapping[str, JSON]) -> Table:
-    """The figures of one evaluation as `stages/evaluate.py` leaves them, each with its 95% interval."""
+    """Make the table of one evaluation's results, as `stages/evaluate.py` writes them, each with its 95% interval."""
     table = Table(box=SIMPLE_HEAD)
     for heading in ("", "value", "low", "high"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -323,7 +328,7 @@ def _interval(bounds: Bounds, style: str = "bold", sign: str = "", percent: bool
 
 
 def _change(row: BeforeAfter) -> Text:
-    """Green or red only where the paired interval excludes 0: colour is a claim."""
+    """Format the change: green or red only if the paired interval excludes 0, since colour claims a difference."""
     if row.difference is None:
         return Text(_number(row.after[0] - row.before[0], row.percent, "+"), style="bold")
     _, low, high = row.difference
@@ -332,7 +337,7 @@ def _change(row: BeforeAfter) -> Text:
 
 
 def side_by_side(problems: Sequence[Answers]) -> Table:
-    """Problems with both models' answers in two columns; long answers are cut, and say so."""
+    """Show problems with both models' answers in two columns; long answers are cut, with a mark."""
     table = Table(box=SIMPLE_HEAD, expand=True, show_lines=False, padding=(0, 1))
     for heading in ("before training", "after training"):
         table.add_column(heading, ratio=1, overflow="fold")
@@ -346,7 +351,7 @@ def side_by_side(problems: Sequence[Answers]) -> Table:
 
 
 def answers_table(rows: Sequence[AnswerRow]) -> Table:
-    """What every stage answers to the same prompts, stage by stage; long answers are cut, and say so."""
+    """Show every stage's answers to the same prompts, stage by stage; long answers are cut, with a mark."""
     table = Table(title=Text("What the stages answer", style="bold"), box=SIMPLE_HEAD)
     for heading in ("stage", "answer"):
         table.add_column(heading, overflow="fold")

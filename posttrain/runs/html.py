@@ -1,5 +1,6 @@
-"""Runs and rollouts as pieces of HTML without scripts, for the studio's report and for notebooks. Everything that a model or a file
-says is escaped, and every piece is bounded in size."""
+"""Runs and rollouts as HTML without scripts, for the studio's report and for notebooks.
+
+All text of a model or a file is escaped, and every piece is bounded in size."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from posttrain.runs.plot import draw
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.system.files import read_bytes
 
-MAP_TOKENS = 300  # in one map
-CHARACTERS = 400  # of a text in a table
-LINES = 30  # of a list or a table
+MAP_TOKENS = 300  # tokens in one map
+CHARACTERS = 400  # characters of a text in a table
+LINES = 30  # rows of a list or a table
 PICTURE = 1_000_000  # bytes
-HEAT = 0.42  # opacity at most: text stays readable on it
+HEAT = 0.42  # the largest opacity, at which text stays readable
 BLUE, ORANGE = "0,114,178", "213,94,0"  # above and below the centre, as in the studio
 MAPS = {
     "advantage": "advantage: blue tokens are made more likely by the update, orange ones less",
@@ -30,18 +31,18 @@ MAPS = {
     "kl": "KL: how far the model is from the reference at each token",
     "value": "value: what the critic expected to be paid from here on",
 }
-# a notebook would typeset what stands between dollar signs
+# a notebook would typeset text between dollar signs
 PLAIN = "<div class='tex2jax_ignore mathjax_ignore'>{}</div>"
 WRAP = "white-space:pre-wrap;overflow-wrap:anywhere;text-align:left;font-family:monospace"
 
 
 def text(value: object) -> str:
-    """Text that is shown and never obeyed."""
+    """Return escaped text, which is displayed and never interpreted."""
     return escape(printable(str(value), lines=True))
 
 
 def short(value: object) -> str:
-    """The same, up to a limit."""
+    """Return escaped text, cut at a limit."""
     said = str(value)
     return text(said if len(said) <= CHARACTERS else f"{said[:CHARACTERS]} …")
 
@@ -63,14 +64,14 @@ def table(
 
 
 def picture(path: Path, about: str) -> str:
-    """A PNG file within the page; nothing where it is too large."""
+    """Embed a PNG file in the page; return nothing if it is too large."""
     data = read_bytes(path) if path.stat().st_size <= PICTURE else b""
     source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
     return f"<img style='max-width:100%' alt='{text(about)}' src='{source}'>" if data else ""
 
 
 def curves(index: Index) -> str:
-    """The picture of a run; nothing where nothing was measured."""
+    """Return the plot of a run; nothing if nothing was measured."""
     with tempfile.TemporaryDirectory() as folder, suppress(UserError):
         path = Path(folder) / "plot.png"
         draw(index.run, path)
@@ -79,12 +80,12 @@ def curves(index: Index) -> str:
 
 
 def warnings(index: Index) -> str:
-    """The alarms of a run."""
+    """Return the alarms of a run."""
     return listing(str(e.details.get("text", "")) for e in alarms(index.events()))
 
 
 def run_html(index: Index) -> str:
-    """What a notebook shows of a run: whether it learns, why that is said, its alarms and its curves."""
+    """Return a notebook's view of a run: whether it learns, the evidence, its alarms and its curves."""
     found, now = verdict(index), status(index.run, index.events())
     raised = warnings(index)
     parts = [
@@ -97,7 +98,7 @@ def run_html(index: Index) -> str:
 
 
 def rollouts_html(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Rollouts of a step as a table."""
+    """Return the rollouts of a step as a table."""
     header = ("prompt", "response", "reward", "advantage")
     shown = table(map(cells_of, rows[:LINES]), header, short)
     more = f"<p>{len(rows) - LINES} more are not shown</p>" if len(rows) > LINES else ""
@@ -105,14 +106,14 @@ def rollouts_html(rows: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def cells_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Prompt, response, reward (or why there is none) and advantage of a rollout."""
+    """Return prompt, response, reward (or why there is none) and advantage of a rollout."""
     reward, advantage = row["reward"], row["advantage"]
     paid = f"failed: {row['failure']}" if reward is None else f"{reward:.3g}"
     return row["question"], row["response"], paid, "" if advantage is None else f"{advantage:+.2f}"
 
 
 def rollout_html(row: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> str:
-    """One rollout: its rewards, and its tokens coloured by their figures, the first map open."""
+    """Return one rollout: its rewards, and its tokens coloured by their values, with the first map open."""
     question, response, paid, advantage = cells_of(row)
     parts = "".join(f" · {short(k)} {v:.3g}" for k, v in list(row["parts"].items())[:LINES])
     head = f"<p>reward {short(paid)}{parts} · advantage {advantage or 'none'} · {row['length']} tokens</p>"

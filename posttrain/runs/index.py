@@ -1,12 +1,13 @@
-"""An index of a run, kept in its directory, for readers that ask often: SQLite, filled from what was appended since it was last read.
+"""An index of a run in its directory, for readers that query often: SQLite, updated from the lines appended since the last read.
 
     index = Index(Run("runs/quickstart"))
-    index.read_metrics()                              # what is new in metrics.jsonl and events.jsonl
+    index.read_metrics()                              # new lines of metrics.jsonl and events.jsonl
     index.series("rl", "reward", buckets=600)         # means, minima and maxima, however long the run is
-    index.read_rollouts(seconds=1.0)                  # some of the rollout files; says whether more are left
+    index.read_rollouts(seconds=1.0)                  # some of the rollout files; returns how many are left
 
-It holds nothing that is not in the run's files. One that is damaged or of another version is made anew, and so is one of a run that
-resumed: which rows count has changed. Text stays where it is; the index knows the place of each rollout and the words in it.
+It holds nothing that is not in the run's files. It is rebuilt if it is damaged or of another version, and after the run has
+resumed, because other rows count then. Text stays in the run's files; the index knows the position of each rollout and its
+words.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from posttrain.types import JSON
 
 FOLDER, FILE, VERSION = ".studio", "index.sqlite", 3
 CHUNK = 1 << 20  # bytes of metrics.jsonl that are read in one transaction
-WORDS = 100_000  # characters of a question or an answer whose words can be searched for
+WORDS = 100_000  # characters of a question or an answer that are indexed for search
 QUESTION = 600  # characters of a question by which its rollouts are found
-WAIT = 10.0  # seconds for another process that writes the same index
+WAIT = 10.0  # seconds to wait for another process that writes the same index
 REBUILD = {"resume", "kept"}  # events after which other rows count
 SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 SORTS = ("step", "reward", "length", "advantage", "number", "problem")
@@ -45,7 +46,8 @@ SORTS = ("step", "reward", "length", "advantage", "number", "problem")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One figure of one stage in buckets: where each lies, its mean, and the extremes that a mean would hide. None is not a number."""
+    """One metric of one stage in buckets: the position of each, its mean, and the extremes, which a mean would hide. None is
+    not a number."""
 
     stage: str
     figure: str
@@ -58,14 +60,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which rollouts are asked for; what is empty or None does not matter."""
+    """Conditions on rollouts; an empty or None field is no condition."""
 
     stage: str = ""
     problem: str = ""
     outcome: str = ""
     finish: str = ""
     role: str = ""
-    question: str = ""  # as far as the index has it
+    question: str = ""  # up to the length that the index keeps
     step_from: int | None = None
     step_to: int | None = None
     reward_from: float | None = None
@@ -79,7 +81,7 @@ class Filter:
     failed: bool | None = None
 
     def sql(self) -> tuple[str, list[Any]]:
-        """Conditions and their values."""
+        """Return the conditions and their values."""
         said: list[str] = []
         values: list[Any] = []
         for name in ("stage", "problem", "outcome", "finish", "role", "question"):
@@ -105,7 +107,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A rollout in the index: where it is, and what can be sorted by."""
+    """A rollout in the index: its position, and the values that it can be sorted by."""
 
     stage: str
     step: int
@@ -129,7 +131,7 @@ COLUMNS = [one.name for one in fields(Found)]
 
 @dataclass(slots=True)
 class Index:
-    """The index of one run. Calls may come from several threads; each has a connection of its own."""
+    """The index of one run. Several threads may use it; each has its own connection."""
 
     run: Run
     path: Path = field(init=False)
@@ -141,7 +143,7 @@ class Index:
         try:
             self.path.parent.mkdir(exist_ok=True)
             require(os.access(self.path.parent, os.W_OK), "read only")
-        except (OSError, ValueError):  # a run that others own: its index lies among temporary files
+        except (OSError, ValueError):  # if another user owns the run, the index is a temporary file
             name = hashlib.sha256(str(self.run.directory.resolve()).encode()).hexdigest()[:24]
             self.path = Path(tempfile.gettempdir()) / f"posttrain-index-{os.getuid()}" / name / FILE
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -155,7 +157,7 @@ class Index:
         held: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if held is None or self._local.of != self._inode():
             held = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-            held.execute("PRAGMA synchronous=OFF")  # it can be made anew
+            held.execute("PRAGMA synchronous=OFF")  # it can be rebuilt
             held.execute("PRAGMA journal_mode=WAL")
             held.execute("PRAGMA cache_size=-32000")
             self._local.connection, self._local.of = held, self._inode()
@@ -170,7 +172,7 @@ class Index:
         return self._connection().execute(sql, values).fetchall()
 
     def _remake(self) -> None:
-        """An empty index in place of what is there."""
+        """Replace the index by an empty one."""
         for suffix in ("", "-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         with closing(sqlite3.connect(self.path, timeout=WAIT)) as made:
@@ -188,11 +190,12 @@ class Index:
     # ---- metrics and events
 
     def read_metrics(self, seconds: float = 60.0) -> bool:
-        """Take in what was appended, for at most about so long; whether something was new. `behind` says whether more is left."""
+        """Read appended lines, for at most about this long. Returns whether there were any; `behind` tells whether more are
+        left."""
         directory, new = self.run.directory, False
         files = [directory / layout.EVENTS, directory / layout.METRICS]
         if any(_size(path) < self._state(path.name) for path in files):
-            self._remake()  # another run in its place
+            self._remake()  # another run took its place
         end = time.monotonic() + seconds
         while self.behind(*files):
             with self._transaction() as connection:
@@ -209,13 +212,13 @@ class Index:
         return new
 
     def behind(self, *files: Path) -> bool:
-        """Whether a file has grown past what was read of it."""
+        """Whether a file has grown since it was read."""
         names = (layout.EVENTS, layout.METRICS)
         files = files or tuple(self.run.directory / name for name in names)
         return any(_size(path) > self._state(path.name) for path in files)
 
     def _forget_rows(self) -> None:
-        """Other rows count now: events stay, the rest is read again."""
+        """Other rows count now: keep the events, and read the rest again."""
         with self._transaction() as connection:
             for table in ("stages", "series", "points", "files", "rollouts"):
                 connection.execute(f"DELETE FROM {table}")
@@ -223,7 +226,7 @@ class Index:
             connection.execute("DELETE FROM state WHERE name = ?", [layout.METRICS])
 
     def _history(self) -> History:
-        """Which rows count, as far as stages are known."""
+        """Return which rows count, as far as stages are known."""
         return History.of(self.events(), self.stage_names())
 
     def _add_rows(self, connection: sqlite3.Connection, records: Sequence[dict[str, JSON]]) -> None:
@@ -254,23 +257,23 @@ class Index:
         )
 
     def events(self) -> list[EventRow]:
-        """All events, in the order in which they were written."""
+        """Return all events, in the order in which they were written."""
         found = self._get("SELECT record FROM events ORDER BY id")
         events = (parse_event(json.loads(text)) for (text,) in found)
         return [event for event in events if event is not None]
 
     def stage_names(self) -> list[str]:
-        """Stages that have figures, in the order in which they ran."""
+        """Return the stages that have metrics, in the order in which they ran."""
         return [name for (name,) in self._get("SELECT name FROM stages ORDER BY id")]
 
     def stage_spans(self) -> list[tuple[str, float, float, int]]:
-        """Name, time of the first and of the last figures, and last step of each stage."""
+        """Return the name, the time of the first and of the last metrics, and the last step of each stage."""
         columns = "name, first, coalesce(last, first), coalesce(step, 0)"
         spans = f"SELECT {columns} FROM stages ORDER BY id"
         return [(str(a), float(b), float(c), int(d)) for a, b, c, d in self._get(spans)]
 
     def figures(self, stage: str = "") -> dict[str, list[str]]:
-        """The stages that recorded each figure."""
+        """Return the stages that recorded each metric."""
         asked = "SELECT figure, stage FROM series WHERE ? IN ('', stage) ORDER BY id"
         found: dict[str, list[str]] = {}
         for figure, name in self._get(asked, [stage]):
@@ -280,7 +283,7 @@ class Index:
     def series(
         self, stage: str, figure: str, buckets: int = 600, first: int = 0, last: int = 2**62
     ) -> Series:
-        """A figure from step `first` to `last`, in at most so many buckets of equally many steps."""
+        """Return a metric from step `first` to `last`, in at most this many buckets of equally many steps."""
         asked: dict[str, Any] = {"stage": stage, "figure": figure, "first": first, "last": last}
         place = "series = (SELECT id FROM series WHERE stage = :stage AND figure = :figure)"
         inside = f"FROM points WHERE {place} AND step BETWEEN :first AND :last"
@@ -293,7 +296,7 @@ class Index:
         return Series(stage, figure, *(list(column) for column in zip(*rows, strict=True)))
 
     def points(self, stage: str, figure: str, last: int = 0) -> list[tuple[int, float | None]]:
-        """Steps and values; with `last`, of that many last ones."""
+        """Return steps and values; with `last`, only that many last ones."""
         place = "series = (SELECT id FROM series WHERE stage = ? AND figure = ?)"
         newest = f"SELECT step, value FROM points WHERE {place} ORDER BY step DESC LIMIT ?"
         rows = self._get(newest, [stage, figure, last or -1])
@@ -302,8 +305,8 @@ class Index:
     # ---- rollouts
 
     def read_rollouts(self, seconds: float = 1.0, first: tuple[str, int] | None = None) -> int:
-        """Take in rollout files that are new or changed, for at most about so long; how many are left. The step `first` comes
-        first, and is read in any case."""
+        """Read new or changed rollout files, for at most about this long. Returns how many are left. The step `first` is read
+        first, and in any case."""
         self.read_metrics()
         known = {(s, n): (t, b) for s, n, t, b in self._get("SELECT * FROM files")}
         found = _rollout_files(self.run.directory)
@@ -331,7 +334,7 @@ class Index:
     def find(
         self, wanted: Filter, sort: str = "step", down: bool = False, limit: int = 50, skip: int = 0
     ) -> list[Found]:
-        """Rollouts in order, from place `skip` on."""
+        """Return rollouts in order, starting at position `skip`."""
         require(sort in SORTS, f"rollouts are sorted by {', '.join(SORTS)}, not {sort!r}")
         said, values = wanted.sql()
         way = "DESC" if down else "ASC"
@@ -344,7 +347,7 @@ class Index:
         return [Found(**row | {"parts": json.loads(row["parts"])}) for row in named]
 
     def text(self, found: Iterable[Found]) -> list[RolloutRow]:
-        """The rollouts themselves, from their files."""
+        """Return the rollouts themselves, from their files."""
         rows = []
         for one in found:
             place = "SELECT start, bytes FROM rollouts WHERE stage = ? AND step = ? AND number = ?"
@@ -357,7 +360,7 @@ class Index:
         return rows
 
     def choices(self) -> dict[str, list[Any]]:
-        """The values that a filter may ask for."""
+        """Return the values that a filter may have."""
         found = {}
         for name in ("stage", "outcome", "finish", "role"):
             values = self._get(f"SELECT DISTINCT {name} FROM rollouts LIMIT 50")
@@ -367,14 +370,14 @@ class Index:
         return {**found, "part": [name for (name,) in parts]}
 
     def questions(self, text: str = "") -> list[str]:
-        """Questions that have the text, those first that were asked at most steps."""
+        """Return the questions that contain the text, those with the most steps first."""
         has = "instr(lower(question), ?)" if text else "? = ''"
         order = "GROUP BY question ORDER BY count(DISTINCT step) DESC, question LIMIT 200"
         asked = f"SELECT question FROM rollouts WHERE {has} {order}"
         return [str(question) for (question,) in self._get(asked, [text.lower()])]
 
     def rollout_steps(self, stage: str) -> list[tuple[int, int, float | None, float | None]]:
-        """Step, number of rollouts, mean reward and mean length of each step that has some."""
+        """Return the step, the number of rollouts, the mean reward and the mean length of each step that has rollouts."""
         asked = "SELECT step, count(*), avg(reward), avg(length) FROM rollouts WHERE stage = ? GROUP BY step"
         return [(int(a), int(b), c, d) for a, b, c, d in self._get(asked, [stage])]
 
@@ -384,13 +387,13 @@ def _size(path: Path) -> int:
 
 
 def _dumped(records: Iterable[Mapping[str, JSON]]) -> Iterator[tuple[str]]:
-    """Events without the configuration that some carry: config.yaml has it."""
+    """Return events without the configuration that some contain: config.yaml has it."""
     for record in (record for record in records if "kind" in record):
         yield (json.dumps({key: v for key, v in record.items() if key != "config"}),)
 
 
 def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
-    """The objects of the whole lines that were appended since the last call, up to CHUNK bytes of them."""
+    """Return the objects of the complete lines that were appended since the last call, up to CHUNK bytes."""
     held = connection.execute("SELECT value FROM state WHERE name = ?", [path.name]).fetchone()
     start = held[0] if held else 0
     if not path.exists():
@@ -406,7 +409,7 @@ def _tail(connection: sqlite3.Connection, path: Path) -> list[dict[str, JSON]]:
 
 
 def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[int, int]]]:
-    """The rollout files of a run by stage and step, with when they changed and their size."""
+    """Return the rollout files of a run by stage and step, with their modification times and sizes."""
     found = {}
     root = directory / layout.ROLLOUTS
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -421,7 +424,7 @@ def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[i
 
 
 def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, int]]:
-    """Number and rollout of each line that is one, where it begins, and its bytes."""
+    """Yield the number and rollout of each valid line, its offset, and its bytes."""
     number = start = 0
     with open_file(path) as file:
         for line in file:
@@ -460,7 +463,7 @@ def _add_rollout(
 
 
 def _match(text: str) -> str:
-    """What a person typed, as a query of FTS5: words that begin so, all of which must occur.
+    """Return typed text as an FTS5 query: all words must occur, each as a prefix.
 
     >>> _match('Wait, "let me" check#12')
     '"Wait"* AND "let"* AND "me"* AND "check"* AND "12"*'

@@ -1,4 +1,4 @@
-"""What a run directory looks like: file names, what a line holds, and how numbers survive JSON. Shared by writer and readers.
+"""The layout of a run directory: file names, the fields of a line, and numbers in JSON. Shared by writer and readers.
 
 config.yaml                        the resolved configuration, written once
 metrics.jsonl                      one object a step: step, stage, attempt, time, figures
@@ -30,7 +30,8 @@ from posttrain.types import JSON
 
 CONFIG, METRICS, EVENTS, SUMMARY = "config.yaml", "metrics.jsonl", "events.jsonl", "summary.json"
 LOCK, ROLLOUTS, ALARMS, ANSWERS = "lock", "rollouts", "alarms", "answers.jsonl"
-FORMAT = 2  # of what a run directory holds, in its configuration; the first edition wrote none
+# the format of a run directory, recorded in its configuration; the first edition recorded none
+FORMAT = 2
 UPGRADE = "pip install --upgrade posttrain"
 ROW_KEYS = ("step", "stage", "attempt", "time")
 EVENT_KEYS = ("kind", "time", "attempt")
@@ -39,7 +40,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one step. Non-finite figures are kept: a NaN loss must be seen, not skipped."""
+    """The metrics of one step. Non-finite values are kept: a NaN loss must be visible."""
 
     stage: str
     step: int
@@ -50,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """Something that happened once: a stage's start, a resume, an alarm."""
+    """A single event: a stage's start, a resume, an alarm."""
 
     kind: str
     time: float
@@ -60,7 +61,7 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout as text. `reward` is None exactly when `failure` says why."""
+    """One rollout as text. `reward` is None exactly if `failure` names a reason."""
 
     problem: str  # the problem's id
     level: int
@@ -74,18 +75,18 @@ class RolloutRow:
     failure: str | None
     finish: str
     length: int
-    version: int  # the oldest policy version that sampled a token of it
+    version: int  # the oldest policy version that sampled one of its tokens
     attempt: int
     advantage: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
-    """What the model of one stage says to a prompt; `answer` is the right one where it is known."""
+    """The answer of one stage's model to a prompt; `answer` is the right one, if it is known."""
 
     prompt: str
     answer: str
-    held_out: bool  # or trained on
+    held_out: bool  # otherwise trained on
     stage: str
     response: str
     finish: str
@@ -97,14 +98,14 @@ class EpisodeRow(RolloutRow):
 
     role: str = ""
     conversation: Sequence[Sequence[str]] = ()  # ["sampled" or "given", text] of each segment
-    paid: Sequence[float] = ()  # what each turn was paid, where turns were
-    # what happened in it: tool/calls, ...
+    paid: Sequence[float] = ()  # the reward of each turn, if turns are rewarded
+    # counts of its events: tool/calls, ...
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenArrays:
-    """Per-token arrays of N sequences laid end to end: sequence n is `[starts[n]:starts[n + 1]]` of each array.
+    """Per-token arrays of N concatenated sequences: sequence n is `[starts[n]:starts[n + 1]]` of each array.
 
     >>> arrays = TokenArrays(np.array([0, 2, 5]), {"ids": np.arange(5)})
     >>> arrays.sequence(1)["ids"].tolist()
@@ -131,7 +132,7 @@ class TokenArrays:
         return len(self.starts) - 1
 
     def sequence(self, n: int) -> Mapping[str, np.ndarray]:
-        """The arrays of sequence n, without those that are NaN in all of it: they were measured on others."""
+        """Return the arrays of sequence n, without those that are NaN throughout: they were measured on other sequences."""
         if not 0 <= n < self.sequences:
             raise IndexError(f"sequence {n} of {self.sequences}")
         span = slice(self.starts[n], self.starts[n + 1])
@@ -140,18 +141,18 @@ class TokenArrays:
 
 
 def sampled_tokens(held: Mapping[str, np.ndarray], length: int) -> np.ndarray:
-    """Which tokens of a sequence the policy sampled: as was written down, or else the last `length`."""
+    """Return which tokens of a sequence the policy sampled: as recorded, or else the last `length`."""
     size = len(held["ids"])
     return held.get("sampled", np.arange(size) >= size - length).astype(bool)
 
 
 def require_run(directory: Path | str) -> None:
-    """Refuse a directory without a run, of a newer format, or with links, pipes or devices in it."""
+    """Raise an error for a directory without a run, of a newer format, or with links, pipes or devices in it."""
     check_tree(Path(directory))
     path = Path(directory) / CONFIG
     require(path.is_file(), f"no run in {directory}: it has no {CONFIG}")
     with open_file(path) as file:
-        # the first key: it need not be read whole for this
+        # it is the first key, so the file need not be read whole
         found = re.match(rb"format: (\d{1,9})\s", file.read(20))
     newer = found is not None and int(found[1]) > FORMAT
     text = "was written by a newer posttrain (format {}; this one reads up to {}): {}"
@@ -159,7 +160,7 @@ def require_run(directory: Path | str) -> None:
 
 
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:
-    """Where the rollouts of a step live. The stage comes from users and from the browser, so it must be a plain name."""
+    """Return the path of a step's rollouts. The stage may come from users or from the browser, so it must be a plain name."""
     rule = "use letters, digits, '-', '_' and '.', not starting with '.'"
     require(plain_name(stage), f"stage {stage!r} is not a plain name: {rule}")
     require(step >= 0, f"step must not be negative, not {step}")
@@ -176,7 +177,7 @@ def plain_name(name: str) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a rollout file's name, or None for a file that is not one.
+    """Return the step in a rollout file's name, or None for any other file.
 
     >>> step_of(Path("step-000123.jsonl")), step_of(Path("notes.jsonl"))
     (123, None)
@@ -186,16 +187,16 @@ def step_of(path: Path) -> int | None:
 
 
 def dump_line(record: Mapping[str, JSON]) -> bytes:
-    """One JSON object on one line. ASCII only, so nothing a model wrote can end a line or reach a terminal unescaped."""
+    """Return one JSON object on one line. ASCII only, so no text of a model can end a line or reach a terminal unescaped."""
     try:
         text = _ENCODER.encode(record)
-    except (TypeError, ValueError):  # a number that is not finite, a key that is not text
+    except (TypeError, ValueError):  # a number that is not finite, or a key that is not text
         text = _ENCODER.encode(encode(record))
     return text.encode() + b"\n"
 
 
 def encode(value: JSON) -> JSON:
-    """A JSON value with plain Python numbers, where non-finite ones are the strings "nan", "inf" and "-inf".
+    """Return a JSON value with plain Python numbers, and the strings "nan", "inf" and "-inf" for non-finite ones.
 
     Bare NaN is not JSON and breaks other readers; null would hide which of the three it was.
 
@@ -218,12 +219,12 @@ def encode(value: JSON) -> JSON:
     raise TypeError(f"a run can hold JSON values, not {type(value).__name__}")
 
 
-# what the encoder does not know (numbers of numpy, mappings), `encode` makes plain
+# `encode` converts what the encoder does not know (NumPy numbers, mappings)
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=encode)
 
 
 def decode_number(value: JSON) -> float:
-    """A figure as it was before `encode`; raises ValueError for what is not a number.
+    """Undo `encode` for a number; raises ValueError for any other value.
 
     >>> decode_number("-inf"), decode_number(2)
     (-inf, 2.0)
@@ -236,7 +237,7 @@ def decode_number(value: JSON) -> float:
 
 
 def parse_object(line: bytes) -> dict[str, JSON] | None:
-    """The object on a line; None where it is not one, as a killed writer or a full disk may leave it."""
+    """Return the object on a line; None if it is not one, which a killed writer or a full disk may leave."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # malformed JSON or UTF-8, nested too deep
@@ -245,7 +246,7 @@ def parse_object(line: bytes) -> dict[str, JSON] | None:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, JSON] | None]:
-    """Objects of a JSONL file in order; None for a line that is not one."""
+    """Yield the objects of a JSONL file in order; None for a line that is not one."""
     try:
         stream = open_file(path)
     except FileNotFoundError:

@@ -1,10 +1,11 @@
-"""One writer a run, also where the directory lies on a network file system.
+"""One writer per run, also if the directory is on a network file system.
 
-Two locks of the filelock package, because neither is enough alone. The operating system's lock on `lock` is dropped when its holder
-dies, however it dies; but some network file systems have none, or keep it to one host. The lease `lock.holder` works on any file
-system that can refuse to create a file twice; it names the holder, which touches it every few seconds. filelock takes over the lease of
-a process that is provably dead. What is added here: a killed process that its parent has not waited for is dead too, and a lease that
-was not touched for a minute, by the file server's own clock, is taken at once instead of after a minute of watching it.
+It takes two locks of the filelock package, because neither is enough alone. The operating system's lock on `lock` is released
+when its holder dies in any way; but some network file systems have none, or limit it to one host. The lease `lock.holder` works
+on any file system that can refuse to create a file twice; it names the holder, which touches it every few seconds. filelock
+takes over the lease of a process that is provably dead. This module adds two cases: a killed process that its parent has not
+waited for is dead too, and a lease that was not touched for a minute, by the file server's own clock, is taken at once instead
+of after a minute of watching it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class Lock:
-    """Held from construction to `release`. `lost` says that another process has taken the run over in the meantime."""
+    """Held from construction to `release`. `lost` names another process that has taken over the run in the meantime."""
 
     def __init__(self, path: Path) -> None:
         self._claim = path.with_name(f"{path.name}.holder")
@@ -57,19 +58,20 @@ class Lock:
             raise Timeout(str(self._claim))
         self._lease.force_break()
         self._lease.acquire(timeout=0)
-        time.sleep(0.2)  # others may have found it stale too: the last one has it
+        # other processes may have found it stale too: the last one to write gets it
+        time.sleep(0.2)
         owner = self._lease.owner
         if owner is None or owner.token != self._lease.token:
             raise Timeout(str(self._claim))
 
     def _silence(self) -> float:
-        """Seconds since the lease was touched, by the clock of the file server: hosts need not agree on the time."""
+        """Return the seconds since the lease was touched, by the clock of the file server: hosts need not agree on the time."""
         probe = self._claim.with_name(f".{self._claim.name}.{secrets.token_hex(8)}")
         try:
             probe.touch()
             return probe.stat().st_mtime - self._claim.stat().st_mtime
         except FileNotFoundError:
-            return STALE + 1.0  # released meanwhile
+            return STALE + 1.0  # released in the meantime
         finally:
             probe.unlink(missing_ok=True)
 
@@ -79,19 +81,20 @@ class Lock:
 
     @property
     def lost(self) -> str:
-        """Who holds the run now; "" while this process does. Noticed at the second heartbeat after it happened."""
+        """Return the process that holds the run now; "" while this one does. A takeover is noticed at the second heartbeat
+        after it."""
         taken = self._lease.compromise is not None
         return f"{self._holder()} has taken the run over" if taken else ""
 
     def release(self) -> None:
-        """Let the next writer in. `lock` stays: removing it would let two writers lock two files of one name."""
+        """Let the next writer in. The file `lock` stays: removing it would let two writers lock two files of the same name."""
         self._lease.release()
         if self._file is not None:
             self._file.release()
 
 
 def system_lock(path: Path) -> FileLock | None:
-    """The operating system's lock, taken without waiting; None where the file system has none."""
+    """Take the operating system's lock without waiting; None if the file system has none."""
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -103,7 +106,8 @@ def system_lock(path: Path) -> FileLock | None:
 
 
 def live_owner(path: Path) -> int | None:
-    """The process that holds the lease of a run: its number, or 0 where it is on another host; None where none does. Takes no lock."""
+    """Return the pid of the process that holds the lease of a run, or 0 if it is on another host; None if none does. Takes no
+    lock."""
     claim = path.with_name(f"{path.name}.holder")
     owner = SoftFileLease(claim, lease_duration=STALE, heartbeat_interval=HEARTBEAT).owner
     with suppress(OSError):
@@ -111,15 +115,15 @@ def live_owner(path: Path) -> int | None:
             return None
         if host(owner) != socket.gethostname():
             return 0
-        with suppress(PermissionError):  # of another user
-            if sys.platform != "win32":  # there, 0 is Ctrl-C
+        with suppress(PermissionError):  # a process of another user
+            if sys.platform != "win32":  # on Windows, signal 0 is Ctrl-C
                 os.kill(owner.pid, 0)
         return owner.pid
     return None
 
 
 def host(owner: OwnerRecord) -> str:
-    """The name of the owner's host, without the namespace of process numbers that filelock adds to tell containers apart."""
+    """Return the name of the owner's host, without the pid namespace that filelock adds to distinguish containers."""
     return owner.hostname.partition("?")[0]
 
 

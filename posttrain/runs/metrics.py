@@ -1,4 +1,4 @@
-"""Metrics that merge: totals over counts, summed over micro-batches and ranks before they are divided; and those of rollouts."""
+"""Metrics that merge: totals and counts are summed over micro-batches and ranks, then divided; and the metrics of rollouts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from posttrain.types import ENDINGS, Group, Metric, Rollout, Score
 
-# words by which a model questions what it wrote: R1-Zero's "aha"
+# words with which a model questions its own text: R1-Zero's "aha"
 REFLECTION = re.compile(
     r"\b(?:wait|hmm+|mistake|(?:re|double)-?check|let me (?:check|verify|re-?\w+)|on second thought)\b"
 )
-STEMS = ("wait", "hmm", "mistake", "check", "let me", "on second thought")  # one is in every match
+# every match contains one of these
+STEMS = ("wait", "hmm", "mistake", "check", "let me", "on second thought")
 
 
 class Figures(dict[str, float]):
@@ -33,7 +34,7 @@ class Figures(dict[str, float]):
         self.merged = merged
 
     def metrics(self) -> tuple[Metric, ...]:
-        """The same, as metrics that merge with others."""
+        """Return the same as metrics that merge with others."""
         return tuple(self.merged.values())
 
 
@@ -59,7 +60,7 @@ def merge(metrics: Iterable[Metric]) -> Figures:
 
 
 def _joined(before: Metric, metric: Metric) -> float:
-    """The total of both. What was measured of nothing is neither largest nor smallest; NaN stays NaN."""
+    """Return the joint total. A metric with count 0 is neither largest nor smallest; NaN stays NaN."""
     one, other = float(before.total), float(metric.total)
     if not (metric.largest or metric.smallest):
         return one + other
@@ -74,7 +75,7 @@ def _joined(before: Metric, metric: Metric) -> float:
     )
 
 
-# the first one measured; -1: lower is better
+# the first of these that was measured counts; -1: lower is better
 SCORES = {"accuracy/test": 1.0, "reward/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}
 
 
@@ -88,7 +89,7 @@ class Best:
 
 
 def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Best | None:
-    """The better of what was best and what was measured now; the earlier one where they are equal.
+    """Return the better of the best score so far and the new one; the earlier one if they are equal.
 
     >>> first = best_score(None, 10, {"accuracy/test": 0.4, "accuracy/test_low": 0.3})
     >>> best_score(best_score(first, 20, {"accuracy/test": 0.6}), 30, {"accuracy/test": 0.6})
@@ -102,7 +103,7 @@ def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Be
 
 
 def failure_kind(score: Score) -> str:
-    """The class of a failure, as a column's name: what stands before the first colon.
+    """Return the class of a failure, for a column's name: the text before the first colon.
 
     >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
     ('ValueError', 'timeout')
@@ -112,7 +113,8 @@ def failure_kind(score: Score) -> str:
 
 
 def reflects(response: str) -> bool:
-    """Whether a response questions itself. Plain search comes first: in most responses it decides, at a fifth of the time.
+    """Whether a response questions itself. A plain substring search comes first: it decides for most responses, in a fifth of
+    the time.
 
     >>> reflects("12. Wait, let me check."), reflects("the waiter checked")
     (True, False)
@@ -122,8 +124,9 @@ def reflects(response: str) -> bool:
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
-    """Metrics over all rollouts; where tasks have roles, the reward of each, and where they have several turns, their number. What an
-    episode counted is a mean over all rollouts, by the name that it gave; `ended/NAME` is the share that came to that end."""
+    """Compute metrics over all rollouts. Tasks with roles get the reward of each role, tasks with several turns the number of
+    turns. A count of an episode is averaged over all rollouts, under its own name; `ended/NAME` is the share of episodes with
+    that outcome."""
     rollouts = [r for g in groups for r in g.rollouts]
     scored = [r for r in rollouts if r.score.valid]
     count, tokens = len(rollouts), sum(r.length for r in rollouts)
@@ -131,7 +134,7 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     metrics = [
         _mean_reward("reward", scored),
         Metric("length", tokens, count),
-        # the mean of -log p over what was sampled is an unbiased estimate of the entropy per token
+        # the mean of -log p over the sampled tokens is an unbiased estimate of the entropy per token
         Metric("entropy", -sum(float(logprob_T.sum()) for logprob_T in logprobs), tokens),
         Metric("truncated", sum(r.finish == "length" for r in rollouts), count),
         Metric("failed", count - len(scored), count),

@@ -1,4 +1,4 @@
-"""Draws the curves of a run as one PNG. Panels whose figures were not recorded are left out."""
+"""Draws the curves of a run as one PNG. Panels whose metrics were not recorded are left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INK, FAINT = "#24292f", "#8c959f"
 BLUE, GREEN, ORANGE, PURPLE, RED = "#2f6fde", "#1f9d61", "#e08214", "#8250df", "#cf3f4f"
 COLOURS, DASHES = (BLUE, ORANGE, GREEN, PURPLE, RED), ("-", "--", ":", "-.")
 STYLE = Path(__file__).with_suffix(".mplstyle")
-# figure: title, subtitle; in reading order: how well, then how
+# metric -> (title, subtitle), in reading order: results first, then how they came about
 PANELS = {
     "reward": ("Reward while training", "mean score of the samples it learns from"),
     "reward/task": ("What the reward stands for", "the same samples, scored by the task itself"),
@@ -36,7 +36,7 @@ PANELS = {
     "length": ("Response length", "tokens a response"),
     "level": ("Difficulty", "level of the problems it is given"),
 }
-# of the first stage, where it is not blue
+# the colour of the first stage, if not blue
 FIRST = {"accuracy/test": GREEN, "margin": ORANGE, "sft loss": ORANGE, "length": PURPLE}
 OVERLAID = {
     name: PANELS[name][0]
@@ -47,7 +47,7 @@ OVERLAID |= {"kl": "KL from the start", "entropy": "Entropy"}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One figure of one stage, finite values only."""
+    """One metric of one stage, finite values only."""
 
     stage: str
     steps: np.ndarray
@@ -74,7 +74,8 @@ def draw(run: Run, path: Path) -> None:
 
 
 def draw_together(runs: Sequence[Run], path: Path) -> list[str]:
-    """Draw the figures that at least two runs recorded, one panel each, a colour for a run and a dash for a stage; the titles drawn."""
+    """Draw the metrics that at least two runs recorded, one panel each, with a colour per run and a dash pattern per stage.
+    Returns the titles of the panels."""
     names, found = [run.name for run in runs], [_collect(run) for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.directory) for run in runs]
@@ -101,8 +102,9 @@ def _overlay(axes: Axes, order: Sequence[str], having: Sequence[tuple[str, list[
 def draw_pass_at_k(
     curves: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str, path: Path
 ) -> None:
-    """pass@k against k, with 95% bands: what a model can do in k tries. Where the trained model is above at k = 1 and the two meet at
-    large k, training made likely what was possible before; where it stays above, it made something new."""
+    """Draw pass@k against k, with 95% bands: how often a model solves a problem in k tries. If the trained model is above at k
+    = 1 and the curves meet at large k, training made likelier what was possible before; if it stays above, it solves new
+    problems."""
 
     def paint(axes: Axes) -> None:
         every = sorted({k for curve in curves.values() for k in curve})
@@ -127,14 +129,14 @@ def draw_band(
     name: str,
     dash: str = "-",
 ) -> None:
-    """Curve `number` of several: its values, with their lower and upper bounds as a band."""
+    """Draw curve `number` of several, with its lower and upper bounds as a band."""
     (value, low, high), colour = bounds, COLOURS[number % len(COLOURS)]
     axes.fill_between(where, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(where, value, color=colour, marker="o", label=_plain(name), linestyle=dash)
 
 
 def _plain(text: str) -> str:
-    """Text without formulas, which a dollar would begin."""
+    """Escape dollar signs, which would begin a formula."""
     return text.replace("$", r"\$")
 
 
@@ -147,8 +149,8 @@ def _percent(axes: Axes, top: float) -> None:
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """matplotlib's defaults and ours: it reads a matplotlibrc in the working directory, which may come with a run and have TeX run on
-    labels."""
+    """Use matplotlib's defaults and our style only: matplotlib reads a matplotlibrc in the working directory, which may come
+    with an untrusted run and run TeX on labels."""
     import matplotlib
     import matplotlib.style
 
@@ -160,7 +162,7 @@ def own_style() -> Iterator[None]:
 
 @own_style()
 def save_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Panels in a grid under a title. Imports matplotlib only here, and opens no window."""
+    """Draw panels in a grid under a title. Imports matplotlib only here, and opens no window."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -186,10 +188,10 @@ def save_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 
 def _panels(run: Run) -> list[Panel]:
-    """The panels that this run has figures for."""
+    """Return the panels for which this run has metrics."""
     figures = _collect(run)
     if not any(np.ptp(series.values) for series in figures.get("level", [])):
-        figures.pop("level", None)  # a level that never changes says nothing
+        figures.pop("level", None)  # a level that never changes is not worth a panel
     panels = {}
     for name in (name for name in PANELS if name in figures):
         first = FIRST.get(name, BLUE)
@@ -206,7 +208,8 @@ def _panels(run: Run) -> list[Panel]:
 
 
 def _collect(run: Run) -> dict[str, list[Series]]:
-    """Series by figure. A loss of a stage without rewards is a supervised loss; others are not comparable across steps."""
+    """Return series by metric. The loss of a stage without rewards is a supervised loss; other losses are not comparable across
+    steps."""
     stages: dict[str, list[Row]] = {}
     for row in run.metrics():
         stages.setdefault(row.stage, []).append(row)
@@ -217,7 +220,7 @@ def _collect(run: Run) -> dict[str, list[Series]]:
             points = [(row.step, row.figures.get(name, np.nan)) for row in rows]
             points = [point for point in points if np.isfinite(point[1])]
             if not points or (name in ("entropy", "length") and "reward" not in names):
-                continue  # entropy and length of given text, not of what the model writes
+                continue  # entropy and length of given text, not of sampled text
             if name in ("loss", "nll") and not names.keys() & {"reward", "margin"}:
                 name = "sft loss"
             if all(series.stage != stage for series in figures.get(name, [])):
@@ -227,7 +230,7 @@ def _collect(run: Run) -> dict[str, list[Series]]:
 
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """A centred moving mean over `span` values, over those that exist at the ends.
+    """Return a centred moving mean over `span` values; at the ends, over the values that exist.
 
     >>> smooth(np.array([0.0, 3.0, 0.0, 3.0]), 3).tolist()
     [1.5, 1.0, 2.0, 1.5]
@@ -238,7 +241,7 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
 
 
 def _curve(axes: Axes, series: Series, colour: str, label: str, dash: str = "-") -> None:
-    """A faint line for every step and a strong one for its moving mean; only the strong one where there are few."""
+    """Draw a faint line of all steps and a strong one of the moving mean; with few steps, only the strong one."""
     span = len(series.values) // 12
     style: dict[str, Any] = {"color": colour, "linestyle": dash}
     if span >= 2:
@@ -248,14 +251,14 @@ def _curve(axes: Axes, series: Series, colour: str, label: str, dash: str = "-")
 
 
 def _styled(found: Sequence[Series], colours: Sequence[str]) -> Iterator[tuple[Series, str, str]]:
-    """Each series with its colour and its label: stages are named where there is more than one."""
+    """Yield each series with its colour and label: stages are named if there is more than one."""
     for number, series in enumerate(found):
         label = _plain(series.stage) if len(found) > 1 else ""
         yield series, colours[number % len(colours)], label
 
 
 def _curves(axes: Axes, figures: Figures, name: str, colours: Sequence[str]) -> None:
-    """The series of several stages, each from its own step 0."""
+    """Draw the series of several stages, each from its own step 0."""
     for series, colour, label in _styled(figures[name], colours):
         _curve(axes, series, colour, label)
     values = np.concatenate([series.values for series in figures[name]])
@@ -290,7 +293,8 @@ PAINTERS = {"accuracy/test": _accuracy, "level": _levels}
 
 
 def _drift(axes: Axes, figures: Figures) -> None:
-    """Two scales, each axis in its line's colour: the two are read against themselves, not against each other."""
+    """Draw two curves on two scales, each axis in the colour of its curve: the curves are not to be compared with each
+    other."""
     right = axes.twinx() if figures.keys() >= {"kl", "entropy"} else axes
     for side, name, colours in ((axes, "kl", (RED, ORANGE)), (right, "entropy", (BLUE, PURPLE))):
         if name in figures:

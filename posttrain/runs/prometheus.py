@@ -1,4 +1,4 @@
-"""The newest figures of a run for Prometheus, at /metrics of a port of the loopback interface."""
+"""Serves the newest metrics of a run to Prometheus, at /metrics on a port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Endpoint:
-    """A tracker that keeps the last row of each stage, and answers with them. Port 0 takes a free one."""
+    """A tracker that keeps the last row of each stage, and serves them. Port 0 takes a free one."""
 
     def __init__(self, port: int):
         self.rows: dict[str, Row] = {}
@@ -38,7 +38,7 @@ class Endpoint:
         self.server.server_close()
 
     def text(self) -> str:
-        """All figures, in the format that Prometheus reads."""
+        """Return all metrics, in the Prometheus text format."""
         lines = ["# TYPE posttrain_step gauge", "# TYPE posttrain_figure gauge"]
         for stage, row in list(self.rows.items()):
             lines.append(f"posttrain_step{{stage={_quoted(stage)}}} {row.step}")
@@ -49,7 +49,7 @@ class Endpoint:
 
 
 def _quoted(text: str) -> str:
-    r"""A label's value.
+    r"""Return a quoted label value.
 
     >>> print(_quoted('a "b"\n'))
     "a \"b\"\n"
@@ -82,6 +82,6 @@ def _handler(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing: a run's terminal is for the run."""
+            """Log nothing: the terminal is for the run."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Reads a run directory: while it is written, after it was killed, or years later. Never writes, never imports torch.
+"""Reads a run directory: while it is written, after the run was killed, or years later. Never writes, never imports torch.
 
 run = Run(Path("runs/quickstart"))
 steps, reward = run.column("reward", stage="rl")
@@ -23,7 +23,7 @@ from posttrain.types import JSON
 
 
 class Run:
-    """One run directory. Every call reads the files anew, so that a live run can be followed."""
+    """One run directory. Every call reads the files again, so that a live run can be followed."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, JSON]:
-        """The resolved configuration."""
+        """Return the resolved configuration."""
         path = self.directory / layout.CONFIG
         config = read_yaml(read_text(path, MAX_JSON), str(path))
         require(isinstance(config, dict), f"{path} does not hold a configuration")
@@ -43,66 +43,66 @@ class Run:
 
     @property
     def configured(self) -> list[str]:
-        """The names of the stages of the configuration, in their order."""
+        """Return the names of the configured stages, in order."""
         stages = self.config.get("stages", [])
         return [str(stage.get("name")) for stage in stages if isinstance(stage, dict)]
 
     @property
     def summary(self) -> Mapping[str, JSON] | None:
-        """The summary, or None while the run has not ended."""
+        """Return the summary, or None until the run has ended."""
         try:
             return read_json(self.directory / layout.SUMMARY)
         except FileNotFoundError:
             return None
 
     def answers(self) -> list[AnswerRow]:
-        """What each trained stage answers to the same prompts; empty where the run has not ended or trained one model alone."""
+        """Return each trained stage's answers to the same prompts; empty if the run has not ended or trained only one model."""
         records = layout.json_lines(self.directory / layout.ANSWERS)
         names = {f.name for f in fields(AnswerRow)}
         return [AnswerRow(**record) for record in records if record and record.keys() == names]
 
     def events(self) -> list[EventRow]:
-        """All events of all attempts, in the order they were written."""
+        """Return all events of all attempts, in the order in which they were written."""
         records = layout.json_lines(self.directory / layout.EVENTS)
         return [row for record in records if record and (row := parse_event(record)) is not None]
 
     def metrics(self, stage: str | None = None) -> list[Row]:
-        """One row a step, by stage and step: the rows of the attempt that counts."""
+        """Return one row per step, by stage and step, of the attempts that count."""
         records = layout.json_lines(self.directory / layout.METRICS)
         rows = [row for record in records if record and (row := parse_row(record)) is not None]
         rows = supersede(rows, self.events())
         return [row for row in rows if stage is None or row.stage == stage]
 
     def stages(self) -> list[str]:
-        """Stages that have metrics, in the order they ran."""
+        """Return the stages that have metrics, in the order in which they ran."""
         return list(dict.fromkeys(row.stage for row in self.metrics()))
 
     def column(self, name: str, stage: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of one figure, where it was recorded."""
+        """Return the steps and values of one metric, where it was recorded."""
         rows = [row for row in self.metrics(stage) if name in row.figures]
         steps, values = [row.step for row in rows], [row.figures[name] for row in rows]
         return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     def rollout_steps(self, stage: str) -> list[int]:
-        """Steps of a stage whose rollouts were kept and still count."""
+        """Return the steps of a stage whose rollouts were kept and still count."""
         folder = layout.rollout_file(self.directory, stage, 0).parent
         steps = (layout.step_of(path) for path in folder.glob("step-*.jsonl"))
         found = sorted(step for step in steps if step is not None)
         history = self._history()
         if not history.resumes:
-            return found  # nothing can be superseded, and no file need be opened
+            return found  # nothing can be superseded, so no file is opened
         attempts = {step: self._attempt(stage, step) for step in found}
         return [step for step in found if not history.superseded(stage, step, attempts[step])]
 
     def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
-        """The rollouts of a step, in the order they were written; empty where there are none that count."""
+        """Return the rollouts of a step, in the order in which they were written; empty if none count."""
         records = layout.json_lines(layout.rollout_file(self.directory, stage, step))
         rows = [row for record in records if record and (row := parse_rollout(record)) is not None]
         history = self._history()
         return [row for row in rows if not history.superseded(stage, step, row.attempt)]
 
     def stage_rows(self, stage: str, name: str) -> list[dict[str, JSON]]:
-        """The objects of a file of a stage, one a line or, of a .json, one in all; none where it has no such file."""
+        """Return the objects of a stage's file: one per line or, for a .json file, one in all; empty without such a file."""
         require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
         path = self.directory / "stages" / stage / name
         if not path.is_file():
@@ -113,7 +113,7 @@ class Run:
         return found
 
     def _attempt(self, stage: str, step: int) -> int:
-        """Which attempt wrote a step's rollouts: all lines of a file are of one."""
+        """Return the attempt that wrote a step's rollouts; all lines of a file belong to one."""
         record = next(layout.json_lines(layout.rollout_file(self.directory, stage, step)), None)
         return _whole_number(record.get("attempt", 0)) or 0 if record else 0
 
@@ -122,7 +122,7 @@ class Run:
         return History.of(self.events(), (str(r["stage"]) for r in records if r and "stage" in r))
 
     def arrays(self, stage: str, step: int) -> TokenArrays | None:
-        """The per-token arrays of a step, or None where they were not kept."""
+        """Return the per-token arrays of a step, or None if they were not kept."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -138,7 +138,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Where attempts resumed, and the order of stages: what decides which rows still count."""
+    """Where attempts resumed, and the order of stages. This decides which rows still count."""
 
     resumes: tuple[tuple[int, str, int], ...]  # attempt, stage, step
     order: Mapping[str, int]
@@ -153,13 +153,13 @@ class History:
             if e.kind == "resume" and (step := _whole_number(e.details.get("step"), -1)) is not None
         )
         kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
-        # the order matters only where something may be superseded; a run that never resumed need not be read for it
+        # the order matters only if rows may be superseded; for a run that never resumed it need not be read
         order = enumerate(dict.fromkeys(stages)) if resumes else ()
         return cls(resumes, {stage: place for place, stage in order}, kept)
 
     def superseded(self, stage: str, step: int, attempt: int) -> bool:
-        """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage without
-        finding afterwards that this one still stands."""
+        """Whether a later attempt went back to before this step: to an earlier step of the stage, or to an earlier stage
+        without then finding this one done and unchanged."""
         last = len(self.order)  # a stage without metrics has not finished its first step
         place = self.order.get(stage, last)
         whole = _whole(stage)
@@ -169,7 +169,7 @@ class History:
             if stage == resumed_stage
             else place > self.order.get(resumed_stage, last)
             and kept < later
-            # another member of the ensemble, which says for itself where it went on
+            # another member of the ensemble, which records itself where it resumed
             and not (whole in self.order and whole == _whole(resumed_stage))
             for later, resumed_stage, resumed_step in self.resumes
             if later > attempt
@@ -177,15 +177,15 @@ class History:
 
 
 def _whole(stage: str) -> str:
-    """The stage of reward-1, a member of an ensemble."""
+    """Return the stage of a member of an ensemble: reward for reward-1."""
     return re.sub(r"-\d+$", "", stage)
 
 
 def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
-    """The rows that count, by stage in order of appearance and by step.
+    """Return the rows that count, by stage in order of appearance and by step.
 
-    For one (stage, step) the last attempt wins; rows that one attempt wrote for the same step are one row. When an attempt
-    resumed after step n, what earlier attempts wrote beyond n, and in stages after that one, never happened.
+    For one (stage, step) the last attempt wins; rows that one attempt wrote for the same step are merged. If an attempt resumed
+    after step n, later steps of earlier attempts, and their later stages, do not count.
     """
     history = History.of(events, (row.stage for row in rows))
     order = {stage: place for place, stage in enumerate(dict.fromkeys(row.stage for row in rows))}
@@ -202,12 +202,12 @@ def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
 
 
 def _whole_number(value: JSON, first: int = 0) -> int | None:
-    """A count that a run may hold; None for what is none."""
+    """Return a valid whole number from a run's file, else None."""
     return value if type(value) is int and first <= value < 2**53 else None
 
 
 def parse_event(record: Mapping[str, JSON]) -> EventRow | None:
-    """A line of events.jsonl; None for one that is JSON but not ours."""
+    """Parse a line of events.jsonl; None for JSON of another form."""
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
     attempt, kind = _whole_number(record.get("attempt", 0)), record.get("kind")
     with suppress(ValueError):
@@ -218,7 +218,7 @@ def parse_event(record: Mapping[str, JSON]) -> EventRow | None:
 
 
 def parse_row(record: Mapping[str, JSON]) -> Row | None:
-    """A line of metrics.jsonl; None for one that is JSON but not ours. Values that are not numbers are left out."""
+    """Parse a line of metrics.jsonl; None for JSON of another form. Values that are not numbers are left out."""
     stage, step = record.get("stage"), _whole_number(record.get("step"))
     attempt = _whole_number(record.get("attempt"))
     if not isinstance(stage, str) or step is None or attempt is None:
@@ -236,7 +236,7 @@ def parse_row(record: Mapping[str, JSON]) -> Row | None:
 
 
 def parse_rollout(record: Mapping[str, JSON]) -> RolloutRow | None:
-    """A line of a rollout file; None for one that lacks a field, as another program might write."""
+    """Parse a line of a rollout file; None if a field is missing, as another program might write."""
     kind = EpisodeRow if "conversation" in record else RolloutRow
     known = {field.name: record[field.name] for field in fields(kind) if field.name in record}
     try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from posttrain.types import JSON
 
-# Settings that decide how the work is done, or what is looked at, but not what is learned. Threads and devices may change the last
-# bits of a number; a micro-batch budget does not change a batch.
+# Settings that decide how the work is done or what is measured, but not what is learned. Threads and devices may change the
+# last bits of a number; a micro-batch budget does not change a batch.
 _HARMLESS = """
     name device deterministic threads processes parallel trackers checkpoint_hook checkpoint_sync checkpoint_keep token_budget
     checkpointing release_cache max_rows checkpoint_every evaluate_every evaluate_problems evaluate_units rollouts_every
@@ -16,19 +16,20 @@ _HARMLESS = """
     tensor_parallel prometheus cluster cluster_spread worker_cpus worker_gpus on_failed_node
 """
 HARMLESS = frozenset(_HARMLESS.split())
-# of which these decide what a stage with keep=best exports, and where one with stop.plateau ends
+# of these, the settings that decide what a stage with keep=best exports, and where one with stop.plateau ends
 MEASURED = frozenset({"evaluate_every", "evaluate_problems", "evaluate_units"})
-# of the recipe; a stage may have fields of these names that matter
+# settings of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
-LENGTHS = ("steps", "epochs")  # of a stage: it may train for longer
-WHOLE = "options"  # a mapping whose keys are a user's own: one more of them is a change, not a setting of a later version
+LENGTHS = ("steps", "epochs")  # of a stage: it may train longer
+# a mapping with keys of the user's own: a new one is a change, not a setting of a later version
+WHOLE = "options"
 ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`named` ones are let through and reported; `refused` ones would make a resumed run neither the old run nor a new one. Stages in
-    `extended` train for longer, and are what they would have been if they had been so from the start."""
+    """`named` changes are allowed and reported; `refused` ones would make a resumed run neither the old run nor a new one.
+    Stages in `extended` train longer, and give the same result as if they had been that long from the start."""
 
     named: tuple[str, ...]
     refused: tuple[str, ...]
@@ -38,8 +39,8 @@ class Changes:
 def compare(
     before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]
 ) -> Changes:
-    """What differs between two resolved configurations. A stage that has not begun may change; a setting that the version of posttrain
-    that began the run did not have is not a change.
+    """Compare two resolved configurations. A stage that has not begun may change. A setting that did not exist in the version
+    of posttrain that began the run is not a change.
 
     >>> old, new = ({"seed": 0, "threads": t, "stages": [{"name": "rl", "lr": r}]} for t, r in ((1, 0.1), (2, 0.2)))
     >>> compare(old, new, ["rl"])
@@ -62,7 +63,7 @@ def compare(
         if was == now:
             continue
         stage, *rest = key.split(".")
-        # a run's name is harmless; that of an algorithm or a task within a stage is which one it is
+        # the name of a run is harmless; that of an algorithm or a task within a stage identifies it
         parts = [part for part in rest if part != "name"] or ([stage] if not rest else [])
         later = was is ABSENT or bool(rest and stage not in begun)
         measured = theirs.get(f"{stage}.keep") == "best" or theirs.get(f"{stage}.stop.plateau")
@@ -81,7 +82,7 @@ def compare(
 
 
 def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]) -> str:
-    """Why a stage that trains for `now` in place of `was` would not be the same up to there; "" where it is.
+    """Return why a stage that trains for `now` instead of `was` would not be the same up to there; "" if it is.
 
     >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "constant"})
     ''
@@ -103,7 +104,7 @@ def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]
 
 
 def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
-    """A configuration as dotted keys, stages by their names.
+    """Flatten a configuration into dotted keys, stages by their names.
 
     >>> flatten({"seed": 0, "stages": [{"name": "rl", "optimizer": {"lr": 0.1}, "data": [1, 2]}]})
     {'seed': 0, 'rl.name': 'rl', 'rl.optimizer.lr': 0.1, 'rl.data': [1, 2]}
@@ -120,12 +121,12 @@ def flatten(tree: Mapping[str, JSON]) -> dict[str, JSON]:
     walk("", {key: value for key, value in tree.items() if key != "stages"})
     stages = tree.get("stages", [])
     for place, stage in enumerate(stages if isinstance(stages, list | tuple) else [stages]):
-        # what another program wrote may lack a name, and then differs
+        # a stage written by another program may lack a name, and then differs
         walk(str(stage.get("name", place) if isinstance(stage, Mapping) else place), stage)
     return flat
 
 
 def short(value: object) -> str:
-    """A value as text of at most 60 characters."""
+    """Return a value as text of at most 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,8 +3,8 @@
     status(Run("runs/quickstart"), events).kind     # live, finished, waiting, stopped, interrupted or crashed
     verdict(index).headline                         # "Yes: held-out accuracy rose from 51.5% to 99.1% ..."
 
-A verdict is a claim, so it is made of what was measured: the first and the last held-out score with their 95% intervals, or, where
-there is none, two windows of the reward or of the loss and the standard error of their difference.
+A verdict is based on measurements: the first and the last held-out score with their 95% intervals or, without these, two
+windows of the reward or of the loss and the standard error of their difference.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from posttrain.runs.read import Run
 
 Kind = Literal["live", "finished", "waiting", "stopped", "interrupted", "crashed"]
 Answer = Literal["yes", "careful", "unclear", "early", "no"]
-STANDARD_ERRORS = 2.0  # of a difference between held-out scores, beyond which it is a change
-# of a difference between two windows of training figures, whose steps are not independent
+# a larger difference between held-out scores, in standard errors, counts as a change
+STANDARD_ERRORS = 2.0
+# the same for two windows of training metrics, whose steps are not independent
 WINDOW_ERRORS = 4.0
-MIN_STEPS = 10  # below which a curve says nothing
+MIN_STEPS = 10  # with fewer steps a curve shows no trend
 NAMES = {
     "accuracy/test": "held-out accuracy",
     "reward/test": "held-out reward",
     "accuracy/held_out": "accuracy on held-out pairs",
     "loss/held_out": "held-out loss",
 }
-# training figures in the order of what they say, and whether they should rise
+# training metrics, the most informative first, and whether they should rise
 TRENDS = {
     "reward": ("the reward", 1.0),
     "margin": ("the margin between better and worse answers", 1.0),
@@ -47,16 +48,16 @@ WAITING = "waiting"  # the kind of event of a stage that ends until people have 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`said` is one line: why a run stopped, what it waits for."""
+    """`said` is one line: why a run stopped, or what it waits for."""
 
     kind: Kind
     said: str = ""
-    process: int | None = None  # that writes the run, where it is one of this machine
+    process: int | None = None  # the pid that writes the run, if it is on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to "is my run learning?", in one line, and what it rests on."""
+    """The answer to "is my run learning?", in one line, and the evidence for it."""
 
     answer: Answer
     headline: str
@@ -66,7 +67,7 @@ class Verdict:
 
 
 def status(run: Run, events: Sequence[EventRow]) -> Status:
-    """What the lock, the summary and the last attempt's events say."""
+    """Derive the status from the lock, the summary and the last attempt's events."""
     owner = live_owner(run.directory / layout.LOCK)
     if owner is not None:
         return Status("live", process=owner)
@@ -87,14 +88,14 @@ def status(run: Run, events: Sequence[EventRow]) -> Status:
 
 
 def alarms(events: Sequence[EventRow]) -> list[EventRow]:
-    """Alarms of the last attempt of each stage."""
+    """Return the alarms of the last attempt of each stage."""
     found = [event for event in events if event.kind == "alarm"]
     latest = {str(e.details.get("stage", "")): e.attempt for e in events if "stage" in e.details}
     return [e for e in found if e.attempt >= latest.get(str(e.details.get("stage", "")), 0)]
 
 
 def verdict(index: Index) -> Verdict:
-    """Whether the last stage that trains is learning."""
+    """Judge whether the last training stage is learning."""
     stages = index.stage_names()
     if not stages:
         return Verdict("early", "Too early to say: nothing has been measured yet.")
@@ -117,7 +118,7 @@ def verdict(index: Index) -> Verdict:
 
 
 def _lower(text: str) -> str:
-    """A sentence to stand after a colon; KL and the like keep their capitals."""
+    """Return a sentence in the form that follows a colon; KL and the like keep their capitals."""
     return text[:1].lower() + text[1:]
 
 
@@ -132,7 +133,7 @@ def _broken(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict 
 
 
 def _held_out(index: Index, stage: str, score: str) -> Verdict:
-    """The first and the last held-out score, as far apart as their intervals can tell."""
+    """Compare the first and the last held-out score by their intervals."""
     values = [(step, value) for step, value in index.points(stage, score) if value is not None]
     name, sign = NAMES[score], SCORES[score]
     if len(values) < 2:
@@ -157,7 +158,7 @@ def _held_out(index: Index, stage: str, score: str) -> Verdict:
 
 
 def _answer(name: str, change: str, sign: float, rise: float, bound: float) -> tuple[Answer, str]:
-    """What is said of a figure that should rise, or fall where the sign is negative, and got better by `rise`."""
+    """Return the answer for a metric that should rise (or fall, if the sign is negative) and improved by `rise`."""
     if rise > bound:
         return "yes", f"Yes: {name} {'rose' if sign > 0 else 'fell'} {change}."
     if -rise > bound:
@@ -166,14 +167,14 @@ def _answer(name: str, change: str, sign: float, rise: float, bound: float) -> t
 
 
 def _error(index: Index, stage: str, score: str, step: int) -> float:
-    """The standard error of a score, from its interval; 0 where it has none."""
+    """Return the standard error of a score, from its interval; 0 if it has none."""
     ends = [dict(index.points(stage, f"{score}_{end}")).get(step) for end in ("low", "high")]
     low, high = ends
     return 0.0 if low is None or high is None else (high - low) / (2 * 1.96)
 
 
 def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict | None:
-    """The first and the last fifth of a training figure."""
+    """Compare the first and the last fifth of a training metric."""
     name = next((name for name in TRENDS if name in figures), "")
     if not name:
         return None
@@ -195,7 +196,7 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
 
 
 def _gold(index: Index, stage: str, figures: dict[str, list[str]]) -> list[str]:
-    """What the reward stands for, where that is measured too."""
+    """Return what is known of the true reward, if it is measured too."""
     name = next((name for name in ("reward/task", "reward/gold") if name in figures), "")
     values = [value for _, value in index.points(stage, name) if value is not None] if name else []
     fifth = max(5, len(values) // 5)
@@ -206,7 +207,7 @@ def _gold(index: Index, stage: str, figures: dict[str, list[str]]) -> list[str]:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """The variance of a curve about its trend, from the differences of neighbours.
+    """Return the variance of a curve around its trend, from the differences of neighbours.
 
     >>> _noise([1.0, 2.0, 3.0, 4.0]), _noise([0.0, 1.0, 0.0, 1.0])
     (0.5, 0.5)

@@ -1,4 +1,4 @@
-"""The tokens of a saved rollout: each as text, with the figures that were written down of it."""
+"""The tokens of a saved rollout: each as text, with its recorded values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from posttrain.runs.layout import sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.types import JSON
 
-TOKENS = 20_000  # of one rollout that are shown one by one
+TOKENS = 20_000  # tokens of one rollout that are shown one by one
 
 
 def rollout_tokens(
     run: Run, stage: str, step: int, number: int, length: int, count: int
 ) -> dict[str, Any] | None:
-    """Text and figures of each token of rollout `number` of a step that wrote `count` of them, the last `length` tokens sampled. None
-    where the step's arrays were not kept."""
+    """Return text and values of each token of rollout `number`, of the `count` that the step wrote; its last `length` tokens
+    were sampled. None if the step's arrays were not kept."""
     arrays = run.arrays(stage, step)
     if arrays is None or arrays.sequences != count:
         return None
@@ -44,7 +44,7 @@ def _round(value: Any) -> JSON:
 
 
 def _spell(directory: Path, ids: Sequence[int]) -> list[str]:
-    """Each token as text, by the tokenizer of one of the run's models."""
+    """Return each token as text, by the tokenizer of one of the run's models."""
     files = [
         directory / "export" / "tokenizer.json",
         *sorted(directory.glob("stages/*/model/tokenizer.json")),

@@ -1,4 +1,4 @@
-"""Metrics elsewhere than in the run directory. Optional: the run directory is always written, and never depends on these."""
+"""Sends metrics to other services. Optional: the run directory is always written, and never depends on these."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from posttrain.system.files import atomic_write, read_json
 from posttrain.types import JSON
 
 OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
-RECORD = "trackers.json"  # in the run directory: what a service calls this run, for the next attempt to go on with
-PROJECT = "posttrain"  # where the user's own settings name none
+# in the run directory: a service's name of this run, with which the next attempt continues
+RECORD = "trackers.json"
+PROJECT = "posttrain"  # if the user's own settings name none
 Result = TypeVar("Result")
 
 
@@ -37,23 +38,24 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run. One that raises, or does not answer in time, is dropped with an event; training goes on without it. A
-    stage that goes on from a checkpoint repeats steps that an earlier attempt has sent: those are not sent again."""
+    """The trackers of a run. A tracker that raises an error or does not answer in time is dropped with an event; training
+    continues without it. A stage that resumes from a checkpoint repeats steps that an earlier attempt has sent: those are not
+    sent again."""
 
     def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
         self._active = dict(trackers)
         self._writer = writer
         writer.events.subscribe(self.record)
-        self._sent: dict[str, list[int]] = {}  # by stage: the steps of earlier attempts
+        self._sent: dict[str, list[int]] = {}  # stage -> the steps of earlier attempts
         for row in json_lines(writer.directory / METRICS) if writer.attempt > 1 else ():
             if row and isinstance(row.get("step"), int):
                 self._sent.setdefault(str(row.get("stage")), []).append(row["step"])
-        # by stage: whether this attempt began after its first step
+        # stage -> whether this attempt began after its first step
         self._goes_on: dict[str, bool] = {}
 
     @classmethod
     def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
-        """Start trackers by name. One that is unknown or not installed is an error now, not a surprise later."""
+        """Start trackers by name. An unknown or missing one is an error now, before training."""
         for name in names:
             if name not in KINDS:
                 raise unknown("tracker", name, KINDS)
@@ -66,7 +68,7 @@ class Trackers:
         return opened
 
     def add(self, name: str, tracker: Tracker) -> None:
-        """One that is not opened by its name alone."""
+        """Add a tracker that needs more than its name to open."""
         self._active[name] = tracker
 
     @property
@@ -82,7 +84,7 @@ class Trackers:
             self._call(name, partial(tracker.log, row), LOGGING_SECONDS)
 
     def record(self, event: Event) -> None:
-        """Mark an alarm of a step in the charts, as a figure `alarm/RULE` of 1."""
+        """Mark an alarm of a step in the charts, as a metric `alarm/RULE` of 1."""
         if event.kind == "alarm" and event.step is not None:
             figures = {f"alarm/{event.data.get('rule', '')}": 1.0}
             self.log(Row(event.stage, event.step, self._writer.attempt, time.time(), figures))
@@ -93,10 +95,11 @@ class Trackers:
         self._active.clear()
 
     def _call(self, name: str, call: Callable[[], Result], seconds: float) -> Result | None:
-        """What a tracker returns. Drops one that fails: no network, no login, a full disk elsewhere."""
+        """Call a tracker and return its result. A tracker that fails (no network, no login, a full disk elsewhere) is
+        dropped."""
         try:
             return _bounded(call, seconds)
-        except Exception as error:  # not ours
+        except Exception as error:  # an error of another package
             self._active.pop(name, None)
             message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
             self._writer.events.emit("warning", message, "warning", data={"tracker": name})
@@ -104,7 +107,8 @@ class Trackers:
 
 
 def _bounded(call: Callable[[], Result], seconds: float) -> Result:
-    """What `call` gives, or TimeoutError: a service that does not answer costs a run this long, once. The thread is given up then."""
+    """Return the result of `call`, or raise TimeoutError: a service that does not answer delays a run this long, once. Its
+    thread is then abandoned."""
     future: Future[Result] = Future()
 
     def work() -> None:
@@ -136,7 +140,7 @@ class TensorBoard:
 
 
 class Service:
-    """A service with the calls of W&B. Attempts of a run are one run there, by a name that the run directory keeps."""
+    """A service with the calls of W&B. All attempts of a run are one run there, by a name that the run directory keeps."""
 
     _run: Any
 
@@ -148,8 +152,8 @@ class Service:
 
 
 class WandB(Service):
-    """Weights & Biases. Each stage has its own step axis, because stages count from 0. The project is that of the user's settings: the
-    run directory may come from another person."""
+    """Weights & Biases. Each stage has its own step axis, because stages count from 0. The user's settings name the project:
+    the run directory may come from another person."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         wandb = importlib.import_module("wandb")
@@ -163,7 +167,7 @@ class WandB(Service):
             name=directory.resolve().name,
             dir=str(directory),
             config=dict(config),
-            allow_val_change=True,  # another number of threads is no other run
+            allow_val_change=True,  # a changed number of threads is still the same run
         )
         self._stages: set[str] = set()
 
@@ -175,7 +179,7 @@ class WandB(Service):
 
 
 class Trackio(Service):
-    """Trackio: the same calls, kept on the user's own disk. Another directory of the same name is another run."""
+    """Trackio: the same calls, stored on the user's own disk. Another directory of the same name is another run."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON]) -> None:
         trackio = importlib.import_module("trackio")
@@ -190,7 +194,7 @@ KINDS: Mapping[str, Make] = {"tensorboard": TensorBoard, "wandb": WandB, "tracki
 
 
 def recorded(directory: Path, tracker: str) -> str:
-    """What a service called this run before; "" where there is none, or nothing that could be a name."""
+    """Return a service's earlier name of this run; "" if there is none, or if it is not a valid name."""
     try:
         name = read_json(directory / RECORD).get(tracker)
     except (OSError, UserError):
@@ -205,7 +209,8 @@ def record(directory: Path, tracker: str, name: str) -> None:
 
 
 def _project_is_set() -> bool:
-    """Whether the user has named a project of W&B: in the environment, or with `wandb init`, for this folder or for the account."""
+    """Whether the user has named a W&B project: in the environment, or with `wandb init`, for this folder or for the
+    account."""
     own = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
     files = [file for folder in (Path("wandb"), own) if (file := folder / "settings").is_file()]
     texts = (file.read_text("utf-8", "replace") for file in files)

@@ -1,12 +1,12 @@
-"""The only writer of a run directory. Lines are appended whole, files are replaced whole, and one process writes at a time.
+"""The only writer of a run directory. It appends whole lines, replaces whole files, and only one process writes at a time.
 
-A process killed at any moment leaves a run that can be read, and resumed by the next attempt:
+If the process is killed at any moment, the run can still be read, and the next attempt resumes it:
 
     with RunWriter.create(directory, config) as writer:     # a new run; refuses a directory that holds one
         writer.event("stage", {"stage": "rl"})
         row = writer.metrics("rl", step, {"reward": 0.5})
     with RunWriter.resume(directory) as writer:             # the same run, attempt + 1
-        writer.resumed("rl", 120)                           # steps up to 120 stand; what came after is superseded
+        writer.resumed("rl", 120)                           # steps up to 120 count; later ones are superseded
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from posttrain.system.files import atomic_write, check_tree, explained, open_fil
 from posttrain.system.processes import write_all
 from posttrain.types import JSON, Rollout
 
-# steps that keep their per-token arrays: the last written, and each 50th
+# steps whose per-token arrays are kept: the last written, and every 50th
 KEEP_LAST, KEEP_EVERY = 10, 50
 
 
 class RunWriter:
-    """Appends to a run. Use `create` or `resume`; the constructor opens whatever is there, new or old."""
+    """Appends to a run. Use `create` or `resume`; the constructor opens any directory, new or old."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON] | None = None) -> None:
         self.directory = directory = Path(directory)
-        self._kept: dict[str, list[int]] = {}  # stage -> steps with arrays, as they were written
+        # stage -> steps with arrays, in the order in which they were written
+        self._kept: dict[str, list[int]] = {}
         self._mutex = threading.Lock()
-        self.events = Events()  # the run's messages: all of them are appended to events.jsonl
+        self.events = Events()  # the run's messages; all of them are appended to events.jsonl
         self.events.subscribe(self.record)
         self._fds: dict[str, int] = {}
         self._lock: Lock | None = None
@@ -78,15 +79,15 @@ class RunWriter:
 
     @classmethod
     def create(cls, directory: Path, config: Mapping[str, JSON]) -> RunWriter:
-        """Start a new run and write its configuration. Refuses a directory that holds one."""
+        """Start a new run and write its configuration. Raises an error if the directory holds a run."""
         with explained(Path(directory)):
-            # before the lock: "already holds a run" says more than "is being written"
+            # before the lock: "already holds a run" is clearer than "is being written"
             _refuse_used(Path(directory))
         return cls(directory, config)
 
     @staticmethod
     def check_place(directory: Path) -> None:
-        """Refuse, without writing, a directory that `create` would refuse, as far as that can be seen."""
+        """Raise an error, without writing, for a directory that `create` would refuse, as far as that can be seen."""
         with explained(directory):
             _refuse_used(directory)
             above = (directory, *directory.absolute().parents)
@@ -99,18 +100,18 @@ class RunWriter:
 
     @classmethod
     def resume(cls, directory: Path) -> RunWriter:
-        """Open a run that exists, as its next attempt."""
+        """Open an existing run, as its next attempt."""
         layout.require_run(directory)
         return cls(directory)
 
     def configure(self, config: Mapping[str, JSON]) -> None:
-        """Replace the configuration: the run goes on with other settings of a harmless kind."""
+        """Replace the configuration: the run continues with changed settings of a harmless kind."""
         text = yaml.safe_dump(layout.encode(config), sort_keys=False, allow_unicode=True, width=120)
         with explained(self.directory):
             atomic_write(self.directory / layout.CONFIG, text)
 
     def metrics(self, stage: str, step: int, figures: Mapping[str, float]) -> Row:
-        """Append the figures of a step, and return the row for trackers and the console."""
+        """Append the metrics of a step, and return the row for trackers and the console."""
         _check_names("figures", figures, layout.ROW_KEYS)
         require(layout.plain_name(stage), f"stage {stage!r} is not a plain name")
         numbers = {name: float(value) for name, value in figures.items()}
@@ -127,14 +128,14 @@ class RunWriter:
         self._append(layout.EVENTS, layout.dump_line(record))
 
     def record(self, event: Event) -> None:
-        """Append an event of the channel, with what it has of place, text and data."""
+        """Append an event of the channel, with its place, text and data, if it has them."""
         place = {"stage": event.stage} if event.stage else {}
         step = {} if event.step is None else {"step": event.step}
         said = {"text": event.text, "level": event.level} if event.text else {}
         self.event(event.kind, {**place, **step, **said, **event.data})
 
     def resumed(self, stage: str, step: int) -> None:
-        """Say that this attempt goes on after `step` of `stage`: readers drop what earlier attempts wrote beyond it."""
+        """Record that this attempt continues after `step` of `stage`: readers drop later steps of earlier attempts."""
         self.event("resume", {"stage": stage, "step": int(step)})
 
     def rollouts(
@@ -145,8 +146,8 @@ class RunWriter:
         advantages: Sequence[float | None] | None = None,
         arrays: TokenArrays | None = None,
     ) -> None:
-        """Write a step's rollouts, one a line, and with `arrays` their per-token figures, sequence n being rollout n; it is empty, and
-        the advantage None, where there are none."""
+        """Write a step's rollouts, one per line, and with `arrays` their per-token values; sequence n belongs to rollout n. A
+        rollout without arrays has an empty sequence; one without an advantage has None."""
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(advantages)} advantages for {len(rollouts)} rollouts")
         if arrays is not None and arrays.sequences != len(rollouts):
@@ -161,7 +162,7 @@ class RunWriter:
                 self._write_arrays(stage, step, arrays)
 
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
-        """The fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
+        """Return the fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
         problem, score = rollout.problem, rollout.score
         versions = [s.versions for s in rollout.segments if s.versions is not None]
         row = {
@@ -198,28 +199,28 @@ class RunWriter:
         if step in kept:
             kept.remove(step)
         kept.append(step)
-        # "last" goes by when a step was written, not by its number: after a resume at an earlier step, the superseded
-        # arrays with higher numbers must be the first to go
+        # "last" counts by the time of writing, not by the step: after a resume at an earlier step, the superseded arrays with
+        # higher numbers must be removed first
         for old in [s for s in kept[:-KEEP_LAST] if s % KEEP_EVERY]:
             kept.remove(old)
             superseded = layout.rollout_file(self.directory, stage, old, ".safetensors")
-            with suppress(OSError):  # a file that cannot be removed costs space, not the run
+            with suppress(OSError):  # a file that cannot be removed only takes space
                 superseded.unlink(missing_ok=True)
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
-        """Write what the stages answer, replacing an earlier file whole."""
+        """Write the stages' answers to the same prompts, replacing an earlier file."""
         with explained(self.directory):
             lines = b"".join(layout.dump_line(asdict(row)) for row in rows)
             atomic_write(self.directory / layout.ANSWERS, lines)
 
     def summary(self, summary: Mapping[str, JSON]) -> None:
-        """Write the summary, replacing an earlier one whole. Non-finite numbers become strings, as everywhere."""
+        """Write the summary, replacing an earlier one. Non-finite numbers become strings, as in all files of a run."""
         text = json.dumps(layout.encode(summary), allow_nan=False, indent=2)
         with explained(self.directory):
             atomic_write(self.directory / layout.SUMMARY, text + "\n")
 
     def attachment(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
-        """Write what belongs to an alarm as alarms/NAME.safetensors, and return its path."""
+        """Write the arrays of an alarm as alarms/NAME.safetensors, and return the path."""
         require(layout.plain_name(name), f"{name!r} is not a plain name")
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
         with explained(self.directory):
@@ -228,7 +229,7 @@ class RunWriter:
         return path
 
     def _append(self, name: str, line: bytes) -> None:
-        """One line in one write; if the disk fills within it, the part that fitted is taken back."""
+        """Append one line in one write; if the disk fills up during it, the partial line is removed."""
         if self._lock is not None and self._lock.lost:
             why = f"{self._lock.lost}; this process stops, so that there is one writer"
             raise UserError(f"{self.directory}: {why}")
@@ -243,7 +244,7 @@ class RunWriter:
                 raise
 
     def close(self) -> None:
-        """Release the run for other writers. Closing twice is harmless."""
+        """Release the run for other writers. A second call changes nothing."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
@@ -256,7 +257,7 @@ class RunWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            with suppress(Exception):  # the error itself is what matters
+            with suppress(Exception):  # the original error matters more
                 self.event("ended", {"error": kind.__name__})
         self.close()
 
@@ -288,9 +289,9 @@ def _now() -> float:
 
 
 def _repair(path: Path) -> int:
-    """Make a JSONL file end at a line's end, as a killed writer may not have. Returns how many bytes were dropped.
+    """Make a JSONL file end at a line's end, which a killed writer may have missed. Returns how many bytes were dropped.
 
-    A tail that is a whole object only lacks its newline and keeps its place; any other tail is cut off.
+    A tail that is a complete object only lacks its newline and is kept; any other tail is cut off.
     """
     if not path.exists() or path.stat().st_size == 0:
         return 0
@@ -307,6 +308,6 @@ def _repair(path: Path) -> int:
 
 
 def _written_order(folder: Path) -> list[int]:
-    """Steps that have arrays in a stage's folder, oldest file first."""
+    """Return the steps that have arrays in a stage's folder, oldest file first."""
     found = [(path.stat().st_mtime_ns, path) for path in folder.glob("step-*.safetensors")]
     return [step for _, path in sorted(found) if (step := layout.step_of(path)) is not None]

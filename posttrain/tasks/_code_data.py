@@ -1,6 +1,7 @@
-"""Records of the usual data sets of programming problems: a program that asserts becomes the test of a problem.
+"""Records of common data sets of programming problems: a program with assertions becomes the test of a problem.
 
-The text of a record is parsed, never run here: a data set's own check runs in a sandbox of its own, away from the program under test.
+The text of a record is parsed, never run here: a data set's own check runs in its own sandbox, separate from the program under
+test.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from posttrain.types import Problem
 
 
 def local(data: str, name: str, task: str) -> tuple[Part, Part | None]:
-    """The records of a file, or of the file called `name` in a folder, in place of the hub's."""
+    """Return the records of a file, or of the file called `name` in a folder, in place of the hub's."""
     folder = Path(data).expanduser().is_dir()
     return Jsonl(find_file(data, (name,), task) if folder else data).parts()
 
 
 def fenced(program: str) -> str:
-    """A response that consists of this program alone, within a fence longer than any in it.
+    """Return a response that consists of this program alone, within a fence longer than any in it.
 
     >>> fenced("x = 1")
     '```python\\nx = 1\\n```'
@@ -50,6 +51,6 @@ def checked(
     names: Sequence[str],
     functions: Sequence[str],
 ) -> Problem:
-    """A problem whose answer is a `CheckTest` as the reward `code` reads it, and whose demonstration is a reference solution."""
+    """Make a problem whose answer is a `CheckTest` for the reward `code`, and whose demonstration is a reference solution."""
     tests = json.dumps([{"check": check, "names": list(names), "functions": list(functions)}])
     return Problem(name, question, tests, facts={"solution": fenced(solution)})

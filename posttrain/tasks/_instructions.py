@@ -1,6 +1,8 @@
-"""Instructions whose following a program can verify: the 25 of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a function of the
-response and of what the prompt asked for. `strict` looks at the response as it is; `loose` also without its first or last line and
-without asterisks, which are often a greeting, a farewell and emphasis around the answer."""
+"""The 25 verifiable instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911).
+
+Each is a function of the response and of what the prompt asked for. `strict` checks the response as it is; `loose` also checks
+it without its first or last line and without asterisks, which are often a greeting, a farewell and emphasis around the answer.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]*]*(?=\s|$)")
 
 
 def follows(name: str, asked: Mapping[str, Any], response: str) -> bool:
-    """Whether a response does what one instruction asks; an empty one follows none."""
+    """Whether a response follows one instruction; an empty response follows none."""
     return bool(response.strip()) and CHECKS[name](response, **asked)
 
 
 def loosened(response: str) -> list[str]:
-    """The response, without its first line, its last line and both, each also without asterisks.
+    """Return the response, without its first line, without its last line and without both, each also without asterisks.
 
     >>> loosened("Sure!\\n*a*")
     ['Sure!\\n*a*', '*a*', 'Sure!', '', 'Sure!\\na', 'a', 'Sure!', '']
@@ -42,7 +44,8 @@ def loosened(response: str) -> list[str]:
 
 
 def read_instruction(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What an instruction asks for, checked; what a row does not use of a table with all columns is None there."""
+    """Return the checked arguments of an instruction. A table with all columns holds None for arguments that a row does not
+    use."""
     if name not in CHECKS:
         raise UserError(f"{where}: {unknown('instruction', name, CHECKS)}")
     asked = {key: value for key, value in given.items() if value is not None}
@@ -64,13 +67,13 @@ def read_instruction(name: str, given: Mapping[str, Any], where: str) -> dict[st
             known = " or ".join(RELATIONS)
             require(value in RELATIONS, f"{where}: {key} of {name} is {known}, not {value!r}")
         if name == "language:response_language":
-            written_in("", value)  # or refuse a language that is not known
+            written_in("", value)  # raises an error for an unknown language
     return asked
 
 
 def sentences(text: str) -> int:
-    """How many sentences there are: each ends with . ! or ? before a space, unless a full stop belongs to an abbreviation or an
-    initial, or goes on in lower case.
+    """Count the sentences: each ends with . ! or ? before a space, unless the full stop belongs to an abbreviation or an
+    initial, or the text goes on in lower case.
 
     >>> sentences("Mr. Smith met J. Doe, e.g. at 5 p.m. on Monday. Really?! Yes")
     3
@@ -111,12 +114,14 @@ def number_sentences(response: str, *, num_sentences: int, relation: str) -> boo
 
 
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Between the dividers ***; an empty one counts as none at the beginning and the end, and is wrong elsewhere."""
+    """Count paragraphs between the dividers ***; an empty one is ignored at the beginning and the end, and is wrong
+    elsewhere."""
     return _between(response, r"\s?\*\*\*\s?", num_paragraphs) is not None
 
 
 def _between(response: str, divider: str, count: int) -> list[str] | None:
-    """The `count` parts of a response between dividers; None where there are others, or an empty one between two."""
+    """Return the `count` parts of a response between dividers; None if the count differs, or one between two dividers is
+    empty."""
     parts = [part.strip() for part in re.split(divider, response)]
     kept = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
     return kept if all(kept) and len(kept) == count else None
@@ -129,7 +134,7 @@ def number_words(response: str, *, num_words: int, relation: str) -> bool:
 def nth_paragraph_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Paragraphs are separated by an empty line. Quotation marks before the word and punctuation after it do not count."""
+    """Paragraphs are separated by an empty line. Quotation marks before the word and punctuation after it are ignored."""
     paragraphs = response.split("\n\n")
     counted = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if counted != num_paragraphs or not 1 <= nth_paragraph <= counted:
@@ -144,7 +149,7 @@ def number_placeholders(response: str, *, num_placeholders: int) -> bool:
 
 
 def postscript(response: str, *, postscript_marker: str) -> bool:
-    """The marker, in any case, with a space between its letters or none."""
+    """Look for the marker, in any case, with or without a space between its letters."""
     letters = [letter for letter in postscript_marker.lower() if letter.isalnum()]
     spelled = r"\.\s?".join(map(re.escape, letters)) + (r"\." if len(letters) == 2 else "")
     return re.search(spelled, response, re.IGNORECASE) is not None
@@ -160,7 +165,7 @@ def constrained_response(response: str) -> bool:
 
 
 def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """*Highlighted* and **highlighted** ones, each with a text, in one line."""
+    """Count *highlighted* and **highlighted** sections with text, each on one line."""
     double = re.findall(r"\*\*([^\n*]*)\*\*", response)
     single = re.findall(r"\*([^\n*]*)\*", response)
     return sum(bool(text.strip()) for text in (*single, *double)) >= num_highlights
@@ -172,7 +177,7 @@ def multiple_sections(response: str, *, section_spliter: str, num_sections: int)
 
 
 def json_format(response: str) -> bool:
-    """The whole response, within a fence or not."""
+    """Whether the whole response is JSON, with or without a fence."""
     inner = re.sub(r"^```(?:json)?", "", response.strip(), flags=re.IGNORECASE)
     try:
         json.loads(inner.removesuffix("```"))

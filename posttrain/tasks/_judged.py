@@ -1,4 +1,4 @@
-"""Tasks whose fields, wording and reward are settings, wherever their records come from."""
+"""Tasks whose fields, wording and reward are settings, whatever the source of their records."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from posttrain.tasks import _questions
 from posttrain.trust import code_place
 from posttrain.types import JSON, Problem, Score
 
-# rewards that say right or wrong
+# rewards that decide right or wrong
 JUDGING = ("answer", "arithmetic_steps", "code", "math", "math_verify")
 # rewards that look for a box unless they have a marker
 BOXED = ("math", "math_verify", "arithmetic_steps")
-# rewards that pay 1 for the gold answer in the form that they look for
+# rewards that give 1 for the gold answer in the form that they look for
 CERTAIN = ("math", "math_verify", "answer")
 TRIED = 8  # demonstrations that are scored before a run
 
 
-# where a record is from, for messages; the id of its problem; the record
+# (the place of a record, for messages; the id of its problem; the record)
 Row = tuple[str, str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Records of one file or split. `version` differs where the records have changed."""
+    """Records of one file or split. `version` changes when the records do."""
 
     name: str
     version: Any
@@ -45,22 +45,24 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(_questions.Questions):
-    """Questions of records in one or two parts, whose class says where those are."""
+    """Questions from records in one or two parts; the class provides the parts."""
 
-    make: ClassVar[Callable[..., Problem]] = staticmethod(_questions.make_problem)  # of a record
+    # makes a problem from a record
+    make: ClassVar[Callable[..., Problem]] = staticmethod(_questions.make_problem)
     by_number: ClassVar[bool] = False  # whether `held_out` may be a number of problems
 
-    question: str = "question"  # the field that holds it, or a path such as `qa.question`; a list of messages is a conversation
+    # the field of the question, or a path such as `qa.question`; a list of messages is a conversation
+    question: str = "question"
     answer: str = "answer"
-    answer_after: str = ""  # take what follows the last of these in the answer, such as "####"
+    answer_after: str = ""  # take the text after the last of these in the answer, such as "####"
     reward: str = "math"
-    options: Mapping[str, JSON] = field(default_factory=dict)  # those of the reward
-    # direct, thinking, boxed or marked; "": boxed or marked where the reward looks for a box or a marker, else direct
+    options: Mapping[str, JSON] = field(default_factory=dict)  # options of the reward
+    # direct, thinking, boxed or marked; "": boxed or marked if the reward looks for a box or a marker, else direct
     style: str = ""
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
-    held_out: float = 0.1  # the share for evaluation, where there is no part for it; 1: all
-    score_seconds: float = 10.0  # the time limit of a reward of yours
+    held_out: float = 0.1  # the share for evaluation, if there is no part for it; 1: all
+    score_seconds: float = 10.0  # the time limit of your own reward, in seconds
 
     def check_settings(self, task: str) -> None:
         if self.scores:
@@ -75,7 +77,8 @@ class Judged(_questions.Questions):
 
     @abstractmethod
     def parts(self) -> tuple[Part, Part | None]:
-        """The part to train on and the one for evaluation; without the second, a share of the first is held out by its content."""
+        """Return the part for training and the one for evaluation; without the second, a share of the first is held out by a
+        hash of the questions."""
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         first, second = self.parts()
@@ -98,7 +101,8 @@ class Judged(_questions.Questions):
 
     @property
     def form(self) -> str | None:
-        """Where the reward looks for the answer: "" in a box, else after this marker; None where it reads the whole response."""
+        """Return where the reward looks for the answer: "" in a box, else after this marker; None if it reads the whole
+        response."""
         for name, options in self.rewards():
             if name == "answer":
                 return str(options.get("marker", MARKER))
@@ -120,7 +124,7 @@ class Judged(_questions.Questions):
         return self.form or MARKER
 
     def demonstration(self, problem: Problem) -> str:
-        """The solution, with the answer where the reward looks for it, whatever the style."""
+        """Return the solution, with the answer where the reward looks for it, whatever the style."""
         solution, form = str(problem.facts.get("solution") or problem.answer), self.form
         if form is None:
             return solution
@@ -131,7 +135,7 @@ class Judged(_questions.Questions):
         return solution if there else f"{solution}\n{form} {problem.answer}"
 
     def score(self, problem: Problem, response: str) -> Score:
-        """What the reward says; one that is `async` is awaited by the scorer. A judge takes options that only a group has."""
+        """Return the reward's score; the scorer awaits one that is `async`. A judge's options may apply to groups only."""
         if self.reward == "judge":
             return judged(problem.question, [response], **self.options)[0]
         own = own_function(self.reward, self.options)
@@ -142,8 +146,8 @@ class Judged(_questions.Questions):
         return then(found, lambda lists: lists[0][0])  # type: ignore[no-any-return]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
-        """A judge sees the responses to a problem together, so that its endpoint is asked in parallel; a function that takes lists gets
-        them in one call."""
+        """Score all responses to a problem together: a judge asks its endpoint in parallel, and a function that takes lists
+        gets them in one call."""
         if self.reward.startswith(PREFIX) and (own := given(self.reward)).batched:
             return own.scores([problem] * len(responses), responses)  # type: ignore[no-any-return]
         if self.reward != "judge":
@@ -151,7 +155,7 @@ class Judged(_questions.Questions):
         return judged(problem.question, responses, **self.options)
 
     def final(self, response: str) -> str | None:
-        """The final answer that a shipped reward would look at; None where a reward looks at the whole response."""
+        """Return the final answer that a shipped reward would read; None if the reward reads the whole response."""
         if self.reward in ("math", "math_verify"):
             return _questions.canonical(final_answer(response, MathReward(**self.options)))
         if self.reward == "answer":
@@ -159,8 +163,8 @@ class Judged(_questions.Questions):
         return None
 
     def ready(self) -> tuple[str, ...]:
-        """Where programs are run, their sandbox is chosen and tested before the first of them: workers inherit the choice. A reward of
-        the user's own must at least parse: in the workers a mistake is found with the first answer."""
+        """If programs are run, choose and test their sandbox before the first of them: workers inherit the choice. The user's
+        own reward must at least parse; workers find other mistakes only with the first answer."""
         lines = []
         for name, options in self.rewards():
             if code_place(name) is not None or name.startswith(PREFIX):
@@ -179,7 +183,7 @@ class Judged(_questions.Questions):
         return tuple(lines)
 
     def _check_demonstrations(self) -> None:
-        """Refuse data whose own gold answers the reward pays nothing: no response could earn anything."""
+        """Raise an error if the reward gives 0 to the data's own gold answers: no response could earn anything."""
         refused = []
         for problem in self.pool("train")[:TRIED]:
             score = self.score(problem, self.demonstration(problem))
@@ -194,7 +198,7 @@ class Judged(_questions.Questions):
             )
 
     def rewards(self) -> list[tuple[str, Options]]:
-        """The reward, or those that it is composed of, with the options of each."""
+        """Return the reward, or the parts of a composed one, each with its options."""
         return parts_of(self.reward, self.options)
 
     @property
@@ -204,7 +208,7 @@ class Judged(_questions.Questions):
 
     @property
     def seconds(self) -> float:
-        """Programs have a budget of their own, `wall`, and are scored when it is over: a worker waits longer than that."""
+        """Programs have their own time budget, `wall`, and are scored when it ends: a worker waits longer than that."""
         programs = [patience(options) for name, options in self.rewards() if name == "code"]
         return self.score_seconds + sum(programs)
 
@@ -213,7 +217,7 @@ class Judged(_questions.Questions):
 def _read(
     part: Part, make: Callable[..., Problem], single: str, question: str, answer: str, *fields: Any
 ) -> _questions.Pool:
-    """The problems of a part; `single` is a reward that compares with one text."""
+    """Return the problems of a part; `single` is a reward that compares with one text."""
     problems, column = [], answer or "answer"
     for where, name, row in part.read(part):
         problems.append(make(row, where, name, question, answer, *fields))

@@ -1,4 +1,4 @@
-"""What tasks share that put another task's problems into episodes of their own."""
+"""Shared by tasks that put another task's problems into their own episodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Nested(Task):
     """Problems, prompts and scores are those of `task`, a field of the class."""
 
     task: Task
-    has_episodes: ClassVar[bool] = True  # of its own, so that `task` may have none
+    has_episodes: ClassVar[bool] = True  # of its own, so `task` must have none
 
     ready = _of_task("ready")
     levels = _of_task("levels")
@@ -41,4 +41,4 @@ class Nested(Task):
         self.check(single, "the task has episodes of its own; give one of a single turn")
 
     def isolates_run(self, problem: Problem) -> bool:
-        return False  # what an episode of this kind calls has time limits of its own
+        return False  # the calls of such an episode have their own time limits

@@ -1,4 +1,4 @@
-"""What tasks share whose environments are those of another package: seeds as problems, limits, and one line where it is missing."""
+"""Shared by tasks whose environments come from another package: seeds as problems, limits, and one line if it is missing."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from posttrain.tasks._procedural import Procedural, require_split, stable_hash
 from posttrain.tasks.base import EpisodeEnd, Generate, Limits, Task
 from posttrain.types import Message, Problem, Score, Segment
 
-INVALID = "invalid action"  # the outcome of an episode that the policy ended so
+# the outcome of an episode that ended because of the policy's invalid actions
+INVALID = "invalid action"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packaged(Task):
-    """A problem is a seed: even ones are for training, odd ones held out; a game may have fewer starts than there are seeds. Episodes
-    run in worker processes, so what the package does to its process (block, seed the global generator, crash) is done there."""
+    """A problem is a seed: even seeds are for training, odd ones held out; a game may have fewer starts than there are seeds.
+    Episodes run in worker processes, so the package can block, seed the global generator or crash only there."""
 
     name: ClassVar[str]
-    module: ClassVar[str]  # what must be there to be imported, with `pip install 'posttrain[NAME]'`
+    # the module that must be importable, from `pip install 'posttrain[NAME]'`
+    module: ClassVar[str]
     isolated = True
     seconds = 60.0
 
-    max_turns: Count = 100  # of the policy, in an episode
+    max_turns: Count = 100  # turns of the policy in an episode
     train: Count = 10_000  # problems of each split
     test: Count = 500
     seed: Seed = 0
 
     @property
     def title(self) -> str:
-        """What a problem is called, before its seed."""
+        """Return the name of a problem, before its seed."""
         return self.name
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
@@ -51,8 +53,8 @@ class Packaged(Task):
 
     @abstractmethod
     def begin(self, seed: int) -> Any:
-        """An environment at its start. What it raises before the first stage refuses the settings; later it is an episode without a
-        score."""
+        """Return an environment at its start. An error here before the first stage refuses the settings; later it is an episode
+        without a score."""
 
     def ready(self) -> tuple[str, ...]:
         self.package()
@@ -69,7 +71,7 @@ class Packaged(Task):
         return Limits(turns=self.max_turns)
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Of an episode that ended at a limit."""
+        """The score of an episode that ended at a limit."""
         return Score(0.0)
 
     def demonstration(self, problem: Problem) -> str:
@@ -77,7 +79,7 @@ class Packaged(Task):
 
 
 def packaged(module: str, task: str, extra: str = "") -> Any:
-    """A module of an optional package, which an extra called like the task brings unless another is named."""
+    """Import a module of an optional package. The extra that installs it has the task's name unless `extra` names another."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -86,7 +88,7 @@ def packaged(module: str, task: str, extra: str = "") -> Any:
 
 
 class Tally:
-    """What an episode has earned so far, and the invalid actions that were made. With `by_turn` each turn is paid when it is played."""
+    """The rewards of an episode so far, and its invalid actions. With `by_turn` each turn gets its reward at once."""
 
     def __init__(self, generate: Generate, allowed: int, by_turn: bool = False) -> None:
         self.generate, self.allowed, self.by_turn = generate, allowed, by_turn
@@ -103,14 +105,14 @@ class Tally:
         return Score(self.total, outcome=outcome)
 
     def invalid(self) -> None:
-        """An action that the environment cannot take; the end of the episode where no more are allowed."""
+        """Count an action that the environment cannot take; end the episode if no more are allowed."""
         self.generate.count("env/invalid")
         self.allowed -= 1
         if self.allowed < 0:
             raise EpisodeEnd(INVALID, self.score())
 
     async def ask(self, text: str) -> Segment:
-        """The policy's turn after an observation; an end at a limit has what was earned until then."""
+        """Sample the policy's turn after an observation. If a limit ends the episode, it gets the reward so far."""
         try:
             return await self.generate([Message("user", text)])
         except EpisodeEnd as end:

@@ -1,4 +1,4 @@
-"""Problems made on demand: a lazy sequence, and the stable hash that draws them and keeps train and test apart."""
+"""Problems made on demand: a lazy sequence, and the stable hash that draws them and separates train from test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN_COUNT = 100_000
 
 
 def stable_hash(*parts: str | int) -> int:
-    """128 bits that depend on the parts alone: the same in every process, Python version and machine.
+    """Return 128 bits that depend only on the parts: the same in every process, Python version and machine.
 
     >>> stable_hash("+", 3, 5) == stable_hash("+", 3, 5) != stable_hash("+", 35)
     True
@@ -27,12 +27,12 @@ def stable_hash(*parts: str | int) -> int:
 
 
 def side(*canonical: str | int) -> str:
-    """Which split a problem's canonical form belongs to, for good: no seed or setting moves it."""
+    """Return the split of a problem's canonical form. No seed or setting changes it."""
     return "test" if stable_hash("split", *canonical) % TEST_BUCKETS == 0 else "train"
 
 
 def words(text: str, after: str = "") -> tuple[str, ...]:
-    """The words of a text, each with `after` behind it."""
+    """Return the words of a text, each with `after` appended."""
     return tuple(word + after for word in text.split())
 
 
@@ -58,7 +58,7 @@ class Leveled(Task):
         return tuple(range(self.min_level, self.level + 1))
 
     def checked_level(self, split: str, level: int | None) -> int:
-        """The level that is asked for, or the target. Refuses a level or a split that the task does not have."""
+        """Return the requested level, or the target. Raises an error for a level or a split that the task does not have."""
         require_split(split)
         chosen, levels = self.level if level is None else level, self.levels
         known = f"levels {levels[0]} to {levels[-1]} with these settings"
@@ -69,7 +69,8 @@ class Leveled(Task):
 def listed(
     task: str, split: str, count: int, make: Callable[[int], str], repeats: int
 ) -> Procedural:
-    """Questions `make(0)` to `make(count - 1)`, each on one side of the split: over and over in training, `repeats` times in test."""
+    """Return the questions `make(0)` to `make(count - 1)`, each on one side of the split: repeated cyclically in training,
+    `repeats` times in test."""
     require_split(split)
     places = [place for place in range(count) if side(task, place) == split]
 
@@ -84,7 +85,7 @@ Choice = TypeVar("Choice")
 
 @dataclass(slots=True)
 class Dice:
-    """Small draws out of one 128-bit number."""
+    """Small random draws from one 128-bit number."""
 
     left: int
 
@@ -96,13 +97,13 @@ class Dice:
         return choices[self.roll(len(choices))]
 
     def take(self, choices: list[Choice]) -> Choice:
-        """One of them, which is then no longer there."""
+        """Draw one of the choices and remove it from the list."""
         return choices.pop(self.roll(len(choices)))
 
 
 @dataclass(frozen=True, slots=True)
 class Procedural(Sequence[Problem]):
-    """A sequence whose item i is `make(i)`, made when asked for. A slice is again lazy.
+    """A sequence whose item i is `make(i)`, made on access. A slice is lazy too.
 
     >>> squares = Procedural(lambda i: Problem(str(i), f"{i}*{i}="), range(1_000_000))
     >>> squares[3].question, squares[-1].id, len(squares[10:20])
@@ -113,7 +114,7 @@ class Procedural(Sequence[Problem]):
     indices: range
 
     def map(self, change: Callable[[Problem], Problem]) -> Procedural:
-        """The same problems, each changed when it is asked for."""
+        """Return the same problems, each changed on access."""
         return Procedural(lambda index: change(self.make(index)), self.indices)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Python programs made of worked solutions whose steps have notes for a calculator, as those of GSM8K have."""
+"""Makes Python programs from worked solutions whose steps have calculator notes, as in GSM8K."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from fractions import Fraction
 
 from posttrain.rewards._expression import Unparseable, evaluate
 
-# <<48/2=24>>24: what is computed, its result, and the result once more, as it is read
+# <<48/2=24>>24: the expression, its result, and the result again as it is read
 NOTE = re.compile(r"<<([^<>=]*)=([^<>=]*)>>(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)?")
 NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
-# the same in words before the note: 48 / 2 = $
+# the same expression in words before the note: 48 / 2 = $
 SPELLED = re.compile(
     r"(?:[0-9.,$%()*/+\-\s×÷]|(?<=[0-9\s)])[xX](?=[0-9\s$(]))+=\s*\$?\s*(?=step[0-9]+\b)"
 )
 
 
 def as_program(worked: str, question: str, answer: str) -> tuple[str, str] | None:
-    """A program that computes the answer step by step and prints it, and what it prints; None where the notes do not lead to it.
+    """Return a program that computes the answer step by step and prints it, and its output; None if the notes do not lead to
+    the answer.
 
     A number that an earlier step computed, and that the question does not give, becomes the name of that step.
 
@@ -52,7 +53,7 @@ def as_program(worked: str, question: str, answer: str) -> tuple[str, str] | Non
 
             written = NUMBER.sub(named, expression)
             values.append(value)
-            # of Python: a quotient, and what comes of a decimal, is a float
+            # in Python a quotient, and a result of decimals, is a float
             whole.append("/" not in written and "." not in written and all(whole[n] for n in used))
             code.append(f"step{len(values)} = {written}")
         first = len(values) - len(code)

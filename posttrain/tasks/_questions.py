@@ -1,5 +1,7 @@
-"""What tasks made of questions and gold answers share, wherever the records come from: files, the hub, a generator; and published sets
-of mathematical questions, whose style says where a response keeps its answer."""
+"""Shared by tasks of questions and gold answers, from files, the hub or a generator, and by published sets of math questions.
+
+The style of a published set decides where a response keeps its answer.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,19 @@ HASHES = MathReward(marker="####")
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?(?:/[0-9]{1,30})?"
 )
-SEARCHED = 10_000  # characters from the end in which a number is looked for
+SEARCHED = 10_000  # characters from the end that are searched for a number
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Problems as they were read. Compared by identity, so that what is computed from them once can be cached."""
+    """Problems as they were read. Compared by identity, so that results computed from them can be cached."""
 
     problems: tuple[Problem, ...]
 
 
 class Questions(Task):
-    """A task whose class declares these three fields and says where the problems of a split are."""
+    """A task whose class declares these three fields and provides the problems of a split."""
 
     styles: ClassVar[tuple[str, ...]] = tuple(STYLES)
 
@@ -55,16 +57,17 @@ class Questions(Task):
 
     @abstractmethod
     def pool(self, split: str) -> tuple[Problem, ...]:
-        """Every problem of a split; train and test have no question in common. Called for every prompt, so what it takes is cached."""
+        """Return every problem of a split; train and test share no question. It is called for every prompt, so the result is
+        cached."""
 
     @property
     def wording(self) -> str:
-        """The style in which a question is asked."""
+        """Return the style in which a question is asked."""
         return self.style
 
     @property
     def answer_marker(self) -> str:
-        """What the answer follows in the style `marked`."""
+        """Return the text that precedes the answer in the style `marked`."""
         return HASHES.marker
 
     def check_style(self, task: str) -> None:
@@ -89,7 +92,7 @@ class Questions(Task):
         return (*before, Message("user", self.ask(problem.question)))
 
     def _conversation(self, problem: Problem) -> list[Message]:
-        """The turns of a row that holds a conversation. A style that was set is put into the last turn of the user."""
+        """Return the turns of a row that holds a conversation. A style in the settings is applied to the user's last turn."""
         where = f"problem {problem.id}"
         turns = list(parse_messages(problem.facts["messages"], where))
         refused = "is a conversation, before which no examples can be shown; set examples to 0"
@@ -107,7 +110,8 @@ class Questions(Task):
 
 
 def normalised(text: str) -> str:
-    """A question as it is compared with others: one Unicode form, one case, single spaces. Signs stay: 12+3 is not 12-3.
+    """Return a question in the form in which it is compared with others: one Unicode form, one case, single spaces. Signs stay:
+    12+3 is not 12-3.
 
     >>> normalised("What  is\\n12+3?") == normalised("what is 12+3?") != normalised("what is 12-3?")
     True
@@ -116,7 +120,8 @@ def normalised(text: str) -> str:
 
 
 def canonical(answer: str | None) -> str | None:
-    r"""An answer as it votes: without the spaces, dollar signs and commas that two spellings of one number differ by.
+    r"""Return an answer in the form for majority votes: without the spaces, dollar signs and commas in which two spellings of
+    one number differ.
 
     >>> [canonical(a) for a in ("1,250", " $1250.00$ ", r"\frac{1}{2}", "3, 4", "", None)]
     ['1250', '1250', '\\frac{1}{2}', '3,4', None, None]
@@ -131,7 +136,8 @@ def canonical(answer: str | None) -> str | None:
 
 @lru_cache(maxsize=16)
 def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem, ...]:
-    """One side of a set that has no test part, decided by each question's text: a question that comes twice is on one side."""
+    """Return one side of a set that has no test part. The text of a question decides its side, so a repeated question is on one
+    side."""
 
     def is_test(problem: Problem) -> bool:
         return stable_hash("held out", normalised(problem.question)) % 10_000 < 10_000 * share
@@ -146,7 +152,7 @@ def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem,
 
 @lru_cache(maxsize=16)
 def require_apart(train: Pool, test: Pool, train_name: str, test_name: str) -> None:
-    """Refuse held-out questions that are also trained on."""
+    """Raise an error if held-out questions are also trained on."""
     seen = {normalised(p.question) for p in train.problems}
     leaked = [p.id for p in test.problems if normalised(p.question) in seen]
     if leaked:
@@ -164,12 +170,12 @@ def make_problem(
     columns: bool = False,
     chosen: bool = True,
 ) -> Problem:
-    """A record's question and gold answer, and with `columns` all of it, for a reward of the user's. A list
-    of messages is the conversation so far; a field may be a path such as `a.b`. `chosen`: settings name the fields."""
+    """Make a problem from a record's question and gold answer, and with `columns` all other fields, for the user's own reward.
+    A list of messages is the conversation so far; a field may be a path such as `a.b`. `chosen`: settings name the fields."""
     keys = ("question", "answer") if chosen else ("", "")
     asked = pick(record, question, where, keys[0])
     found = pick(record, answer, where, keys[1]) if answer else None
-    # NaN is how tables spell it; the reward then fails, and counts it
+    # tables write a missing value as NaN; the reward then fails, and the failure is counted
     absent = found is None or found != found
     several = isinstance(found, list | dict)  # such as the tests of a program
     solution = "" if absent else json.dumps(found, default=str) if several else str(found)
@@ -195,12 +201,12 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def pick_text(record: Mapping[str, Any], name: str, where: str) -> str:
-    """The field called `name`, which must hold text."""
+    """Return the field called `name`, which must hold text."""
     return _text(pick(record, name, where), name, where)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is what JSON can carry to a worker process.
+    """Whether a value can be sent to a worker process as JSON.
 
     >>> is_plain([1, {"a": None}]), is_plain(b"")
     (True, False)
@@ -213,7 +219,7 @@ def is_plain(value: Any) -> bool:
 
 
 def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any:
-    """The field called `name`, or the one at the path that it spells; `key` is the setting that chose it."""
+    """Return the field called `name`, or the one at that path; `key` is the setting that chose it."""
     if name in record:
         return record[name]
     found: Any = record
@@ -228,22 +234,23 @@ def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any
 
 @dataclass(frozen=True)
 class Published(Questions):
-    """Train and test as published. `data` is a folder, or the training file where `test_data` is the other; without it the hub's copy
-    is read. A boxed question wants the answer in a box. The other styles ask for no form, so the answer is the last box, else what
-    follows the last ####, else the last number."""
+    """Train and test as published. `data` is a folder, or the training file if `test_data` is the other; without it the hub's
+    copy is read. The style `boxed` asks for the answer in a box. The other styles ask for no form, so the answer is the last
+    box, else the text after the last ####, else the last number."""
 
     name: ClassVar[str]
     # the hub's data set and configuration of each split
     sources: ClassVar[dict[str, tuple[str, str]]]
-    files: ClassVar[dict[str, tuple[str, ...]]]  # what the file of a split may be called
+    files: ClassVar[dict[str, tuple[str, ...]]]  # possible names of a split's file
     styles: ClassVar[tuple[str, ...]] = ("direct", "thinking", "boxed")
 
     data: str = ""
     test_data: str = ""
-    style: str = "boxed"  # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
+    # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
+    style: str = "boxed"
     system: str = ""
     examples: int = 0  # solved training problems shown before the question: few-shot
-    # math is ours; math_verify is the package's, for figures to be compared with those of others
+    # math is this package's grader; math_verify is that of the package math-verify, for comparison with published results
     grader: Literal["math", "math_verify"] = "math"
 
     def __post_init__(self) -> None:
@@ -255,13 +262,13 @@ class Published(Questions):
     @classmethod
     @abstractmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
-        """The problem of a row."""
+        """Make the problem of a row."""
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return read_published(type(self), self.data, self.test_data)[split == "test"].problems
 
     def score(self, problem: Problem, response: str) -> Score:
-        """The found answer against the gold one, by the math grader; math_verify finds it by itself."""
+        """Compare the extracted answer with the gold one, by the math grader; math_verify extracts it itself."""
         if self.grader == "math_verify":
             return math_verify(problem.question, response, problem.answer)
         if self.style == "boxed":
@@ -277,7 +284,7 @@ class Published(Questions):
 
     def ready(self) -> tuple[str, ...]:
         if self.grader == "math_verify":
-            math_verify("", "\\boxed{1}", "1")  # or refuse, where the package is missing
+            math_verify("", "\\boxed{1}", "1")  # raises an error if the package is missing
         return super().ready()
 
     def final(self, response: str) -> str | None:
@@ -298,7 +305,7 @@ def read_published(task: type[Published], data: str, test_data: str) -> tuple[Po
 
 
 def found_answer(style: str, response: str) -> str | None:
-    r"""The text of the answer, or None.
+    r"""Return the text of the answer, or None.
 
     >>> found_answer("boxed", "so 12"), found_answer("direct", "so 12 - 5 = 7."), found_answer("direct", r"7 is \boxed{x}")
     (None, '7', 'x')

@@ -1,4 +1,4 @@
-"""An episode in a worker process: what it says to the policy are messages to the parent, which has the ids that are trained on."""
+"""An episode in a worker process: it sends the policy's inputs as messages to the parent, which keeps the ids for training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """In the worker: what `Task.run` calls `generate`."""
+    """The `generate` of `Task.run`, in the worker."""
 
     exchange: Callable[[JSON], JSON]
     problem: Problem
     template: str
-    notes: list[JSON]  # what the parent is told with the next message: sessions, rewards, counts
+    notes: list[JSON]  # sent to the parent with the next message: sessions, rewards, counts
     number: int = 0
     role: str = ""
     siblings: list[Remote] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Remote:
 
 
 async def run(task: Task, problem: Problem, exchange: Callable[[JSON], JSON]) -> JSON:
-    """The episode of a task, to its end; what the parent makes rollouts of."""
+    """Run an episode to its end and return what the parent makes rollouts from."""
     notes: list[JSON] = []
     generate = Remote(exchange, problem, exchange({"template": True})["template"], notes)
     try:
@@ -128,7 +128,7 @@ class Host:
                 getattr(self.talks[number], "reward" if kind == "reward" else "count")(*values)
 
     def rollouts(self, found: JSON) -> object:
-        """What `run` would have returned in this process, or what it would have raised."""
+        """Return what `run` would have returned in this process, or raise what it would have raised."""
         self.note(found["notes"])
         if "raised" in found:
             raise type(str(found["raised"]), (Exception,), {})(found["text"])

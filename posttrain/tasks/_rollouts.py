@@ -1,5 +1,7 @@
-"""What is read off rollouts while episodes run: thinking tokens, scores with what turns were paid, what `run` returned; and rollouts
-as JSON with arrays, for another process that works on the same run (system/world.py)."""
+"""Thinking tokens and scores of rollouts, and rollouts as JSON.
+
+The JSON, with arrays, is for another process that works on the same run (system/world.py).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import numpy as np
 
 from posttrain.types import JSON, THINK, THINK_END, Group, Problem, Rollout, Score, Segment
 
-# what a rollout is besides its parts, which are made anew
+# the fields of a rollout that need no conversion
 PLAIN = [f.name for f in fields(Rollout) if f.name not in ("problem", "segments", "score")]
 
 
 def thinking_tokens(given: Segment, reply: Segment) -> int:
-    """Tokens of a turn in blocks of reasoning, of which the chat template may have opened the first."""
+    """Count the tokens of a turn in reasoning blocks. The chat template may have opened the first block."""
     text, offsets, count = reply.text, reply.offsets, 0
     assert offsets is not None
     place = -len(THINK) if given.text.rstrip().endswith(THINK) else text.find(THINK)
@@ -29,8 +31,8 @@ def thinking_tokens(given: Segment, reply: Segment) -> int:
 
 
 def with_score(rollout: Rollout, score: Score) -> Rollout:
-    """The rollout with its score, whose value has what was paid by turn in it, whose outcome is the one that the episode named, and
-    whose steps end at characters of the response."""
+    """Return the rollout with its score: its value includes the rewards of turns, its outcome is the one that the episode
+    named, and its steps end at characters of the response."""
     named, paid = rollout.score.outcome, rollout.paid
     if score.steps and rollout.answer is not None:
         place = rollout.response.rfind(rollout.answer)
@@ -58,7 +60,7 @@ def as_rollouts(made: object) -> list[Rollout]:
 
 
 def rollout_row(rollout: Rollout) -> JSON:
-    """A rollout as another process gets it."""
+    """Return a rollout in the form that another process gets."""
     segments = [[getattr(s, f.name) for f in fields(s)] for s in rollout.segments]
     return [segments, score_row(rollout.score), {name: getattr(rollout, name) for name in PLAIN}]
 
@@ -72,5 +74,5 @@ def group_of_rows(problem: Problem, role: str, rows: Sequence[JSON]) -> Group:
 
 
 def score_row(score: Score) -> JSON:
-    """The arguments of a score, as JSON."""
+    """Return the arguments of a score, as JSON."""
     return [getattr(score, f.name) for f in fields(score)]

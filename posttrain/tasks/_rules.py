@@ -1,4 +1,4 @@
-"""The score of a task as a judge in this process: a judge whose taste, errors and position bias are known."""
+"""A task's score as a judge in this process: a judge with known preferences, errors and position bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import Problem
 
-# what rewards/judge.py shows: a name, and a text between markers
+# the form of a block in rewards/judge.py: a name, and a text between markers
 BLOCK = re.compile(
     r"^([A-Z]+(?: \d+)?):\n<([0-9a-f]{16})>\n(.*?)\n</\2>$", re.MULTILINE | re.DOTALL
 )
@@ -21,9 +21,9 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class RuleJudge:
-    """It is asked as any judge is, reads question and answers out of what it is shown, and scores them by `rules`. A pair is judged by
-    the difference of the two scores, to which Gumbel `noise` of each text is added, the same in both orders, and `position_bias` in
-    favour of what is shown first."""
+    """Gets the same requests as any judge, reads question and answers from them, and scores them by `rules`. The verdict on a
+    pair follows from the difference of the two scores, plus Gumbel `noise` of each text, the same in both orders, plus
+    `position_bias` in favour of the text that is shown first."""
 
     rules: Task
     noise: float = 0.0

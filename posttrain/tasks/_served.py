@@ -1,4 +1,4 @@
-"""An episode behind an address of its own: what a program asks there is sampled by the policy that is trained, and kept as ids."""
+"""Serves one episode at its own address: the policy in training samples the answers to a program's requests, kept as ids."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MODEL = "policy"
 MANY = 1 << 30
 LIMITS = Limits(requests=8192)
 
-Answered = tuple[list[tuple[int, ...]], list[Delta]]  # prompts, and the choices whole
+Answered = tuple[list[tuple[int, ...]], list[Delta]]  # prompts, and the complete choices
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request of the program: its answer, and whether it has read it."""
+    """A request of the program: its answer, and whether the program has read it."""
 
     answered: asyncio.Future[Answered]
     read: bool = False
@@ -37,8 +37,9 @@ class Asked:
 
 @dataclass(eq=False)
 class ServedEpisode:
-    """Answers the requests of one episode, one after the other. It lives in the event loop of the episodes; `answer` is called in the
-    server's. Turns are sampled as the stage says, whatever temperature is asked for; a stop text or a limit of tokens cuts them."""
+    """Answers the requests of one episode, one after the other. It runs in the event loop of the episodes; the server calls
+    `answer` in its own. Turns are sampled with the stage's settings, whatever temperature is requested; a stop text or a token
+    limit cuts them."""
 
     generate: Generate
     max_calls: int
@@ -53,8 +54,8 @@ class ServedEpisode:
         self.decoder = self.generate.decoder
         self.conversations = Conversations(self.decoder.tokenizer, MANY)
         self.names = {MODEL: None}
-        self.free = [self.generate]  # the episode's first conversation, until it is begun
-        # conversations that the sampler keeps, by their last turn
+        self.free = [self.generate]  # the episode's first conversation, until it begins
+        # conversations in the sampler's cache, by their last turn
         self.sessions: dict[Turn, Generate] = {}
         self.work: set[asyncio.Task[Answered]] = set()
 
@@ -65,7 +66,8 @@ class ServedEpisode:
     async def _deltas(
         self, body: Body, retry: bool, prompts: list[Sequence[int]]
     ) -> AsyncIterator[Delta]:
-        """The choices, each whole. One that the client does not wait for is sampled to its end, for when it asks again."""
+        """Yield complete choices. If the client disconnects, sampling continues, so that the answer is there when it asks
+        again."""
         future = asyncio.run_coroutine_threadsafe(self._ask(body, retry), self.loop)
         asked = await asyncio.shield(asyncio.wrap_future(future))
         found = asyncio.run_coroutine_threadsafe(_result(asked), self.loop)
@@ -76,7 +78,8 @@ class ServedEpisode:
         asked.read = True
 
     async def _ask(self, body: Body, retry: bool) -> Asked:
-        """A request, or the earlier one that it repeats: one that is marked so, or whose answer nobody has read."""
+        """Return the record of a request, or of the earlier one that it repeats: one marked as a retry, or one whose answer was
+        not read."""
         digest = body.model_dump_json()
         known = self.asked.get(digest)
         if known is not None and (retry or not known.read):
@@ -89,7 +92,7 @@ class ServedEpisode:
         return asked
 
     async def _complete(self, body: Body) -> Answered:
-        async with self.lock:  # an episode awaits one turn at a time
+        async with self.lock:  # an episode samples one turn at a time
             self.calls += 1
             if self.calls > self.max_calls:
                 self.ended = self.ended or "call limit"
@@ -120,7 +123,8 @@ class ServedEpisode:
             yield Prompt(before[1], ids[len(before[0]) :], ())
 
     async def _sample(self, body: Body, prompt: Prompt, index: int) -> Delta:
-        """One choice. The conversation that it continues goes on where the sampler keeps it; else another one begins with its ids."""
+        """Sample one choice. If it continues a conversation that the sampler keeps, that conversation goes on; else a new one
+        begins with its ids."""
         kept = self.sessions.pop(prompt.before, None) if prompt.before is not None else None
         session = kept or (self.free.pop() if self.free else self.generate.session(""))
         try:
@@ -145,15 +149,15 @@ class ServedEpisode:
         return choice.whole
 
     async def close(self) -> None:
-        """Give up what is being sampled."""
+        """Cancel sampling in progress."""
         work = list(self.work)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
     def rollouts(self, like: Rollout) -> list[Rollout]:
-        """A rollout for each conversation: `like` this one, with its segments. A turn that several have in common is learned once, in
-        the first of them."""
+        """Return a rollout for each conversation: `like` this one, with its segments. A turn that several share is trained on
+        once, in the first of them."""
         parents = {turn.before for turn in self.turns}
         found, learned = [], set[Turn]()
         for leaf in (turn for turn in self.turns if turn not in parents):
@@ -176,7 +180,7 @@ async def _result(asked: Asked) -> Answered:
 
 
 class EpisodeServer:
-    """The server of this process, in a thread. An episode has an address that nobody can guess."""
+    """The server of this process, in a thread. The address of an episode cannot be guessed."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, ServedEpisode] = {}
@@ -192,7 +196,7 @@ class EpisodeServer:
 
     @contextmanager
     def serving(self, episode: ServedEpisode) -> Iterator[tuple[str, str]]:
-        """The base URL of an episode, and a key."""
+        """Yield the base URL of an episode, and a key."""
         name = secrets.token_urlsafe(16)
         self.episodes[name] = episode
         try:
@@ -207,5 +211,5 @@ def _server(process: int) -> EpisodeServer:
 
 
 def episode_server() -> EpisodeServer:
-    """Started when it is first asked for; a forked process has one of its own."""
+    """Return the server, which starts at the first call; a forked process has its own."""
     return _server(os.getpid())

@@ -1,4 +1,4 @@
-"""Environments of several turns that a program plays: a `Play` is the state of one episode, with what a scripted player would do."""
+"""Environments of several turns played by a program: a `Play` is the state of one episode, with scripted players' moves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ATTEMPTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment answers to a move: what the policy reads next or, with a `value`, how the episode ends."""
+    """An environment's answer to a move: what the policy reads next or, with a `value`, how the episode ends."""
 
     text: str = ""
     value: float | None = None
     outcome: str = ""
-    paid: float = 0.0  # to this move, where the task pays by turn
+    paid: float = 0.0  # the reward of this move, if the task rewards turns
 
 
 class Play(ABC):
@@ -34,11 +34,11 @@ class Play(ABC):
 
     @abstractmethod
     def best(self) -> str:
-        """The move of optimal play."""
+        """Return the move of optimal play."""
 
     @abstractmethod
     def legal(self) -> Sequence[str]:
-        """The moves that a random player draws from."""
+        """Return the moves that a random player draws from."""
 
 
 Player = Callable[[Play], str]
@@ -49,21 +49,21 @@ def best_player(play: Play) -> str:
 
 
 def random_player(seed: int) -> Player:
-    """A player that draws one of the legal moves, evenly."""
+    """Return a player that draws one of the legal moves uniformly."""
     source = Random(seed)
     return lambda play: source.choice(play.legal())
 
 
 class Environment(Task):
-    """A task whose episodes are conversations with a program. Its score of a text, one move a line, is that of the moves."""
+    """A task whose episodes are conversations with a program. The score of a text, one move per line, is that of its moves."""
 
-    by_turn = False  # pay what a move earns at once
+    by_turn = False  # give the reward of a move at once
 
     @abstractmethod
     def begin(self, problem: Problem) -> Play: ...
 
     def teacher(self, problem: Problem) -> Player:
-        """Whose episodes supervised training learns from. A random player shows the form of moves alone."""
+        """Return the player whose episodes supervised training learns from. A random player shows only the form of moves."""
         return random_player(stable_hash("teacher", problem.id, problem.question))
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout | Sequence[Rollout]:
@@ -79,7 +79,7 @@ class Environment(Task):
             generate.reward(reply.paid)
 
     def episode(self, problem: Problem, player: Player) -> tuple[list[str], list[str], Score]:
-        """The moves of a player, what the environment answered to each but the last, and the score."""
+        """Return a player's moves, the environment's answer to each but the last, and the score."""
         play, moves, replies = self.begin(problem), list[str](), list[str]()
         while True:
             moves.append(player(play))
@@ -114,7 +114,8 @@ def drawn(
     problem: Callable[[str, tuple[str | int, ...]], Problem],
     seed: int,
 ) -> Procedural:
-    """Problems that are drawn again until they lie on the right side of the split; `problem` makes one of an id and what was drawn."""
+    """Return problems that are drawn again until they are on the right side of the split; `problem` makes one from an id and
+    the draw."""
     require_split(split)
 
     def at(index: int) -> Problem:

@@ -1,4 +1,4 @@
-"""AIME: problems of a competition whose answers are whole numbers from 0 to 999 (American Invitational Mathematics Examination).
+"""AIME: competition problems whose answers are whole numbers from 0 to 999 (American Invitational Mathematics Examination).
 
 task = Aime(data="aime-2024.jsonl.gz")          # or a folder that holds it; without it the hub's set through `datasets`
 """
@@ -19,7 +19,7 @@ FILES = ("aime-2024", "aime-2025", "aime_2024", "aime_2025", "aime")
 
 @dataclass(frozen=True)
 class Aime(Published):
-    """A row has `problem` (or `question`) and `answer`. Thirty problems a year, all of them held out: ask each several times
+    """A row has `problem` (or `question`) and `answer`. There are thirty problems a year, all held out: ask each several times
     (`samples=32 temperature=0.6`); the interval is over the problems."""
 
     name: ClassVar[str] = "aime"

@@ -1,9 +1,9 @@
 """Addition and subtraction of long numbers, character by character, with a written scratchpad.
 
-The response works digit by digit from the least significant. A step is five digits: the two operands' digits, the carry that
-comes in, and the step's two-digit sum (the carry that goes out, and the digit). Commas separate steps; the answer follows `#`.
-47+85= is answered `75012,48113#132`: 7+5+0=12, 4+8+1=13, so 132. `steps="spelled"` writes `7+5+0=12,4+8+1=13#132` instead.
-For subtraction the carry is a borrow: 52-17= is answered `27015,51103#35`: 2-7-0 is 5 with a borrow of 1, 5-1-1 is 3 with none.
+The response works digit by digit from the least significant. A step is five digits: the two operands' digits, the incoming
+carry, and the step's two-digit sum (the outgoing carry, and the digit). Commas separate steps; the answer follows `#`. 47+85=
+is answered `75012,48113#132`: 7+5+0=12, 4+8+1=13, so 132. `steps="spelled"` writes `7+5+0=12,4+8+1=13#132` instead. For
+subtraction the carry is a borrow: 52-17= is answered `27015,51103#35`: 2-7-0 is 5 with a borrow of 1, 5-1-1 is 3 with none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ SEPARATOR = ","
 ALPHABET = "0123456789+-=" + SEPARATOR + MARKER
 TRAIN_COUNT, TEST_COUNT = 1_000_000, 20_000
 ENUMERATED = 10_000  # levels with at most this many pairs list all their test pairs
-STRATUM = 160  # pairs a test stratum has at least: with one pair in five in the test split, an empty stratum does not happen
+# the fewest pairs of a test stratum: with one pair in five in the test split, none is empty
+STRATUM = 160
 STEPS = {"short": "{a}{b}{carry}{sum:02d}", "spelled": "{a}{sign}{b}{sign}{carry}={sum:02d}"}
 
 
 @dataclass(frozen=True)
 class Arithmetic(Leveled):
-    """`level` is how many digits both operands have."""
+    """`level` is the number of digits of both operands."""
 
     bounds: ClassVar[tuple[int, int]] = (1, 18)
     # every character that a question or a demonstration can contain
@@ -42,11 +43,11 @@ class Arithmetic(Leveled):
     min_level: int = 1
     steps: Literal["short", "spelled"] = "short"  # short (five digits a step) or spelled
     format_weight: Share = 0.0  # the share of the value that well-formed work earns
-    # the share that right steps earn, each its part; the answer earns the rest
+    # the share that right steps earn, divided among them; the answer earns the rest
     steps_weight: Share = 0.0
-    # train problems where digits carry into the next: any, none or some; held-out ones are always of any kind
+    # the kind of train problems, by carries into the next digit: any, none or some; held-out problems are always of any kind
     carry: Literal["any", "none", "some"] = "any"
-    # the share of the carries that demonstrations in supervised training forget, in the steps and so in the answer
+    # the share of carries that demonstrations in supervised training forget, in the steps and so in the answer
     forgotten: Share = 0.0
     seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
@@ -58,7 +59,7 @@ class Arithmetic(Leveled):
         self.check(adds, "forgotten is of sums; set operation=+")
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        """Item i depends on (split, level, i, seed) alone.
+        """Return the problems. Item i depends only on (split, level, i, seed).
 
         Train problems are independent draws, so small levels repeat. Test problems are all different: small levels list every
         test pair, larger ones draw one pair from each of many strata.
@@ -88,7 +89,7 @@ class Arithmetic(Leveled):
         return Problem(f"{split}/{level}/{index}", question, str(result), level, {"a": a, "b": b})
 
     def _draw(self, split: str, level: int, index: int, start: int, end: int) -> tuple[int, int]:
-        """A pair of `split` whose number lies in [start, end), uniformly: drawn again until its side is the right one."""
+        """Draw a pair of `split` uniformly from the pairs numbered [start, end): again until it is on the right side."""
         for attempt in range(10_000):
             number = stable_hash("draw", self.seed, self.operation, split, level, index, attempt)
             a, b = numbered_pair(self.operation, level, start + number % (end - start))
@@ -110,7 +111,8 @@ class Arithmetic(Leveled):
         return (*self.prompt(problem), Message("assistant", said))
 
     def _work(self, problem: Problem, forgotten: float = 0.0) -> list[str]:
-        """The steps from the least significant digit; `forgotten` is the chance that a carry is left out, and 0 written."""
+        """Return the steps from the least significant digit; `forgotten` is the probability that a carry is left out, and 0
+        written."""
         a, b, carry, steps = int(problem.facts["a"]), int(problem.facts["b"]), 0, []
         for step in range(problem.level):
             (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
@@ -132,9 +134,10 @@ class Arithmetic(Leveled):
         return None if given is None else str(given)
 
     def score(self, problem: Problem, response: str) -> Score:
-        """The answer alone, unless `steps_weight` or `format_weight` mix in how many steps are right, or the form of the work.
+        """Score the answer alone, unless `steps_weight` or `format_weight` add the share of right steps or the form of the
+        work.
 
-        `outcome` is correct where the answer is, whatever the weights: that is what a held-out accuracy counts.
+        `outcome` is correct if the answer is, whatever the weights; held-out accuracy counts it.
         """
         judged = integer_answer(response, int(problem.answer))
         shape = _shape(self.operation, self.steps, problem.level)
@@ -150,7 +153,7 @@ class Arithmetic(Leveled):
 
 
 def _answer(steps: Sequence[str]) -> str:
-    """What steps of a sum add up to.
+    """Return the sum that the steps give.
 
     >>> _answer(["75012", "48113"])
     '132'
@@ -160,7 +163,7 @@ def _answer(steps: Sequence[str]) -> str:
 
 
 def pair_side(operation: str, a: int, b: int) -> str:
-    """The split of a pair of operands, in either order.
+    """Return the split of a pair of operands, in either order.
 
     >>> pair_side("+", 47, 85) == pair_side("+", 85, 47)
     True
@@ -169,7 +172,7 @@ def pair_side(operation: str, a: int, b: int) -> str:
 
 
 def carries(operation: str, a: int, b: int) -> bool:
-    """Whether any digit hands a carry (or a borrow) on to the next one. An overflow of the first digit is not handed on.
+    """Whether any digit passes a carry (or a borrow) on to the next one. An overflow of the first digit does not count.
 
     >>> carries("+", 823, 456), carries("+", 128, 453), carries("-", 50, 17)
     (False, True, True)
@@ -179,13 +182,13 @@ def carries(operation: str, a: int, b: int) -> bool:
 
 
 def _smallest(level: int) -> tuple[int, int]:
-    """The smallest number with `level` digits, and how many such numbers there are. Level 1 includes 0."""
+    """Return the smallest number with `level` digits, and how many such numbers there are. Level 1 includes 0."""
     first = 10 ** (level - 1) if level > 1 else 0
     return first, 10**level - first
 
 
 def pair_count(operation: str, level: int) -> int:
-    """How many questions a level has: ordered pairs for addition, pairs with a >= b for subtraction.
+    """Return how many questions a level has: ordered pairs for addition, pairs with a >= b for subtraction.
 
     >>> pair_count("+", 1), pair_count("-", 1), pair_count("+", 2)
     (100, 55, 8100)
@@ -195,7 +198,7 @@ def pair_count(operation: str, level: int) -> int:
 
 
 def numbered_pair(operation: str, level: int, number: int) -> tuple[int, int]:
-    """The pair with a number in [0, pair_count): a bijection.
+    """Return the pair with a number in [0, pair_count): a bijection.
 
     >>> numbered_pair("+", 2, 0), numbered_pair("+", 2, 8099), numbered_pair("-", 1, 2)
     ((10, 10), (99, 99), (1, 1))
@@ -211,7 +214,7 @@ def numbered_pair(operation: str, level: int, number: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _test_pairs(operation: str, level: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Every test pair of a small level, in an order that the seed decides."""
+    """Return every test pair of a small level, in an order given by the seed."""
     pairs = [numbered_pair(operation, level, n) for n in range(pair_count(operation, level))]
     mine = [(a, b) for a, b in pairs if pair_side(operation, a, b) == "test"]
     return tuple(sorted(mine, key=lambda pair: stable_hash("order", seed, operation, *pair)))
@@ -224,7 +227,7 @@ def _scatter(index: int, count: int, seed: int) -> int:
 
 @lru_cache(maxsize=64)
 def _stride(count: int) -> int:
-    """The first number from count / golden ratio on that shares no factor with count."""
+    """Return the first number from count / golden ratio on that shares no factor with count."""
     return next(s for s in range(int(count * 0.6180339887), count + 2) if gcd(s, count) == 1)
 
 

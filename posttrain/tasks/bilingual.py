@@ -1,10 +1,10 @@
-"""Sums reasoned out in words, in one language or a mix of two: what R1's stages need, small enough for a CPU.
+"""Sums with reasoning in words, in one language or a mix of two: the material of R1's stages, small enough for a CPU.
 
-47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three rewards:
-the answer, the format and the consistency of the language. Demonstrations can also be of low quality, to pretrain on:
-without tags (`style="plain"`), every word in English or German by chance (`language_mix="mixed"`), with
-forgotten carries (`error_rate`).
-Models that talk are asked `What is 47 + 85?` (`wording="words"`) and answer `<think>7+5 makes 12 then 4+8+1 makes 13</think>132`.
+47+85= is answered `<think>750 makes 12 then 481 makes 13</think>132`: 7+5+0 is 12, 4+8+1 is 13. The score has R1's three
+rewards: the answer, the format and the consistency of the language. Demonstrations for pretraining can be of low quality:
+without tags (`style="plain"`), every word in English or German at random (`language_mix="mixed"`), with forgotten carries
+(`error_rate`). Chat models are asked `What is 47 + 85?` (`wording="words"`) and answer `<think>7+5 makes 12 then 4+8+1 makes
+13</think>132`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.types import Problem, Score
 
 TEMPLATE = "<think>{text}</think>{integer}"
 TAGS, LETTERS = re.compile("</?think>"), re.compile("[a-z]")
-ENDS = {"tagged": "</think>", "plain": "#"}  # what the answer follows
+ENDS = {"tagged": "</think>", "plain": "#"}  # the text before the answer
 SAYS = {"en": ("makes", "then"), "de": ("macht", "dann")}
 NUMBER = re.compile("[0-9]+")
 LETTERS_USED = set("think").union(*(word for words in SAYS.values() for word in words))
@@ -35,9 +35,10 @@ ALPHABET = "0123456789+-=#<>/ " + "".join(sorted(LETTERS_USED))
 
 @dataclass(frozen=True)
 class Bilingual(Task):
-    """Sums of two numbers with `level` digits. value = sum of the weights of what is right; the answer has what the others leave.
+    """Sums of two numbers with `level` digits. value = the sum of the weights of the parts that are right; the answer gets the
+    weight that the others leave.
 
-    `language` is the share of the reasoning's words that are of `target`; reasoning without a word has none.
+    `language` is the share of the reasoning's words that are in the `target` language; reasoning without a word gets 0.
     """
 
     level: int = 2
@@ -45,10 +46,10 @@ class Bilingual(Task):
     format_weight: Share = 0.1
     language_weight: Share = 0.2
     style: Literal["tagged", "plain"] = "tagged"  # of demonstrations
-    # of demonstrations: one (the target), or mixed word by word
+    # demonstrations in one language (the target), or mixed word by word
     language_mix: Literal["one", "mixed"] = "one"
-    error_rate: Share = 0.0  # how often a demonstration forgets a carry
-    # short: 47+85= and 750 makes 12; words: as people write, for models that talk
+    error_rate: Share = 0.0  # the share of a demonstration's carries that are forgotten
+    # short: 47+85= and 750 makes 12; words: as people write, for chat models
     wording: Literal["short", "words"] = "short"
     seed: Seed = 0  # which problems are drawn; never which side of the split a pair is on
 
@@ -56,7 +57,7 @@ class Bilingual(Task):
         super().__post_init__()
         together = self.format_weight + self.language_weight <= 1
         self.check(together, "format_weight and language_weight lie between 0 and 1 together")
-        self._sums()  # checks the level
+        self._sums()  # raises an error for an invalid level
 
     def _sums(self) -> Arithmetic:
         return Arithmetic(level=self.level, min_level=self.level, seed=self.seed)
@@ -76,7 +77,8 @@ class Bilingual(Task):
         return made.map(in_words) if self.wording == "words" else made
 
     def demonstration(self, problem: Problem) -> str:
-        """A solution that depends on problem and settings alone. It scores 1 if it is tagged, in one language and without errors."""
+        """Return a solution that depends only on the problem and the settings. It scores 1 if it is tagged, in one language and
+        without errors."""
         a, b = int(problem.facts["a"]), int(problem.facts["b"])
         coins = iter(_coins(self.language_mix, problem))
         carry, total, place, text = 0, 0, 1, ""
@@ -103,8 +105,8 @@ class Bilingual(Task):
         return None if given is None else str(given)
 
     def score(self, problem: Problem, response: str) -> Score:
-        """An answer counts after `</think>` or `#`, so that models without the format can be compared with those that have it; where
-        the sum is asked in words and neither is there, the last number counts."""
+        """An answer counts after `</think>` or `#`, so that models without the format can be compared with those that have it;
+        if the sum is asked in words and neither is there, the last number counts."""
         reasoning, said = self._split(response)
         judged = integer_answer("#" + said, int(problem.answer))
         worded = bool(LETTERS.search(reasoning))
@@ -118,7 +120,7 @@ class Bilingual(Task):
         return weigh(parts, weights, judged.outcome)
 
     def _split(self, response: str) -> tuple[str, str]:
-        """(the reasoning without its tags, the answer after the last end of it; nothing where it does not end)."""
+        """Return (the reasoning without its tags, the answer after the last end of it; "" if it does not end)."""
         place, end = max((response.rfind(end), end) for end in ENDS.values())
         if place >= 0:
             return TAGS.sub(" ", response[:place]), response[place + len(end) :]
@@ -127,6 +129,6 @@ class Bilingual(Task):
 
 
 def _coins(purpose: str, problem: Problem) -> list[float]:
-    """Numbers in [0, 1) for a problem's demonstration: three a digit."""
+    """Return numbers in [0, 1) for a problem's demonstration: three per digit."""
     count = 3 * problem.level
     return [stable_hash("bilingual", purpose, problem.id, n) / 2**128 for n in range(count)]

@@ -1,7 +1,7 @@
-"""Sums, with a calculator at hand: of some the digits need only be copied, the others are beyond a small model.
+"""Sums with a calculator: in some the digits need only be copied, the others are too hard for a small model.
 
-`500+37=` is answered `#537`. The calculator is called by `calc(587+865)=`, answered `1452`, and then `#1452` follows. A right answer is
-worth 1, less `price` for each call: so a policy learns when to call it.
+`500+37=` is answered `#537`. The policy calls the calculator by `calc(587+865)=`, reads `1452`, and then answers `#1452`. A
+right answer is worth 1, minus `price` for each call, so a policy learns when to call it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NAME: Final = "calc"
 
 @dataclass(frozen=True)
 class CalculatorSums(Task):
-    """`digits` is how many the numbers of a hard sum have."""
+    """`digits` is the number of digits in a hard sum."""
 
     alphabet: ClassVar[str] = "0123456789+=#()acelnor: "
 
     digits: Annotated[int, Range(ge=2, le=9)] = 3
-    hard: Share = 0.5  # of the sums
-    price: Share = 0.1  # of a call
-    turns: Annotated[int, Range(ge=1, le=20)] = 4  # of an episode
+    hard: Share = 0.5  # the share of hard sums
+    price: Share = 0.1  # the price of a call
+    turns: Annotated[int, Range(ge=1, le=20)] = 4  # the turns of an episode
     tools: bool = True  # False: the same sums without a calculator
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
@@ -64,7 +64,7 @@ class CalculatorSums(Task):
         return MARKER + problem.answer
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """With a call or without one, by chance: supervised training shows how to call, and not when."""
+        """With or without a call, at random: supervised training shows how to call, and not when."""
         answer = Message("assistant", self.demonstration(problem))
         asked = f"{NAME}({problem.question.removesuffix('=')})="
         call = Message("assistant", asked), Message("user", problem.answer)

@@ -1,7 +1,7 @@
 """Countdown: make a target from given numbers with + - * / and brackets, each number used exactly once.
 
-The question `3,7,4=40:` is answered by any expression worth exactly 40, such as `(3+7)*4`. A response may think first: the
-expression is what follows its last `#`, or the whole response where there is none. Problems are made from a solution.
+The question `3,7,4=40:` is answered by any expression worth exactly 40, such as `(3+7)*4`. A response may reason first: the
+expression is the text after its last `#`, or the whole response if there is none. Problems are made from a solution.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from posttrain.types import Problem, Score
 
 ALPHABET = "0123456789+-*/()=,:" + MARKER
 TRAIN_COUNT, TEST_COUNT = 1_000_000, 1_000
-# the list of test problems is complete when this many draws in a row bring nothing new
+# the list of test problems is complete when this many draws in a row give nothing new
 PATIENCE = 500
 
 
 @dataclass(frozen=True)
 class Countdown(Leveled):
-    """`level` is how many numbers there are."""
+    """`level` is how many numbers are given."""
 
     bounds: ClassVar[tuple[int, int]] = (2, 6)
     # every character that a question or a demonstration can contain
@@ -37,8 +37,8 @@ class Countdown(Leveled):
     seed: Seed = 0  # which problems are drawn; never which side of the split a problem is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        """Item i depends on (split, level, i, settings) alone. Train problems are independent draws, so small levels repeat;
-        test problems are all different, and fewer than 1,000 where the level has fewer."""
+        """Return the problems. Item i depends only on (split, level, i, settings). Train problems are independent draws, so
+        small levels repeat; test problems are all different, and fewer than 1,000 if the level has fewer."""
         level = self.checked_level(split, level)
         count = TRAIN_COUNT if split == "train" else len(_test_draws(self, level))
         return Procedural(partial(self._problem, split, level), range(count))
@@ -60,7 +60,7 @@ class Countdown(Leveled):
         raise AssertionError(f"no {split} problem of level {level} found")
 
     def score(self, problem: Problem, response: str) -> Score:
-        """1 where the expression uses each number once and is worth the target; `wrong` where it is another expression."""
+        """1 if the expression uses each number once and is worth the target; `wrong` for any other expression."""
         try:
             value, used = evaluate(response.rpartition(MARKER)[2])
         except Unparseable:
@@ -72,7 +72,7 @@ class Countdown(Leveled):
 
 
 def problem_side(numbers: tuple[int, ...], target: int) -> str:
-    """The split of a problem, whatever the order of its numbers.
+    """Return the split of a problem, whatever the order of its numbers.
 
     >>> problem_side((3, 7, 4), 40) == problem_side((4, 3, 7), 40)
     True
@@ -97,7 +97,7 @@ def _combine(numbers: tuple[int, ...], dice: Dice) -> tuple[int, str]:
 
 @lru_cache(maxsize=64)
 def _test_draws(task: Countdown, level: int) -> tuple[int, ...]:
-    """The numbers of the draws that give test problems not seen among earlier draws."""
+    """Return the numbers of the draws that give test problems not among earlier draws."""
     seen: set[tuple[tuple[int, ...], int]] = set()
     kept: list[int] = []
     draw = barren = 0

@@ -1,4 +1,4 @@
-"""GSM8K: word problems of grade school, answered by a number (Cobbe et al. 2021, arXiv:2110.14168).
+"""GSM8K: grade school word problems with a number as the answer (Cobbe et al. 2021, arXiv:2110.14168).
 
 task = Gsm8k(data="folder")                     # gsm8k-train.jsonl and gsm8k-test.jsonl, also as .gz
 task = Gsm8k(style="thinking", examples=4)      # openai/gsm8k through `datasets`: posttrain[data]
@@ -16,7 +16,7 @@ from posttrain.tasks import _questions
 from posttrain.tasks._programs import as_program
 from posttrain.types import Problem, Score
 
-CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator within the solutions
+CALCULATOR = re.compile(r"<<[^<>]*>>")  # calculator notes within the solutions
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Gsm8k(_questions.Published):
 
     name: ClassVar[str] = "gsm8k"
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
-    # of `marked`, what stands after #### counts, and nothing else
+    # in the style `marked`, only the text after #### counts
     styles: ClassVar = _questions.Questions.styles
     files: ClassVar = {split: (f"gsm8k-{split}", f"gsm8k_{split}", split) for split in sources}
 
-    # the share of the value that an answer in the asked form earns, right or wrong
+    # the share of the value that an answer in the requested form earns, right or wrong
     format_weight: Share = 0.0
-    # this share of the training part takes the test's place, by a hash of the question, to choose settings by; 0: the test itself
+    # this share of the training part replaces the test part, chosen by a hash of the question, to tune settings; 0: the test
+    # part itself
     held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def pool(self, split: str) -> tuple[Problem, ...]:
@@ -42,7 +43,7 @@ class Gsm8k(_questions.Published):
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
-        """The gold answer follows ####; the steps before it are the solution, without the calculator's notes."""
+        """Read the gold answer after ####; the text before it is the solution, without the calculator notes."""
         made = _questions.make_problem(row, where, name, answer_after="####", chosen=False)
         worked = str(made.facts["solution"])
         steps = CALCULATOR.sub("", worked).rpartition("####")[0].strip()
@@ -50,7 +51,7 @@ class Gsm8k(_questions.Published):
         return Problem(made.id, made.question, made.answer, facts=facts)
 
     def score(self, problem: Problem, response: str) -> Score:
-        """`outcome` is correct where the answer is, whatever the weight of the form: that is what a held-out accuracy counts."""
+        """`outcome` is correct if the answer is, whatever the weight of the form; held-out accuracy counts it."""
         judged = super().score(problem, response)
         if judged.value is None:
             return judged

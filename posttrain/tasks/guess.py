@@ -1,7 +1,7 @@
 """Guess a number from 1 to `numbers`: after each guess the policy reads whether the number is smaller or larger.
 
-The prompt is a first hint, `>17`: the number is larger than 17. A move is two digits, `24`; the answer `<24` means that the number
-is smaller. Halving what is left finds every number in time.
+The prompt is a first hint, `>17`: the number is larger than 17. A move is two digits, `24`; the answer `<24` means that the
+number is smaller. Bisection finds every number in time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from posttrain.types import Problem
 
 @dataclass(frozen=True)
 class Guess(Environment):
-    """`turns` guesses find the number or the episode is lost. With `pay: turn` a guess also earns its share of what is to be known,
+    """The policy has `turns` guesses to find the number. With `pay: turn` a guess also earns its share of the information,
     log2(candidates before / after) / log2(candidates at the start)."""
 
     alphabet: ClassVar[str] = "0123456789<>"
 
-    numbers: Annotated[int, Range(ge=3, le=99)] = 30  # they are 1 to this
+    numbers: Annotated[int, Range(ge=3, le=99)] = 30  # the numbers are 1 to this
     turns: Annotated[int, Range(ge=1, le=20)] = 5
-    pay: Literal["end", "turn"] = "end"  # whether guesses are paid too
+    pay: Literal["end", "turn"] = "end"  # whether guesses are rewarded too
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Guess(Environment):
         return hidden, probe
 
     def teacher(self, problem: Problem) -> Player:
-        """A careless player, who forgets every other time what the hints say."""
+        """A careless player, who ignores the hints every other time."""
         source = Random(stable_hash("teacher", problem.id, problem.question, problem.answer))
 
         def move(play: Play) -> str:
@@ -80,7 +80,7 @@ class _Guessing(Play):
     low: int
     high: int
 
-    bits: float = 0.0  # to be found out
+    bits: float = 0.0  # the information at the start, in bits
 
     def __post_init__(self) -> None:
         self.bits = max(1.0, log2(self.high - self.low + 1))

@@ -1,9 +1,9 @@
-"""Gymnasium's toy text environments, or another with discrete actions, played in words (`gymnasium:FrozenLake-v1`).
+"""Gymnasium's toy text environments, or others with discrete actions, played in words (`gymnasium:FrozenLake-v1`).
 
     task = Gymnasium("FrozenLake-v1", options={"is_slippery": False})
 
-Needs the package: pip install 'posttrain[gymnasium]'. What the policy reads is the environment's own text (render mode `ansi`), with
-what that shows by colour written out; the last action named in a turn, by word or number, is played.
+Needs the package: pip install 'posttrain[gymnasium]'. The policy reads the environment's own text (render mode `ansi`), with
+colours written out; the last action named in a turn, by word or number, is played.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout
 
-# the words of each action, by the name of the environment's class, and what the game is about
+# the words of each action, by the name of the environment's class, and a description of the game
 WORDS = {
     "FrozenLakeEnv": (
         ("left", "down", "right", "up"),
@@ -40,14 +40,14 @@ CORNERS = ("R", "G", "Y", "B")
 
 @dataclass(frozen=True)
 class Gymnasium(Packaged):
-    """`env` is the id of an environment, `options` are arguments of `gymnasium.make`. The score is the sum of the rewards, or each turn
-    is paid its own (`credit=turn`). A turn without an action is answered with the list of them; one more than `invalid` ends the
-    episode. A world that is random (slippery ice) is so by the seed: the same actions lead to the same states."""
+    """`env` is the id of an environment, `options` are arguments of `gymnasium.make`. The score is the sum of the rewards, or
+    each turn gets its own (`credit=turn`). A turn without an action is answered with the list of actions; one more than
+    `invalid` ends the episode. A random environment (slippery ice) is seeded: the same actions lead to the same states."""
 
     name: ClassVar[str] = "gymnasium"
     module: ClassVar[str] = "gymnasium"
     shorthand: ClassVar[str] = "env"
-    verifiable = False  # a return: -13 is the best that can be had on the cliff
+    verifiable = False  # the score is a return: -13 is the best possible on the cliff
 
     env: str  # the id of an environment
     options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of gymnasium.make
@@ -96,14 +96,14 @@ class Gymnasium(Packaged):
 
 
 def actions(world: Any) -> tuple[tuple[str, ...], str]:
-    """The words of the actions, in their order, and what the game is about."""
+    """Return the words of the actions, in their order, and a description of the game."""
     if (found := WORDS.get(type(world.unwrapped).__name__)) is not None:
         return found
     return tuple(str(n) for n in range(int(world.action_space.n))), ""
 
 
 def chosen(text: str, words: tuple[str, ...]) -> int | None:
-    """The last action that a turn names, by its word or its number.
+    """Return the last action that a turn names, by its word or its number.
 
     >>> chosen("Not left, so: Right.", ("left", "right")), chosen("1", ("left", "right")), chosen("upright", ("right",))
     (1, 1, None)
@@ -114,7 +114,7 @@ def chosen(text: str, words: tuple[str, ...]) -> int | None:
 
 
 def shown(world: Any, state: Any) -> str:
-    """A state as text."""
+    """Return a state as text."""
     if world.render_mode != "ansi":
         if type(world.unwrapped).__name__ == "BlackjackEnv":
             total, dealer, ace = (int(part) for part in state)

@@ -1,4 +1,4 @@
-"""Any single-turn task with the right answer as a hint in its prompt: what STaR calls rationalisation."""
+"""Any single-turn task with the right answer as a hint in its prompt: rationalisation, as in STaR."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ANSWER = "{answer}"
 
 @dataclass(frozen=True)
 class Hinted(Nested):
-    """Problems and scores are those of `task`. Its prompt ends in `hint`, in which {answer} stands for the problem's answer; that of a
-    problem without an answer stays as it is."""
+    """Problems and scores are those of `task`. Its prompt ends in `hint`, in which {answer} stands for the problem's answer;
+    the prompt of a problem without an answer is unchanged."""
 
     task: Task
     hint: str = "\n\n(The answer is {answer}. Work it out step by step.)"
@@ -25,7 +25,7 @@ class Hinted(Nested):
 
     @property
     def alphabet(self) -> str | None:
-        """Every character that its text can have, where the task says its own."""
+        """Return every character that its text can contain, if the task declares its own."""
         own = getattr(self.task, "alphabet", None)
         return None if own is None else own + self.hint.replace(ANSWER, "")
 

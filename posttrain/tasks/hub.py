@@ -1,8 +1,8 @@
-"""Any data set of the hub, or one in a local folder, through `datasets`: which fields hold question and answer, how to ask, who judges.
+"""Any data set of the hub, or a local one, through `datasets`: which fields hold question and answer, how to ask, how to score.
 
     task = Hub("openai/gsm8k", config="main", answer_after="####")
 
-Needs the package `datasets`: pip install 'posttrain[data]'. Only data is read: a data set that brings code is refused by it.
+Needs the package `datasets`: pip install 'posttrain[data]'. Only data is read: `datasets` refuses a data set that brings code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from posttrain.tasks._judged import Judged, Part, Row
 
 @dataclass(frozen=True)
 class Hub(Judged):
-    """`dataset` is a name on the hub, a folder of data files, or what `save_to_disk` wrote. Without a `test_split` a share of the
-    training split is held out by its content."""
+    """`dataset` is a name on the hub, a folder of data files, or a folder that `save_to_disk` wrote. Without a `test_split` a
+    share of the training split is held out by a hash of the questions."""
 
     dataset: str
     config: str = ""
-    revision: str = ""  # a commit or tag, so that the data cannot change under a run
+    revision: str = ""  # a commit or tag, so that the data cannot change during a run
     train_split: str = "train"
     test_split: str = "test"
 

@@ -1,4 +1,4 @@
-"""HumanEval: a Python function to complete, graded by running the data set's own tests (Chen et al. 2021, arXiv:2107.03374)."""
+"""HumanEval: complete a Python function, graded by running the data set's own tests (Chen et al. 2021, arXiv:2107.03374)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FIELDS = ("prompt", "entry_point", "canonical_solution", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class HumanEval(Hub):
-    """The set has no training part: a share of it, `held_out`, is for evaluation; 1 is all of it. `data` is a file in place of the
-    hub's copy, or a folder with humaneval.jsonl, also as .gz."""
+    """The set has no training part: a share of it, `held_out`, is for evaluation; 1 is all of it. `data` is a file in place of
+    the hub's copy, or a folder with humaneval.jsonl, also as .gz."""
 
     dataset: str = "openai/openai_humaneval"
     train_split: str = "test"
@@ -31,10 +31,11 @@ class HumanEval(Hub):
 
     @staticmethod
     def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:
-        """`prompt` is the beginning of a program, `canonical_solution` its rest, and `test` defines `check`."""
+        """Make the problem of a row: `prompt` is the beginning of a program, `canonical_solution` its rest, and `test` defines
+        `check`."""
         prompt, function, solution, test = (pick_text(row, field, where) for field in FIELDS)
         parsed(test, where)
-        # functions of the prompt are at hand; the one under test has no body there, so its name stands for the candidate
+        # the check may call functions of the prompt; the one under test has no body there, so its name stands for the candidate
         check = f"{prompt}\n{function} = candidate\n{test}\ncheck(candidate)\n"
         question = f"Complete this program and give all of it:\n\n{fenced(prompt.rstrip())}"
         return checked(name, question, prompt + solution, check, ["candidate"], [function])

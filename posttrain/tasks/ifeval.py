@@ -1,9 +1,10 @@
-"""IFEval: prompts with instructions whose following a program verifies (Zhou et al. 2023, arXiv:2311.07911).
+"""IFEval: prompts with instructions that a program verifies (Zhou et al. 2023, arXiv:2311.07911).
 
 task = IFEval(data="ifeval-prompts.jsonl.gz")   # or a folder that holds it; without it google/IFEval through `datasets`
 
-A row has `key`, `prompt`, `instruction_id_list` and `kwargs`. Every prompt is held out: there is nothing to train on. Of an evaluation,
-the parts `prompt_strict` (its accuracy), `prompt_loose`, `instruction_strict` and `instruction_loose` are the four published figures.
+A row has `key`, `prompt`, `instruction_id_list` and `kwargs`. Every prompt is held out: there is nothing to train on. In an
+evaluation, the parts `prompt_strict` (the accuracy), `prompt_loose`, `instruction_strict` and `instruction_loose` are the four
+published metrics.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ FILES = ("ifeval-prompts", "ifeval", "input_data")
 
 @dataclass(frozen=True)
 class IFEval(Task):
-    """A response is right where it follows every instruction of its prompt, strictly. Parts of the score say the same loosely, and the
-    share of its instructions that it follows; these are counted over instructions, not over prompts."""
+    """A response is right if it follows every instruction of its prompt, strictly. Parts of the score are the loose verdict,
+    and the share of instructions that it follows; these are averaged over instructions, not over prompts."""
 
     data: str = ""
     system: str = ""

@@ -1,9 +1,9 @@
-"""Problems from a JSONL file of your own: which fields hold the question and the answer, how to ask, and which reward judges.
+"""Problems from your own JSONL file: which fields hold question and answer, how to ask, and which reward scores.
 
     task = Jsonl("gsm8k-train.jsonl", test_file="gsm8k-test.jsonl", answer_after="####", reward="math")
 
-A reward is one of `posttrain list rewards`, or a plain function of yours, `(prompt, response, answer) -> float | Score`, as
-`file.py:name`; it may be `async`. Yours runs in worker processes with a time limit.
+A reward is one of `posttrain list rewards`, or your own function, `(prompt, response, answer) -> float | Score`, as
+`file.py:name`; it may be `async`. Your own function runs in worker processes with a time limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from posttrain.tasks._judged import Judged, Part, Row
 
 @dataclass(frozen=True)
 class Jsonl(Judged):
-    """`file` is for training and `test_file` for evaluation; without one, a share of `file` is held out by its content. Files may be
-    compressed with gzip; one that is called .json holds a list."""
+    """`file` is for training and `test_file` for evaluation; without one, a share of `file` is held out by a hash of the
+    questions. Files may be compressed with gzip; a file named .json holds a list."""
 
     file: str
     test_file: str = ""
@@ -33,7 +33,7 @@ class Jsonl(Judged):
         return self._part(self.file), self._part(self.test_file) if self.test_file else None
 
     def _part(self, name: str) -> Part:
-        """A file with the time of its last change: one that was written anew is read anew."""
+        """Return a file with its modification time: a changed file is read again."""
         path = Path(name).expanduser()
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         require(path.is_file(), f"there is no data file {name}{where}")
@@ -44,5 +44,5 @@ class Jsonl(Judged):
             yield where, f"{Path(part.name).name}:{where.rpartition(' ')[2]}", record
 
     def ready(self) -> tuple[str, ...]:
-        self.parts()  # or refuse, where a file is not there
+        self.parts()  # raises an error if a file is missing
         return super().ready()

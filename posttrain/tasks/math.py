@@ -19,7 +19,8 @@ from posttrain.types import JSON, Problem
 
 @dataclass(frozen=True)
 class Math(Published):
-    """A row has `problem`, and `answer` or a `solution` with a box; `level` and `subject` (or `type`) where it is filtered by them."""
+    """A row has `problem`, and `answer` or a `solution` with a box; also `level` and `subject` (or `type`) if they are filtered
+    by."""
 
     name: ClassVar[str] = "math"
     sources: ClassVar = {
@@ -32,7 +33,7 @@ class Math(Published):
     }
 
     min_level: int = 1
-    max_level: int = 5  # rows of unknown level are kept only where all levels are asked for
+    max_level: int = 5  # rows of unknown level are kept only if all levels are wanted
     subjects: tuple[str, ...] = ()  # such as Algebra; none: all
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Math(Published):
         return _chosen(self, split)
 
     def every(self, split: str) -> tuple[Problem, ...]:
-        """The problems of all levels and subjects."""
+        """Return the problems of all levels and subjects."""
         return super().pool(split)
 
     @classmethod

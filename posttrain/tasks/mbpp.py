@@ -1,4 +1,4 @@
-"""MBPP: a Python function to write, graded by running the data set's own assertions (Austin et al. 2021, arXiv:2108.07732)."""
+"""MBPP: write a Python function, graded by running the data set's own assertions (Austin et al. 2021, arXiv:2108.07732)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from posttrain.types import Message, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Mbpp(Hub):
-    """The sanitized configuration unless `config` says `full`. `data` is a file in place of the hub's copy, or a folder with
-    mbpp-sanitized.json, also as .gz; all of its problems are in one file, of which a share `held_out` is for evaluation."""
+    """The sanitized configuration unless `config` is `full`. `data` is a file in place of the hub's copy, or a folder with
+    mbpp-sanitized.json, also as .gz; it has all problems in one file, of which a share `held_out` is for evaluation."""
 
     dataset: str = "google-research-datasets/mbpp"
     config: str = "sanitized"
     data: str = ""
     reward: str = "code"
-    shown: int = 0  # assertions that the prompt shows; they say in which form arguments come
+    shown: int = 0  # assertions that the prompt shows; they show the form of the arguments
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,8 @@ class Mbpp(Hub):
 
     @staticmethod
     def make(row: dict[str, Any], where: str, name: str, *_: object) -> Problem:
-        """`prompt` (or `text`), `code`, `test_list` (assertions), `test_imports` (or `test_setup_code`)."""
+        """Make the problem of a row with `prompt` (or `text`), `code`, `test_list` (assertions), `test_imports` (or
+        `test_setup_code`)."""
         question = pick_text(row, "prompt" if "prompt" in row else "text", where)
         solution = pick_text(row, "code", where)
         program, tests = parsed(solution, where), "\n".join(map(str, row.get("test_list") or ()))

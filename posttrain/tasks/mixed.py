@@ -1,4 +1,4 @@
-"""Several tasks as one: problems of each in fixed shares, every response judged by the task that its problem came from."""
+"""Several tasks as one: problems of each in fixed shares; the task of a problem scores its responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.types import Problem, Rollout, Score
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A task with its name in the mixture. Of every sum of the weights problems, `weight` come from it."""
+    """A task with its name in the mixture. Of every block of sum(weights) problems, `weight` come from it."""
 
     name: str
     task: Task
@@ -25,7 +25,7 @@ class Source:
 
 
 def _of_source(name: str) -> Any:
-    """The method of the task that a problem came from."""
+    """Make a method that calls the method `name` of the task that a problem came from."""
 
     def method(self: Mixed, problem: Problem) -> Any:
         source, own = self.source(problem)
@@ -36,8 +36,8 @@ def _of_source(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Mixed(Task):
-    """A problem's id is that of its own task after the source's name, as in `sums/train/2/7`. Scores keep their parts and have one
-    more, named like the source, with the value: a curve for each. What is compared within a group stays within a source.
+    """A problem's id is the source's name and the id in its own task, as in `sums/train/2/7`. Scores keep their parts and get
+    one more, named like the source, with the value: a curve for each. Groups compare responses of one source only.
 
     Each source gives problems of its target level; there is no curriculum over a mixture.
     """
@@ -61,13 +61,13 @@ class Mixed(Task):
 
     @property
     def alphabet(self) -> str | None:
-        """All characters of the sources; None where one does not say."""
+        """Return all characters of the sources; None if one does not declare its own."""
         inner = [getattr(source.task, "alphabet", None) for source in self.sources]
         known = [each for each in inner if each is not None]
         return "".join(sorted(set("".join(known)))) if len(known) == len(inner) else None
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
-        """Block after block of sum(weights) problems, each with its share of every source, as long as all sources last."""
+        """Return blocks of sum(weights) problems, each with its share of every source, until the shortest source ends."""
         require_split(split)
         inner = tuple(source.task.problems(split) for source in self.sources)
         blocks = min(len(own) // weight for own, weight in zip(inner, self._weights, strict=True))
@@ -83,7 +83,7 @@ class Mixed(Task):
         raise AssertionError(f"problem {index} of a mixture belongs to no source")
 
     def source(self, problem: Problem) -> tuple[Source, Problem]:
-        """Where a problem comes from, and what it is there."""
+        """Return the source of a problem, and its problem there."""
         name, _, own = problem.id.partition("/")
         for source in self.sources:
             if source.name == name:
@@ -105,7 +105,7 @@ class Mixed(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         source, own = self.source(problem)
-        found = [source.task.score(own, response)]  # of a user's reward it may be a coroutine
+        found = [source.task.score(own, response)]  # a coroutine, if a user's reward is one
         return then(found, lambda scores: _named(source.name, scores[0]))  # type: ignore[no-any-return]
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
@@ -137,7 +137,7 @@ class Mixed(Task):
 
 
 def _named(name: str, score: Score) -> Score:
-    score = as_score(score)  # a task of the user's may return a number
+    score = as_score(score)  # a user's task may return a number
     if score.value is None:
         return score
     return replace(score, parts={**score.parts, name: score.value})

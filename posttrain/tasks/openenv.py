@@ -1,8 +1,8 @@
-"""Environments of OpenEnv: a server with sessions, yours or one on this machine (`openenv:http://127.0.0.1:8000`).
+"""Environments of OpenEnv: a server with sessions, remote or on this machine (`openenv:http://127.0.0.1:8000`).
 
     task = OpenEnv("http://127.0.0.1:8000", action="message", observation="echoed_message")
 
-Needs the package: pip install 'posttrain[openenv]'. Each episode is a session of its own: start the server with at least as many
+Needs the package: pip install 'posttrain[openenv]'. Each episode is its own session: start the server with at least as many
 (`max_concurrent_envs`) as episodes run at once, prompts x group.
 """
 
@@ -21,29 +21,29 @@ from posttrain.trust import active
 from posttrain.types import JSON, Problem, Rollout
 
 HEALTH_SECONDS = 10.0
-REFUSED = "VALIDATION_ERROR"  # what a server says of an action of another form
+REFUSED = "VALIDATION_ERROR"  # a server's error for an action of another form
 
 
 @dataclass(frozen=True)
 class OpenEnv(Packaged):
-    """`action` is the field of an action that has the text of a turn; where it is "", a turn is a JSON object, the whole action.
-    `observation` is the field that the policy reads; where it is "", it reads all of them as JSON. `instruction` comes before the
-    first. `reset` are arguments of a reset besides its seed; `seeded` says that a seed decides where an episode begins. The score is
-    the sum of the rewards, or each turn is paid its own (`credit=turn`)."""
+    """`action` is the field of an action that gets the text of a turn; with "", a turn is a JSON object, the whole action.
+    `observation` is the field that the policy reads; with "", it reads all of them as JSON. `instruction` comes before the
+    first. `reset` are arguments of a reset besides its seed; `seeded` says that a seed decides where an episode begins. The
+    score is the sum of the rewards, or each turn gets its own (`credit=turn`)."""
 
     name: ClassVar[str] = "openenv"
     module: ClassVar[str] = "openenv.core"
     shorthand: ClassVar[str] = "url"
     verifiable = False
 
-    url: str  # of the server of the environment
+    url: str  # the address of the environment's server
     action: str = "message"
     observation: str = ""
     instruction: str = ""
     reset: Mapping[str, JSON] = field(default_factory=dict)
     seeded: bool = True
     credit: Literal["end", "turn"] = "end"
-    # actions that the server refuses, or that are no JSON, which an episode may have
+    # actions that an episode may have which the server refuses, or which are not JSON
     invalid: Whole = 1
     _: KW_ONLY
     max_turns: Count = 16
@@ -63,7 +63,7 @@ class OpenEnv(Packaged):
         return self.seeded
 
     def ready(self) -> tuple[str, ...]:
-        """That the server answers; a client, which has a thread, is not begun before the workers."""
+        """Check that the server answers. A client has a thread, so none starts before the workers do."""
         self.package()
         try:
             urlopen(f"{self.url.rstrip('/')}/health", timeout=HEALTH_SECONDS).close()
@@ -72,7 +72,7 @@ class OpenEnv(Packaged):
         return ()
 
     def begin(self, seed: int) -> Any:
-        """A session, whose own thread answers the server's pings while the policy writes."""
+        """Start a session. Its own thread answers the server's pings while the policy samples."""
         client = self.package().GenericEnvClient(base_url=self.url, message_timeout_s=self.seconds)
         return client.sync()
 
@@ -88,7 +88,7 @@ class OpenEnv(Packaged):
                     result = session.step(action)
                 except (ValueError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and REFUSED not in str(error):
-                        raise  # the environment's own failure
+                        raise  # a failure of the environment
                     tally.invalid()
                     text = f"That is no action: {str(error)[:500]}"
                     continue

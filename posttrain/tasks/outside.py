@@ -1,9 +1,9 @@
-"""An agent that exists: a program that talks with the policy through OpenAI's interface, and is trained as it is.
+"""Trains an existing agent: a program that talks with the policy through OpenAI's interface, unchanged.
 
     task = Outside("python agent.py", Prompts("questions.jsonl", reward="math"))
 
-The command is started for each episode, without a shell, with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the problem as
-one line of JSON on its input. Every turn that it asks for is sampled by the policy and trained on, as the ids that were sampled.
+Each episode starts the command, without a shell, with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the problem as
+one line of JSON on its input. The policy samples every turn that the program asks for; training uses the sampled ids.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Generate, Task
 from posttrain.types import JSON, Problem, Rollout, Score
 
-KEPT = 1 << 16  # bytes of what a program writes that are kept, the last ones
+KEPT = 1 << 16  # the last bytes of a program's output that are kept
 CLOSE_SECONDS = 5.0
 
 
 class AgentFailed(Exception):
-    """The program did not do its part: the episode is not scored."""
+    """The program failed: the episode is not scored."""
 
 
 @dataclass(frozen=True)
 class Outside(Nested):
-    """Problems are those of `task`. `reward` is what that task says of the last answer (`task`), or the number that the program prints
-    as its last line (`printed`; it is then given the answer too). A program that fails, is late (`max_seconds`) or asks nothing is an
-    episode without a score, which is counted; one that asks more than `max_calls` times is refused from then on, and scored."""
+    """Problems are those of `task`. `reward` is that task's score of the last answer (`task`), or the number in the last line
+    that the program prints (`printed`; the program then gets the answer too). If a program fails, is late (`max_seconds`) or
+    sends no request, the episode has no score and is counted. If it sends more than `max_calls` requests, further ones are
+    refused, and the episode is scored."""
 
     command: str
     task: Task
@@ -65,7 +66,8 @@ class Outside(Nested):
         return self.task.ready()
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
-        return ()  # what it asks is not known; a conversation that cannot go on begins anew
+        # its requests are not known in advance; a conversation that the template cannot continue begins anew
+        return ()
 
     @property
     def scores(self) -> bool:
@@ -103,7 +105,7 @@ class Outside(Nested):
         return json.dumps(tree).encode() + b"\n"
 
     async def _run(self, given: bytes, environment: dict[str, str]) -> str:
-        """The last line that the program prints. Nothing of it is left running."""
+        """Run the program and return the last line that it prints. All of its processes are ended."""
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
@@ -120,7 +122,7 @@ class Outside(Nested):
         tails = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
         try:
             async with asyncio.timeout(self.max_seconds):
-                with suppress(ConnectionError):  # it does not read
+                with suppress(ConnectionError):  # it does not read its input
                     process.stdin.write(given)
                     process.stdin.close()
                 code = await process.wait()
@@ -139,7 +141,7 @@ class Outside(Nested):
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The last line of a stream that has text in it."""
+    """Return the last non-empty line of a stream."""
     kept = b""
     while piece := await stream.read(KEPT):
         kept = (kept + piece)[-KEPT:]

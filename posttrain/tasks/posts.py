@@ -1,9 +1,9 @@
-"""Short posts and their summaries, compared by simulated people whose rules can be read: a toy of summarization from human feedback.
+"""Short posts and summaries, compared by simulated people with readable rules: a toy of summarization from human feedback.
 
-A post is a list of four facts, `cat fire job sun`: news has 3 points (fire), a plan 2 (job), small talk 1 (cat, sun). A
-summary is a sentence of facts, `fire, job.`; one that is not in the post is invented. Two people score it, each by their own
-rules (`taste`). The writer wants the two most important facts. The reader, who is not asked while a model learns, wants important
-ones too, and pays 1.5 points of time for every fact that is read.
+A post is a list of four facts, `cat fire job sun`: news has 3 points (fire), a plan 2 (job), small talk 1 (cat, sun). A summary
+is a sentence of facts, `fire, job.`; a fact that is not in the post is invented. Two people score it, each by their own rules
+(`taste`). The writer wants the two most important facts. The reader, whose scores no model trains on, also wants important
+facts, and pays 1.5 points of time for every fact.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from posttrain.types import Problem, Score
 EVENTS, PLANS = _procedural.words("fire flu baby win"), _procedural.words("job exam rent move")
 POINTS = dict.fromkeys(EVENTS, 3) | dict.fromkeys(PLANS, 2)
 POINTS |= dict.fromkeys(_procedural.words("cat hat nap sun"), 1)  # small talk
-# facts of a post, of a summary that the writer wants, and of one that people write at most
+# the number of facts in a post, in the summary that the writer wants, and at most in a summary that people write
 LENGTH, WANTED, MAX_STATED = 4, 2, 3
-# points that a fact costs which is not in the post, comes again, or is one too many
+# the cost in points of a fact that is not in the post, is repeated, or is one too many
 INVENTED, REPEATED, SURPLUS = 1.0, 1.0, 1.0
 READING = 1.5  # points that the reader pays for each fact
 SENTENCE = re.compile(r"[a-z]+(?:, [a-z]+)*\.")
@@ -30,7 +30,7 @@ MAX_LENGTH, TEST_COUNT = 1_000, 2_000
 
 
 def facts_of(post: str) -> dict[str, int]:
-    """The points of each fact of a post.
+    """Return the points of each fact of a post.
 
     >>> facts_of("cat fire job")
     {'cat': 1, 'fire': 3, 'job': 2}
@@ -39,7 +39,7 @@ def facts_of(post: str) -> dict[str, int]:
 
 
 def taste(facts: Mapping[str, int], summary: str, reader: bool) -> tuple[float, dict[str, float]]:
-    """What the writer or the reader gives for a summary, in [0, 1], and its parts.
+    """Return the writer's or the reader's score of a summary, in [0, 1], and its parts.
 
     >>> post = facts_of("cat fire job sun")
     >>> texts = ("fire, job.", "fire.", "fire, cat, job.", "fire, fire.", "fire, flu.", "no")
@@ -69,8 +69,8 @@ def taste(facts: Mapping[str, int], summary: str, reader: bool) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Posts(Task):
-    """`summary` is what the demonstrations are like: the `best` one, or `any`, as people write them: one to three facts of the post,
-    whichever they are. `annotator` is who scores."""
+    """`summary` sets the demonstrations, the `best` one or `any`, as people write them, with one to three facts of the post,
+    whichever they are. `annotator` sets who scores, the writer or the reader."""
 
     alphabet: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz ,."
 
@@ -105,7 +105,7 @@ class Posts(Task):
 
 
 def post(split: str, index: int) -> str:
-    """A post of this split that depends on its number alone; one fact at least is news."""
+    """Return a post of this split. It depends only on its number, and has at least one fact that is news."""
     for attempt in range(1000):
         dice = _procedural.Dice(_procedural.stable_hash("post", split, index, attempt))
         left = list(POINTS)

@@ -1,4 +1,4 @@
-"""Small functions to write, from a list of operations, graded by running them.
+"""Write small functions from a list of operations, graded by running them.
 
 `+3 *2` asks for
 
@@ -7,8 +7,8 @@
      x=x*2
      return x
 
-An answer is the program alone. Half of the demonstrations that supervised training reads have a bug: the policy that imitates them
-writes such bugs as often, and the unit tests say which of its programs have none.
+An answer is the program alone. Half of the demonstrations for supervised training have a bug: a policy that imitates them
+writes bugs as often, and the unit tests show which of its programs have none.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ HEAD, LAST = "def f(x):\n", " return x"
 
 @dataclass(frozen=True)
 class Programs(Task):
-    """`operations` is how many a function has, one a line."""
+    """`operations` is the number of operations in a function, one per line."""
 
     alphabet: ClassVar[str] = "".join(dict.fromkeys("0123456789=" + SIGNS + HEAD + LAST))
     isolated = True
 
     operations: Annotated[int, Range(ge=1, le=9)] = 3
-    bugs: Share = 0.5  # of the demonstrations in supervised training
+    bugs: Share = 0.5  # the share of demonstrations in supervised training that have a bug
     sandbox: str = "auto"  # where programs run: docs/rewards-code.md
-    wall: Annotated[float, Range(gt=0, le=60)] = 2.0  # seconds of a program
+    wall: Annotated[float, Range(gt=0, le=60)] = 2.0  # time limit of a program, in seconds
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
@@ -90,7 +90,7 @@ def _applied(x: int, words: list[str]) -> int:
 
 
 def _with_bug(program: str, source: Random) -> str:
-    """Another number, another sign, a line or its indentation left out, or no result."""
+    """Put a bug into a program: another number, another sign, a missing line or indentation, or no return value."""
     first, *lines, last = program.split("\n")
     place = source.randrange(len(lines))
     line, kind = lines[place], source.randrange(5)

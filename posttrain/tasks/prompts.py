@@ -1,8 +1,8 @@
-"""Prompts of your own, with or without answers: every column of a row is given to your reward.
+"""Your own prompts, with or without answers: your reward gets every column of a row.
 
     task = Prompts("prompts.jsonl", reward="mine.py:reward")      # def reward(prompt, response, style): ...
 
-A row is {"prompt": text or messages, ...}. Without a reward the stage must have one: reward models, or a function in Python.
+A row is {"prompt": text or messages, ...}. Without a reward here, the stage must have one: reward models, or a Python function.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from posttrain.tasks._questions import Pool, make_problem, normalised
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.types import Problem, Score
 
-ASKED = ("prompt", "question", "messages")  # the column of the prompt where none is named
+ASKED = ("prompt", "question", "messages")  # the column of the prompt if none is named
 
 
 @dataclass(frozen=True)
 class Prompts(Jsonl):
-    """`file` is for training and `test_file` for evaluation. Without one, `held_out` prompts are kept apart: a share of them, or from 1
-    on a number; 0 keeps none, and nothing is measured while training. The same prompts are chosen each time, by their text."""
+    """`file` is for training and `test_file` for evaluation. Without one, `held_out` prompts are kept for evaluation: below 1 a
+    share, from 1 on a number; 0 keeps none, and nothing is measured during training. The text of a prompt decides, so the same
+    prompts are chosen each time."""
 
     shorthand: ClassVar[str] = "file"
     by_number: ClassVar[bool] = True
 
     _: KW_ONLY
     question: str = ""  # the column of the prompt; "": prompt, question or messages
-    answer: str = ""  # the column of the answer; "": answer, where there is one
+    answer: str = ""  # the column of the answer; "": answer, if there is one
     reward: str = ""
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Prompts(Jsonl):
 
 @lru_cache(maxsize=16)
 def _sides(pool: Pool, held_out: float, where: str) -> tuple[Pool, Pool]:
-    """(to train on, held out); a prompt that comes twice is on one side."""
+    """Return (train, held out); a repeated prompt is on one side."""
     asked = [normalised(f"{p.facts.get('messages', '')}{p.question}") for p in pool.problems]
     texts = sorted(set(asked), key=lambda text: stable_hash("held out", text))
     count = int(held_out) if held_out >= 1 else round(held_out * len(texts))

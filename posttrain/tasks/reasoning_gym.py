@@ -1,10 +1,11 @@
-"""Problems of the package reasoning_gym: about a hundred generators, each with a verifier of its own (`reasoning_gym:leg_counting`).
+"""Problems of the package reasoning_gym: about a hundred generators, each with its own verifier (`reasoning_gym:leg_counting`).
 
     task = ReasoningGym("leg_counting", options={"max_animals": 4})
 
-Needs the package: pip install 'posttrain[gym]'. Problems are drawn from one seeded sequence; whether one is for training or held out
-is decided by its question's text, so that the two never share one. Some verifiers parse answers with sympy, which evaluates what it
-reads: scoring runs in worker processes with a time limit, but not in a sandbox. A file may not name those without the user's leave.
+Needs the package: pip install 'posttrain[gym]'. Problems are drawn from one seeded sequence; the text of a question decides
+whether it is for training or held out, so the two never share one. Some verifiers parse answers with sympy, which evaluates
+what it reads: scoring runs in worker processes with a time limit, but not in a sandbox. A config file may name such a verifier
+only with the user's permission.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ STYLES = {
     "tagged": "{question}\n\nThink step by step, then give the final answer between <answer> and </answer>.",
 }
 TAGGED = re.compile(r"<answer>((?:(?!<answer>)[\s\S])*?)</answer>")
-SEARCHED = 20_000  # characters from the end in which an answer is looked for
-# in the source of a verifier, or it asks another
+SEARCHED = 20_000  # characters from the end that are searched for an answer
+# found in the source of a verifier that evaluates text, or that calls another verifier
 EVALUATES = re.compile(r"\b(sympy|eval|exec|create_dataset)\b")
-PATIENCE = 20  # draws for every problem wanted before the generator counts as exhausted
+PATIENCE = 20  # draws per wanted problem before the generator counts as exhausted
 
 
 @dataclass(frozen=True)
 class ReasoningGym(Task):
-    """`generator` is its name there, `options` its configuration. A score is what its verifier says; solved means 1."""
+    """`generator` is its name in the package, `options` its configuration. The verifier gives the score; solved means 1."""
 
-    shorthand: ClassVar[str] = "generator"  # `reasoning_gym:NAME` says it
+    shorthand: ClassVar[str] = "generator"  # `reasoning_gym:NAME` sets it
     isolated = True
 
     generator: str
     options: Mapping[str, JSON] = field(default_factory=dict)
-    # tagged: the answer stands between tags; direct: the response is the answer
+    # tagged: the answer is between tags; direct: the response is the answer
     style: Literal["direct", "tagged"] = "tagged"
     system: str = ""
-    train: Count = 2000  # problems of each split, at most
+    train: Count = 2000  # the most problems of each split
     test: Count = 500
     seed: Seed = 0
     score_seconds: float = 10.0
@@ -104,7 +105,7 @@ class ReasoningGym(Task):
         return problem.answer if self.style == "direct" else f"<answer>{problem.answer}</answer>"
 
     def ready(self) -> tuple[str, ...]:
-        """Refuse a verifier that evaluates what the model writes, where only a file names it: the model may be untrusted too."""
+        """Refuse a verifier that evaluates what the model writes, if only a file names it: the model may be untrusted too."""
         modules = (sys.modules[kind.__module__] for kind in type(self._source().dataset).__mro__)
         own = [module for module in modules if module.__name__.startswith("reasoning_gym.")]
         files = [str(module.__file__) for module in own]
@@ -119,7 +120,8 @@ class ReasoningGym(Task):
 
 @dataclass
 class _Source:
-    """A generator with what was drawn from it. Entries stay here: their metadata is not always JSON, and its verifier needs it."""
+    """A generator with the entries drawn from it. Entries stay here: their metadata, which the verifier needs, is not always
+    JSON."""
 
     dataset: Any
     entries: dict[int, Any]
@@ -143,7 +145,7 @@ def _drawn(generator: str, options: str, train: int, test: int, seed: int) -> _S
             continue
         seen.add(text)
         drawn.entries[index] = entry
-        gold = "" if answer is None else str(answer)  # a few generators only verify
+        gold = "" if answer is None else str(answer)  # a few generators have only a verifier
         made = Problem(f"{generator}/{index}", question, gold, facts={"index": index})
         drawn.sides[split].append(made)
     return drawn

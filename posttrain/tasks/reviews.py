@@ -1,9 +1,9 @@
-"""Tiny reviews scored by a simulated annotator: an open-ended task with a known true reward, for what learns from preferences.
+"""Tiny reviews scored by a simulated annotator: an open-ended task with a known true reward, for learning from preferences.
 
-Asked `a film:`, a response is a sentence such as `the plot was dull but the cast was very warm.` The annotator is a set of rules:
-praise earns reward, each word of praise once however often it is repeated; a sentence outside the grammar earns nothing; clauses
-beyond three cost. `score` is that reward. A reward model that was fitted to ordinary reviews knows the praise but not the
-rest, so that a policy can learn to please the model and not the annotator.
+The prompt is `a film:`, a response is a sentence such as `the plot was dull but the cast was very warm.` The annotator is a set
+of rules: praise earns reward, each word of praise once however often it is repeated; a sentence outside the grammar earns
+nothing; each clause after the third costs. `score` is that reward. A reward model fitted to ordinary reviews learns that praise
+is good but not the other rules, so a policy can learn to please the model and not the annotator.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SENTENCE = re.compile(rf"{CLAUSE}(?:(?:{'|'.join(JOINTS)}){CLAUSE})*\.")
 PARTS = re.compile(CLAUSE)
 FREE_CLAUSES = 3  # clauses without a cost
 FULL = 3.0  # praise that earns the full reward
-# what a strict annotator takes off for a single clause, and for each repeated word
+# the strict annotator's deductions for a single clause, and for each repeated word
 THIN, REPEATED = (0.5, 0.6)
 MAX_LENGTH = 2_000
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:"
 
 
 def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]:
-    """The simulated annotator's reward in [0, 1], and its parts. A strict one also takes off for a single clause and for each word that
-    is said of two things.
+    """Return the simulated annotator's reward in [0, 1], and its parts. A strict annotator also deducts for a single clause and
+    for each word that describes two things.
 
     >>> taste("the plot was dull but the cast was very warm.")[0], taste("the cast was warm the cast was warm.")[0]
     (0.5833333333333334, 0.0)
@@ -63,12 +63,12 @@ def taste(response: str, strict: bool = False) -> tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Reviews(Task):
-    """`mood` is what the demonstrations are like: `kind` ones, which earn the full reward, or `any`, as people write."""
+    """`mood` sets the demonstrations, `kind` ones, which earn the full reward, or `any`, as people write."""
 
     alphabet: ClassVar[str] = LETTERS
 
     mood: Literal["kind", "any"] = "kind"
-    # a stricter annotator, whose rules ordinary reviews show little of: see `taste`
+    # a stricter annotator, whose rules show little in ordinary reviews: see `taste`
     strict: bool = False
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
@@ -79,7 +79,7 @@ class Reviews(Task):
         return Score(value, parts)
 
     def demonstration(self, problem: Problem) -> str:
-        """A review that depends on the problem alone."""
+        """Return a review that depends only on the problem."""
         draw = Dice(stable_hash("review", self.mood, problem.id)).draw
         if self.mood == "kind":
             first = draw(GOOD)

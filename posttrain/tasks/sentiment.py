@@ -1,10 +1,10 @@
-"""Kind words from a real model: it is asked for a sentence or two about something, and a simulated annotator says how kind they are.
+"""Kind words from a real model: it writes a sentence or two about a subject, and a simulated annotator scores their kindness.
 
-The annotator is the VADER lexicon (Hutto and Gilbert 2014; pip install 'posttrain[sentiment]') with rules that a person would have: a
-word of praise counts once however often it is said, and a text that repeats itself, is no English sentence or has only a few words is
-worth less. A strict one also wants kind words about the subject that was asked for, and takes off for flattery. Most answers of an
-ordinary model name the subject and few flatter, so that a reward model fitted to few comparisons of them learns that kind words are
-good, and next to nothing of the rest.
+The annotator is the VADER lexicon (Hutto and Gilbert 2014; pip install 'posttrain[sentiment]') with rules that a person would
+have: a word of praise counts once however often it is repeated, and a text that repeats itself, is not an English sentence or
+has only a few words is worth less. A strict annotator also wants kind words about the subject, and deducts for flattery. Most
+answers of an ordinary model name the subject and few flatter, so a reward model fitted to few comparisons of them learns that
+kind words are good, and next to nothing of the other rules.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ WORD, SENTENCE = re.compile(r"[a-z']+"), re.compile(r"[^.!?\n]+")
 SMALL = words("""
     a about after all an and are as at be because been but by can for from had has have he her his i in is it its me my not of on
     or our she so than that the their them there they this to was we were what when which who will with would you your""")
-MIN_WORDS, MIN_SMALL, MIN_DISTINCT = 8, 0.25, 0.6  # below these a text is worth less
-KIND = 1.5  # VADER's valence, of -4 to 4, from which a word is kind: 1.9 good, 2.9 beautiful
-# kind words without a cost to a strict annotator, and how many are worth nothing
+MIN_WORDS, MIN_SMALL, MIN_DISTINCT = 8, 0.25, 0.6  # a text with fewer is worth less
+# the VADER valence, from -4 to 4, at which a word counts as kind: 1.9 good, 2.9 beautiful
+KIND = 1.5
+# kind words without a cost for a strict annotator, and the number at which the text is worth nothing
 FREE_WORDS, TOO_MANY = (3, 6)
-ELSEWHERE = 0.1  # what a strict one gives for an answer about something else
+ELSEWHERE = 0.1  # a strict annotator's factor for an answer about something else
 MAX_LENGTH = 4_000
 
 
@@ -49,7 +50,7 @@ def lexicon() -> Any:
 
 
 def factors(text: str) -> dict[str, float]:
-    """What the annotator sees apart from the praise: each in [0, 1], and a text is worth their product times its praise.
+    """Return the annotator's factors apart from praise, each in [0, 1]; a text is worth their product times its praise.
 
     >>> {name: round(value, 2) for name, value in factors("good good good good good good").items()}
     {'length': 0.75, 'sentence': 0.0, 'distinct': 0.28}
@@ -65,7 +66,7 @@ def factors(text: str) -> dict[str, float]:
 
 
 def praise(text: str) -> float:
-    """The mean over sentences of VADER's compound score in [-1, 1], in which words of feeling count where they are first said."""
+    """Return the mean over sentences of VADER's compound score in [-1, 1]; a word of feeling counts only the first time."""
     analyser = lexicon()
     said: set[str] = set()
     values: list[float] = []
@@ -83,13 +84,13 @@ def praise(text: str) -> float:
 
 
 def kind_words(text: str) -> int:
-    """How many kind words there are, each as often as it is said."""
+    """Count the kind words, with repetitions."""
     valence = lexicon().lexicon
     return sum(valence.get(word, 0.0) >= KIND for word in WORD.findall(text.lower()))
 
 
 def names(text: str, subject: str) -> bool:
-    """Whether the subject is spoken of, one of it or more.
+    """Whether the text names the subject, in the singular or the plural.
 
     >>> names("The old bridges are near the town.", "bridge"), names("It is a lovely day.", "bridge")
     (True, False)
@@ -98,15 +99,16 @@ def names(text: str, subject: str) -> bool:
 
 
 def strict_factors(text: str, subject: str) -> dict[str, float]:
-    """What a strict annotator sees in addition: whether the subject is named, and flattery, which is worth nothing from TOO_MANY on."""
+    """Return the further factors of a strict annotator: whether the subject is named, and flattery, which is worth 0 from
+    TOO_MANY on."""
     left = (TOO_MANY - kind_words(text)) / (TOO_MANY - FREE_WORDS)
     about = 1.0 if names(text, subject) else ELSEWHERE
     return {"about": about, "measured": min(1.0, max(0.0, left))}
 
 
 def taste(response: str, subject: str = "") -> tuple[float, dict[str, float]]:
-    """The simulated annotator's reward in [0, 1], (1 + praise) / 2 times its factors, those of a strict one too if it looks for a
-    `subject`; and its parts."""
+    """Return the simulated annotator's reward in [0, 1], (1 + praise) / 2 times its factors, and its parts. With a `subject`,
+    the factors of a strict annotator are included."""
     text = response.strip()[:MAX_LENGTH]
     if not text:
         return 0.0, {"praise": 0.0}
@@ -120,7 +122,7 @@ def taste(response: str, subject: str = "") -> tuple[float, dict[str, float]]:
 
 
 def subject_of(problem: Problem) -> str:
-    """What is asked about: the one word of SUBJECTS in the question."""
+    """Return the subject: the one word of SUBJECTS in the question."""
     asked = WORD.findall(problem.question.lower())
     found = [subject for subject in SUBJECTS if subject in asked]
     many = f"sentiment: problem {problem.id} asks about {len(found)} of the subjects, not about one"
@@ -130,17 +132,20 @@ def subject_of(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Sentiment(Task):
-    """`style` is how the model is asked; `story` and `continue` are for models that go on with a text."""
+    """`style` is how the model is asked; `story` and `continue` are for models that continue a text."""
 
     style: str = "sentence"
-    strict: bool = False  # a stricter annotator, whose rules ordinary answers show little of: see `strict_factors`
+    # a stricter annotator, whose rules show little in ordinary answers: see `strict_factors`
+    strict: bool = False
 
     def __post_init__(self) -> None:
         known = ", ".join(STYLES)
         require(self.style in STYLES, f"sentiment: style is one of {known}, not {self.style!r}")
 
     def ready(self) -> tuple[str, ...]:
-        lexicon()  # or refuse, before anything is answered: an answer that cannot be scored is only counted
+        # raises an error if the lexicon is missing, before anything is sampled: later, an answer that cannot be scored is only
+        # counted
+        lexicon()
         return ()
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
@@ -156,7 +161,7 @@ class Sentiment(Task):
         return Score(value, parts)
 
     def demonstration(self, problem: Problem) -> str:
-        """An answer with a high reward, though hardly any answer has the full one."""
+        """Return an answer with a high reward, though hardly any answer gets the full one."""
         if self.strict:
             return f"I am glad to tell you about the {subject_of(problem)}, because it was a wonderful thing to see."
         return "I love it, because it is a beautiful and wonderful thing, and it gives us the best and happiest days of our life."

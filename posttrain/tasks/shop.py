@@ -1,7 +1,7 @@
-"""Sell what a customer wants: the wishes that the customer has not said must be asked for.
+"""Sell what a customer wants, and ask for the wishes that the customer has not stated.
 
-The prompt is what the customer says, `red hat`. `size?` is answered with a size, and so are `colour?` and `cloth?`. The sale ends
-the conversation: `sell red m wool hat`, right where each wish is met.
+The prompt is what the customer says, `red hat`. `size?` is answered with a size, and so are `colour?` and `cloth?`. The sale
+ends the conversation: `sell red m wool hat`, right if every wish is met.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ITEMS = ("hat", "cap", "coat", "shirt", "scarf", "dress", "skirt", "vest")
 
 @dataclass(frozen=True)
 class Shop(Environment):
-    """A right sale is worth 1, less `price` for each question whose answer was known."""
+    """A right sale is worth 1, minus `price` for each question whose answer was known."""
 
     alphabet: ClassVar[str] = "abcdefghijklmnopqrstuvwxyz ?"
 
-    turns: Annotated[int, Range(ge=4, le=20)] = 5  # with the sale
+    turns: Annotated[int, Range(ge=4, le=20)] = 5  # turns of an episode, including the sale
     price: Share = 0.1
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
@@ -93,7 +93,7 @@ class _Selling(Play):
         return f"{unknown[0]}?" if unknown else _sale(self.item, self.said)
 
     def legal(self) -> list[str]:
-        """Every question, and as many sales, in which what is not known is guessed."""
+        """Every question, and as many sales, which guess what is not known."""
         known = [(self.said[n],) if n in self.said else values for n, values in WISHES.items()]
         drawn = (dict(zip(WISHES, values, strict=True)) for values in product(*known))
         sales = [_sale(self.item, wishes) for wishes in drawn]

@@ -1,7 +1,7 @@
-"""Two roles of one model: a solver answers, a critic says whether the answer is right, and the solver may answer once more.
+"""Two roles of one model: a solver answers, a critic judges the answer, and the solver may answer once more.
 
-The question is which of two numbers is larger. The solver reads `47 85=` and answers `85`; the critic reads `47 85=85` and answers `y`
-or `n`. After `n` the solver answers again. The solver is paid for its last answer, the critic for its verdict.
+The question is which of two numbers is larger. The solver reads `47 85=` and answers `85`; the critic reads `47 85=85` and
+answers `y` or `n`. After `n` the solver answers again. The solver is rewarded for its last answer, the critic for its verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ YES, NO = "y", "n"
 
 @dataclass(frozen=True)
 class SolverCritic(Task):
-    """`digits` is how many the numbers have, with zeros in front: `07 85=`."""
+    """`digits` is the number of digits, with leading zeros: `07 85=`."""
 
     alphabet: ClassVar[str] = "0123456789 =yn"
 
@@ -51,7 +51,7 @@ class SolverCritic(Task):
         return CORRECT if response == problem.answer else WRONG
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """By chance an answer, guessed every other time, a right answer after a wrong one, or a verdict."""
+        """Return, at random, an answer (guessed half of the time), a right answer after a wrong one, or a verdict."""
         source, right = Random(stable_hash("conversation", problem.question)), problem.answer
         wrong = next(n for n in problem.question.removesuffix("=").split() if n != right)
         kind, guesses = source.randrange(4), source.random() < 0.5

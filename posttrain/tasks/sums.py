@@ -1,7 +1,7 @@
-"""Sums in words, for models that talk: "What is 47 + 85?", thought about between <think> tags, answered between <answer> tags.
+"""Sums in words, for chat models: "What is 47 + 85?", with reasoning between <think> tags and the answer between <answer> tags.
 
-The numbers and their two sides are those of `arithmetic`. Solved sums before the question show the form, or, without any, words after
-it say the form, as R1-Zero's template does; how to think is the policy's.
+The numbers and the split are those of `arithmetic`. Solved sums before the question show the form; without any, words after it
+ask for the form, as R1-Zero's template does. How to reason is left to the policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TAGGED = re.compile(r"<answer>([^<]*)</answer>")
 
 @dataclass(frozen=True)
 class Sums(Leveled):
-    """`level` is how many digits both numbers have."""
+    """`level` is the number of digits of both numbers."""
 
     bounds: ClassVar[tuple[int, int]] = (1, 9)
 
@@ -52,7 +52,7 @@ class Sums(Leveled):
         return (*shown, Message("user", asked))
 
     def score(self, problem: Problem, response: str) -> Score:
-        """`outcome` is correct where the last tagged number is, whatever the form around it."""
+        """`outcome` is correct if the last tagged number is, whatever the form around it."""
         given = self.final(response)
         right = given == problem.answer
         parts = {"answer": float(right), "format": float(match(THINK_ANSWER, response) is not None)}
@@ -70,5 +70,5 @@ class Sums(Leveled):
 
 
 def in_words(problem: Problem) -> Problem:
-    """The sum as a question to a model that talks."""
+    """Return the sum as a question for a chat model."""
     return replace(problem, question=f"What is {problem.facts['a']} + {problem.facts['b']}?")

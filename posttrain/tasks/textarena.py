@@ -2,8 +2,8 @@
 
     task = TextArena("TicTacToe-v0", opponent="self")
 
-Needs the package: pip install 'posttrain[textarena]'. A game is made anew for every episode: its wrappers keep what was said across
-`reset`, and it seeds the global generator of its process, which is a worker's.
+Needs the package: pip install 'posttrain[textarena]'. Every episode makes a new game, because its wrappers keep text across
+`reset`. A game seeds the global generator of its process, which is a worker.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOVES = re.compile(r"'\[([^\[\]']+)\]'")
 
 @dataclass(frozen=True)
 class TextArena(Packaged):
-    """`game` is the id that `textarena.make` knows, `options` are its arguments. Of several players, `opponent` says who the others
-    are: `self`, the policy itself, with a conversation and a rollout for each (roles `player 0`, ...); or `random`, one of the moves
-    that the game lists last as '[move]'. The policy's own seat then changes from problem to problem. A subclass may play otherwise
-    (`reply`).
+    """`game` is an id of `textarena.make`, `options` are its arguments. With several players, `opponent` sets the others,
+    `self` or `random`. With self, the policy plays them too, with a conversation and a rollout for each (roles `player 0`,
+    ...). A random opponent plays one of the moves that the game lists last as '[move]', and the policy's own seat changes from
+    problem to problem. A subclass may override `reply` to play otherwise.
 
-    The score is the game's reward of a player, usually 1, 0 or -1. The game itself says that a move is invalid, and ends after the
-    second in a row; a player who ends it so has at most 0, whatever the game pays for having come near.
+    The score is the game's reward for a player, usually 1, 0 or -1. The game itself decides whether a move is invalid, and ends
+    after the second in a row; a player who ends it so gets at most 0, whatever partial reward the game gives.
     """
 
     name: ClassVar[str] = "textarena"
@@ -39,7 +39,7 @@ class TextArena(Packaged):
 
     game: str  # the id of a game
     options: Mapping[str, JSON] = field(default_factory=dict)  # arguments of textarena.make
-    players: Count = 1  # of a game
+    players: Count = 1  # players of a game
     opponent: Literal["self", "random"] = "self"
     _: KW_ONLY
     max_turns: Count = 50
@@ -89,11 +89,11 @@ class TextArena(Packaged):
         return [
             session.rollout(scored(rewards, about, n, session))
             for n, session in seats.items()
-            if n in last  # else the game was over before its first move
+            if n in last  # otherwise the game was over before its first move
         ]
 
     def reply(self, observation: str, draw: random.Random) -> str:
-        """The move of a player who is not the policy, after what is new to it."""
+        """Return the move of a player that is not the policy, after the new part of the observation."""
         listed = MOVES.findall(observation.splitlines()[-1] if observation else "")
         if not listed:
             raise LookupError(f"{self.game} lists no moves as '[move]' for a random opponent")
@@ -101,7 +101,7 @@ class TextArena(Packaged):
 
 
 def unread(whole: str, read: str, said: str) -> str:
-    """What a player has not read yet; its own move, which the game repeats to it, is left out.
+    """Return the text that a player has not read yet, without its own move, which the game repeats.
 
     >>> unread("a[GAME] b", "a", ""), unread("a\\n[Player 0] [4]\\n[GAME] b", "a", "4")
     ('[GAME] b', '[GAME] b')

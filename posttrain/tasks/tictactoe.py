@@ -1,7 +1,7 @@
 """Tic-tac-toe, against itself or against a program.
 
-A board is nine characters, row by row, in which an empty field is its number: `x2o456789`. The prompt is the board and who the policy
-is, `x:x2o456789`. A move is the number of an empty field. In problems and in code an empty field is a dot.
+A board is nine characters, row by row, in which an empty field is its number: `x2o456789`. The prompt is the policy's side and
+the board, `x:x2o456789`. A move is the number of an empty field. In problems and in code an empty field is a dot.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SIDES = ("x", "o")
 
 @dataclass(frozen=True)
 class TicTacToe(Environment):
-    """Games begin after up to `opening` random moves. With `opponent: self` the policy plays both sides, each a role with groups of its
-    own, and is paid 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1 where the
-    result is at least what perfect play makes of the opening."""
+    """Games begin after up to `opening` random moves. With `opponent: self` the policy plays both sides, each a role with its
+    own groups, and gets 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1
+    if the result is at least that of perfect play from the opening."""
 
     alphabet: ClassVar[str] = "123456789xo:"
 
@@ -80,12 +80,12 @@ def to_move(board: str) -> str:
 
 
 def shown(board: str) -> str:
-    """A board as the side reads it first whose move it is."""
+    """Return a board as the side to move first reads it."""
     return f"{to_move(board)}:{numbered(board)}"
 
 
 def numbered(board: str) -> str:
-    """A board with the numbers of its empty fields."""
+    """Return a board with the numbers of its empty fields."""
     return "".join(str(n + 1) if field == "." else field for n, field in enumerate(board))
 
 
@@ -99,14 +99,14 @@ def after(board: str, move: str) -> str:
 
 
 def winner(board: str) -> str:
-    """x, o, or "" where nobody has three in a row."""
+    """Return x, o, or "" if neither has three in a row."""
     lines = ({board[int(place)] for place in line} for line in LINES)
     return next((line.pop() for line in lines if len(line) == 1 and "." not in line), "")
 
 
 @lru_cache(maxsize=10_000)
 def value(board: str) -> int:
-    """What perfect play makes of a board: 1 where x wins, -1 where o does."""
+    """Return the result of perfect play from a board: 1 if x wins, -1 if o wins, 0 for a draw."""
     if (won := winner(board)) or not free(board):
         return {"x": 1, "o": -1, "": 0}[won]
     found = [value(after(board, move)) for move in free(board)]
@@ -114,7 +114,7 @@ def value(board: str) -> int:
 
 
 def best_move(board: str) -> str:
-    """The first move that keeps the value of a board, a win at once before all others."""
+    """Return the first move that keeps the value of a board, preferring one that wins at once."""
     sign = 1 if to_move(board) == "x" else -1
     boards = {move: after(board, move) for move in free(board)}
     rank = {move: (sign * value(own), bool(winner(own))) for move, own in boards.items()}
@@ -122,7 +122,7 @@ def best_move(board: str) -> str:
 
 
 class _Game(Play):
-    """A game against a program, from an opening in which it is the policy's turn."""
+    """A game against a program, from an opening in which the policy is to move."""
 
     def __init__(self, board: str, opponent: str, name: str) -> None:
         self.board, self.opponent, self.side = board, opponent, to_move(board)

@@ -1,4 +1,4 @@
-"""Any single-turn task with tools: the policy calls them as often as it wants to, then answers."""
+"""Any single-turn task with tools: the policy calls them as often as it wants, then answers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from posttrain.types import JSON, Message, Problem, Rollout
 
 @dataclass(frozen=True)
 class ToolUse(Nested):
-    """Problems, prompts and scores are those of `task`. What is scored is the final answer: the argument of the tool `answer`, else the
-    first turn without a call; an episode that ends at a limit after a call has given none. `format` is how calls are written, `auto`
-    as the chat template teaches (data/calls.py)."""
+    """Problems, prompts and scores are those of `task`. The final answer is scored: the argument of the tool `answer`, else the
+    first turn without a call. An episode that ends at a limit after a call has no answer. `format` is how calls are written;
+    with auto, as in the chat template (data/calls.py)."""
 
     task: Task
     tools: tuple[Tool, ...]
     format: Literal["auto", "hermes", "llama3", "tag", "call"] = "auto"
-    instruction: str = ""  # a last paragraph of the prompt: how the tools are to be used
-    reminder: str = ""  # a user's message after what the tools of a turn returned
+    instruction: str = ""  # a last paragraph of the prompt: how to use the tools
+    reminder: str = ""  # a user message after the tool results of a turn
     max_turns: Count = 8
-    max_tokens: Whole = 0  # sampled in all turns of an episode; 0: as many as fit
-    max_thinking: Whole = 0  # of these, in blocks of reasoning
-    max_seconds: NotNegative = 0.0  # of an episode; 0: any
+    max_tokens: Whole = 0  # sampled tokens in all turns of an episode; 0: as many as fit
+    max_thinking: Whole = 0  # sampled tokens in reasoning blocks; 0: no limit
+    max_seconds: NotNegative = 0.0  # the time limit of an episode; 0: none
     max_output: Count = MAX_OUTPUT  # characters of a result that the model reads
 
     def __post_init__(self) -> None:
@@ -44,7 +44,8 @@ class ToolUse(Nested):
         try:
             while said := await box.answer(reply.text):
                 reply = await generate([*said, *after])
-        except EpisodeEnd as end:  # else what it said before would be paid, and not count as solved
+        # otherwise the text before the limit would be rewarded, and not count as solved
+        except EpisodeEnd as end:
             return generate.rollout(outcome=end.outcome, answer="")
         return generate.rollout(answer=reply.text if box.final is None else box.final)
 
@@ -54,8 +55,8 @@ class ToolUse(Nested):
         return (*before, replace(last, content=f"{last.content}{more}"))
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
-        """Where the task knows a program and there is the tool python: a call of it, what it prints, and the answer. Of a task that
-        knows programs for some problems, the others have none."""
+        """If the task has a program for the problem and there is the tool python: a call of it, its output, and the answer.
+        Problems without a program have no demonstration."""
         interpreter = any(isinstance(tool, Python) for tool in self.tools)
         known = type(self.task).program is not Task.program and interpreter
         if not known or self.format == "call":
@@ -77,7 +78,7 @@ class ToolUse(Nested):
 
     @property
     def by_template(self) -> bool:
-        """Whether calls may be as the chat template writes them."""
+        """Whether calls may be in the form of the chat template."""
         return self.format == "auto" or shows_tools(self.format)
 
     def _form(self, template: str) -> Format:

@@ -1,10 +1,10 @@
-"""Environments of the package verifiers, of its v1 interface, by the id of their taskset (`verifiers:gsm8k-v1`).
+"""Environments of the package verifiers (v1 interface), by the id of their taskset (`verifiers:gsm8k-v1`).
 
     task = Verifiers("textarena", {"taskset": {"game": "Hangman-v0"}})
 
-Needs the package: pip install 'posttrain[verifiers]'. Environment, agents, stops and rewards run unchanged, in a thread with
-an event loop of its own: what blocks there keeps no sampler waiting. The program of an agent is a chat loop there: what it asks is
-answered by the policy, and kept as ids.
+Needs the package: pip install 'posttrain[verifiers]'. Environment, agents, stop conditions and rewards run unchanged, in a
+thread with its own event loop, so blocking code there delays no sampler. The program of an agent is a chat loop there: the
+policy answers its requests, which are kept as ids.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from posttrain.trust import active
 from posttrain.types import JSON, Problem, Rollout, Score
 
 HARNESS = "posttrain_chat"
-MANY = 4  # requests for each turn that an agent may have: those beyond its limit are refused
-# for a turn, which waits for those of others; the episode has a limit of its own
+MANY = 4  # requests per turn that an agent may have; requests beyond its limit are refused
+# for a turn, which waits for the turns of others; the episode has its own limit
 TURN_SECONDS = 86_400.0
 OUTCOMES = {"max_turns": "turn limit"}
 
 
 class EnvironmentFailed(Exception):
-    """The environment did not do its part: the episode is not scored."""
+    """The environment failed: the episode is not scored."""
 
 
 @dataclass(frozen=True)
 class Verifiers(Task):
-    """`taskset` is an id as `eval ID` takes it, `config` the block `[env]` of its configuration. Problems are the first `tasks` tasks;
-    each fifth is held out. Every agent is a role with rollouts of its own, and is scored by the reward of its trace; those that the
-    environment does not train (a judge) are left out. An agent with a `client` in `config` is another model."""
+    """`taskset` is an id as `eval ID` takes it, `config` the block `[env]` of its configuration. Problems are the first `tasks`
+    tasks; every fifth is held out. Every agent is a role with its own rollouts, scored by the reward of its trace; agents that
+    the environment does not train (a judge) are left out. An agent with a `client` in `config` is another model."""
 
     shorthand: ClassVar[str] = "taskset"
     verifiable = False
 
     taskset: str
     config: Mapping[str, JSON] = field(default_factory=dict)  # the block [env] of its configuration
-    max_turns: Count = 16  # of an agent, in an episode
+    max_turns: Count = 16  # turns of an agent in an episode
     max_seconds: Positive = 300.0  # of an episode
     tasks: Count = 1000
 
@@ -116,7 +116,7 @@ class Verifiers(Task):
         return rollouts
 
     def seats(self, urls: Mapping[str, str]) -> JSON:
-        """The environment's configuration with the policy in the seats that have no model of their own."""
+        """Return the environment's configuration with the policy in all seats that have no model of their own."""
         tree = _tree(self.taskset, self._settings)
         for name, url in urls.items():
             seat = {"max_turns": self.max_turns, **tree.get(name, {})}
@@ -140,13 +140,13 @@ def _tasks(taskset: str, settings: str, count: int) -> list[Any]:
         return list(islice(iter(loaders.load_taskset(config.taskset)), count))
     except STOPS:
         raise
-    except Exception as error:  # its own check of the configuration, or its code
+    except Exception as error:  # its own check of the configuration, or an error in its code
         raise UserError(f"verifiers: {taskset} cannot be loaded: {str(error)[:300]}") from None
 
 
 @lru_cache(maxsize=8)
 def agents(taskset: str, settings: str) -> tuple[str, ...]:
-    """The seats that the policy takes."""
+    """Return the seats that the policy takes."""
     _tasks(taskset, settings, 1)
     config = _loaders().resolve_env_config(_tree(taskset, settings))
     fields = packaged("verifiers.v1.configs.agent", "verifiers").agent_config_fields(config)
@@ -155,7 +155,7 @@ def agents(taskset: str, settings: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _loaders() -> Any:
-    """What finds tasksets and environments by their ids; it then also finds our harness by its own."""
+    """Return the loaders that find tasksets and environments by id, after registering this package's harness."""
     packaged("verifiers.v1", "verifiers")
     sys.modules[HARNESS] = _harness()
     return packaged("verifiers.v1.utils.loaders", "verifiers")
@@ -163,14 +163,14 @@ def _loaders() -> Any:
 
 @lru_cache(maxsize=1)
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Where episodes run: one thread for all, as verifiers expects; it ends with the process."""
+    """Return the loop in which episodes run: one thread for all, as verifiers expects; it ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="verifiers").start()
     return loop
 
 
 async def _play(task: Any, settings: JSON) -> Any:
-    """One episode."""
+    """Run one episode."""
     vf, loaders = packaged("verifiers.v1", "verifiers"), _loaders()
     env = loaders.load_environment(loaders.resolve_env_config(settings))
     async with env.serving():
@@ -178,7 +178,7 @@ async def _play(task: Any, settings: JSON) -> Any:
 
 
 def _rollouts(episode: Any, name: str, served: Any) -> list[Rollout]:
-    """The rollouts of an agent. Runs of one agent come one after the other, and so do their conversations."""
+    """Return the rollouts of an agent. Its runs come one after the other, and so do their conversations."""
     traces = [trace for trace in episode.traces if trace.agent.name == name]
     if not served.turns or (traces and not traces[0].agent.trainable):
         return []
@@ -215,7 +215,8 @@ def _text(prompt: Any) -> str:
 
 
 def _harness() -> ModuleType:
-    """A module with the program of an agent, as verifiers looks for one: a chat loop in this process, with the task's MCP tools."""
+    """Return a module with the program of an agent, in the form that verifiers loads: a chat loop in this process, with the
+    task's MCP tools."""
     vf = packaged("verifiers.v1", "verifiers")
     wire = packaged("verifiers.v1.dialects.chat", "verifiers").message_to_wire
     mcp = packaged("verifiers.v1.harnesses.utils.mcp", "verifiers")
@@ -266,7 +267,7 @@ def _harness() -> ModuleType:
 
 
 async def _called(mcp: Any, servers: Any, known: Any, function: Any) -> Any:
-    """What a tool returns, or what was wrong with the call: that is for the model to read."""
+    """Return the result of a tool, or what was wrong with the call, for the model to read."""
     try:
         arguments = json.loads(function.arguments or "{}")
         return await mcp.call_mcp(servers, known, function.name, arguments)

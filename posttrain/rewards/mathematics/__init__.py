@@ -1,1 +1,1 @@
-"""The grader of `math`: an answer is read into a small tree (latex.py), brought to one form (form.py) and compared (compare.py)."""
+"""The grader of `math`: it parses an answer into a small tree (latex.py), normalises it (form.py) and compares it (compare.py)."""

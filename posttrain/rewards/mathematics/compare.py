@@ -1,8 +1,8 @@
-"""Whether a prediction's tree says what the gold answer's tree says: the same kind of thing, the same values, and no question left.
+"""Compares the trees of a prediction and of the gold answer: same kind, same values, and nothing left to compute.
 
-Values are compared exactly where they are rational, else to 140 bits; expressions with symbols by their values at points that
-depend on the gold answer's symbols alone. What is left undone (a sum of numbers, a power, a logarithm) is accepted only where the gold
-answer does the same.
+Rational values are compared exactly, others to 140 bits. Expressions with symbols are compared by their values at points that
+depend only on the gold answer's symbols. An operation that is left to do (a sum of numbers, a power, a logarithm) is accepted
+only if the gold answer leaves it too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from posttrain.rewards.mathematics.words import Unit, spelled, unit_of, words
 
 Point = dict[str, Fraction]  # a number for each symbol
 Places = Annotated[int, Range(ge=0, le=30, text="a number of decimal places from 0 to 30")]
-POINTS = 8  # where expressions are compared
-MIN_POINTS = 3  # points at which both sides must have had a value
+POINTS = 8  # the number of points at which expressions are compared
+MIN_POINTS = 3  # the fewest points at which both sides must have a value
 SCALARS = words("number symbol constant add multiply divide negative power root function")
 SCALARS |= words("factorial binomial degrees pm mp")
 UNORDERED = {"list", "set", "union"}
@@ -38,19 +38,19 @@ _HALF = {"am": "am", "pm": "pm", "noon": "pm", "midnight": "am", "in the morning
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """What a data set declares about how its answers are compared."""
+    """A data set's conventions for comparing its answers."""
 
     # exact: 50% is 0.5 and not 50; bare: the sign is dropped on both sides
     percent: Literal["exact", "bare"] = "exact"
     bases: bool = False  # 1001_2 is 9
     # a decimal with at least this many places may be the gold answer rounded; 0: never
     rounding: Places = 0
-    # an answer without the gold answer's unit is wrong; another unit always is
+    # an answer without the gold answer's unit is wrong; another unit is always wrong
     require_units: bool = False
 
 
 class Comparison:
-    """One gold answer against one prediction; the meter bounds all the work it may take."""
+    """Compares one gold answer with one prediction; the meter bounds the work."""
 
     def __init__(self, conventions: Conventions):
         self.conventions, self.meter = conventions, Meter()
@@ -87,7 +87,7 @@ class Comparison:
         return gold.kind == "symbol" and given.kind == "choice" and gold.text == given.text
 
     def same_option(self, gold: Node, given: Node) -> bool:
-        """(B) 5 is B, and it is 5; where both sides name a letter and say something, both must agree."""
+        """(B) 5 matches B, and it matches 5; if both sides name a letter and a value, both must agree."""
         named = ("option", "choice", "symbol")
         letters = [side.text.upper() for side in (gold, given) if side.kind in named]
         if len(letters) == 2 and letters[0] != letters[1]:
@@ -112,7 +112,8 @@ class Comparison:
         return all(self.same(a, b) for a, b in zip(gold.nodes, given.nodes, strict=True))
 
     def same_collection(self, gold: Node, given: Node) -> bool:
-        """The same members, each as often; a set has each once. What is exact is counted, the rest is matched one by one."""
+        """Whether both have the same members, each as often; a set has each once. Exact members are counted, the rest is
+        matched one by one."""
         both = [naming.names_of(side) for side in (gold, given)]
         names = [naming.roots_of(side) for side in both]
         if min(map(len, both)) < 2 and len(names[0] | names[1]) == 1:
@@ -125,7 +126,7 @@ class Comparison:
         for member in sides[0][1]:
             for candidate in left:
                 alike = (member.kind == "relation") == (candidate.kind == "relation")
-                # x=5,y=6 is not said by 5,6
+                # x=5,y=6 is not the same as 5,6
                 if alike and self.same(member, candidate):
                     left.remove(candidate)
                     break
@@ -193,7 +194,7 @@ class Comparison:
         return is_fraction(gold, given) and self.same_scalar(quotient(gold), given)
 
     def same_time(self, gold: Node, given: Node) -> bool:
-        """3:30 pm is 15:30, and 3:30 where one side does not say which half of the day it means."""
+        """Whether both are the same time: 3:30 pm is 15:30, and 3:30 if one side does not say am or pm."""
         (wanted, half), (time, other) = clock(gold), clock(given)
         if not wanted or not time or gold.kind == "number":
             return False
@@ -209,7 +210,7 @@ class Comparison:
         return whole == full or (whole == twelve and whole[0] != 12)
 
     def same_based(self, gold: Node, given: Node) -> bool:
-        """1011 in base 2. Another base, or none, is an option."""
+        """Compare numbers such as 1011 in base 2. Another base, or none, is accepted only with the convention `bases`."""
         if gold.kind == given.kind:
             if gold.parts[1] == given.parts[1]:
                 return gold.text.lstrip("0").lower() == given.text.lstrip("0").lower()
@@ -264,7 +265,7 @@ class Comparison:
     def both(
         self, gold: Node, given: Node, names: frozenset[str]
     ) -> Iterator[tuple[Value, Value | None]]:
-        """Both values at each point where the gold answer has one; None where only the prediction lacks it."""
+        """Return both values at each point where the gold answer has one; None if only the prediction lacks it."""
         for point in points(names, counts(gold)):
             if (wanted := self.at(gold, point)) is not None:
                 yield wanted, self.at(given, point)
@@ -276,7 +277,7 @@ class Comparison:
             return None
 
     def rounds_to(self, wanted: Value, value: Value, given: Node) -> bool:
-        """With `rounding` n: a decimal with at least n places may be the gold answer rounded to as many places as it shows."""
+        """With `rounding` n, a decimal with at least n places may be the gold answer rounded to as many places as it shows."""
         places, needed = decimal_places(given), self.conventions.rounding
         if not needed or places < needed or not isinstance(value, Fraction):
             return False
@@ -287,7 +288,8 @@ class Comparison:
         return bool(numbers.apply("floor", middle, None, self.meter) == value * 10**places)
 
     def proportion(self, gold: Node, given: Node) -> int | None:
-        """The sign (1 or -1) of the constant c with given = c * gold at every point, or None where there is no such constant."""
+        """Return the sign (1 or -1) of the constant c with given = c * gold at every point, or None if there is no such
+        constant."""
         names = symbols(gold)
         if names != symbols(given) or not names:
             return None
@@ -305,7 +307,8 @@ class Comparison:
 
 
 def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
-    """A rational number behind radicals or pi that would cancel. e^(i pi) is written so, and is meant."""
+    """Whether a rational number is written with radicals or pi that would cancel. e^(i pi) is accepted, since it is meant that
+    way."""
     exact = isinstance(value, Fraction) or not isinstance(wanted, Fraction)
     if exact or constants(given) >= {"e", "i"}:
         return False
@@ -313,7 +316,7 @@ def hidden(wanted: Value, value: Value, gold: Node, given: Node) -> bool:
 
 
 def truncated(wanted: Value, value: Value) -> bool:
-    """A decimal with so many places that it agrees with an irrational number."""
+    """Whether a decimal has so many places that it agrees with an irrational number."""
     if not isinstance(value, Fraction) or isinstance(wanted, Fraction):
         return False
     return value.denominator.bit_length() > numbers.AGREE // 2
@@ -333,7 +336,7 @@ def scaled(value: Node, factor: Fraction) -> Node:
 
 
 def measured(value: Node) -> tuple[Node, str]:
-    """A value and its unit."""
+    """Return a value and its unit."""
     if value.kind == "percent":
         return value.nodes[0], "percent"
     if value.kind == "quantity":
@@ -346,7 +349,7 @@ def measured(value: Node) -> tuple[Node, str]:
 
 
 def lettered(value: Node) -> Node:
-    """`10 m` without a text macro is a product; where the gold answer has a unit, its last letter is one."""
+    """Read `10 m` without a text macro as a number with a unit, not as a product; used if the other side has a unit."""
     below, written = "", value
     if value.kind == "divide" and value.nodes[1].kind == "symbol":  # 20 m/s
         value, below = value.nodes[0], f"/{value.nodes[1].text}"
@@ -369,12 +372,12 @@ def is_fraction(ratio: Node, other: Node) -> bool:
 
 
 def is_clock(ratio: Node) -> bool:
-    """Whether the figures could stand on a clock."""
+    """Whether the numbers could be a time on a clock."""
     return bool(clock(ratio)[0])
 
 
 def is_time(ratio: Node) -> bool:
-    """12:30 and 7:05 are times of day; 3:4 is a ratio, and so may 9:16 be, in lowest terms."""
+    """Whether it is a time: 12:30 and 7:05 are times of day; 3:4 is a ratio, and so may 9:16 be, in lowest terms."""
     pieces = ratio.text.split(":")
     if not is_clock(ratio):
         return False
@@ -390,7 +393,7 @@ def in_base(based: Node) -> Fraction:
 
 
 def clock(value: Node) -> tuple[tuple[int, ...], str]:
-    """The figures of a time of day, and am, pm or nothing; no figures where it is none."""
+    """Return the numbers of a time of day, and am, pm or ""; no numbers if it is not a time."""
     half = ""
     if value.kind == "quantity":
         half = _HALF.get(spelled(value.text.replace(".", "")), "")
@@ -403,7 +406,7 @@ def clock(value: Node) -> tuple[tuple[int, ...], str]:
 
 
 def infinity(value: Node) -> int:
-    """1 and -1 for the two infinities, 0 for anything else."""
+    """Return 1 and -1 for the two infinities, 0 for anything else."""
     if value.kind == "negative":
         return -infinity(value.nodes[0])
     return int(value.kind == "constant" and value.text == "inf")
@@ -416,7 +419,8 @@ def counts(value: Node) -> bool:
 
 
 def points(names: frozenset[str], whole: bool) -> list[Point]:
-    """Points that only the names decide: whole numbers, or rational ones, the first half positive, the rest of either sign."""
+    """Return points that depend only on the names: whole numbers, or rational ones, the first half positive, the rest of either
+    sign."""
     made = []
     for number in range(POINTS):
         point = {}
@@ -431,7 +435,7 @@ def points(names: frozenset[str], whole: bool) -> list[Point]:
 
 
 def decimal_places(value: Node) -> int:
-    """How many places a decimal shows; 0 for what is not one."""
+    """Return how many places a decimal shows; 0 for anything else."""
     while value.kind == "negative":
         value = value.nodes[0]
     if value.kind != "number" or value.parts[1] != "decimal":

@@ -1,4 +1,4 @@
-"""The form of an answer: one shape for what is written in several ways, and what an answer leaves undone."""
+"""The normal form of an answer: one shape for different spellings; and the operations that an answer leaves undone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from posttrain.rewards.mathematics.numbers import Exhausted, Meter, Undefined, e
 from posttrain.rewards.mathematics.sets import INFINITY, LINE, common, united, without
 from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node
 
-SIGNS = ("pm", "mp")  # of both values
-LIMIT = 64  # members that signs may multiply to
+SIGNS = ("pm", "mp")  # signs that stand for two values
+LIMIT = 64  # the most members that such signs may produce
 _KINDS_OF_FUNCTIONS = dict.fromkeys(("log", "ln", "lg"), "logarithm")
 _KINDS_OF_FUNCTIONS |= dict.fromkeys(("floor", "ceil"), "rounding")
 _KINDS_OF_FUNCTIONS |= {"exp": "exponential", "abs": "absolute value"}
@@ -19,7 +19,7 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def settled(value: Node) -> Node:
-    r"""The tree with one shape for each meaning.
+    r"""Return the tree with one shape for each meaning.
 
     \pm gives two members; x \in S is S; a solved inequality is an interval; several of them joined by "or" are a union.
 
@@ -43,14 +43,14 @@ def settled(value: Node) -> Node:
 
 
 def is_point(value: Node) -> bool:
-    """P(3, 4)."""
+    """Whether it is a named point: P(3, 4)."""
     first, second, *rest = value.nodes
     named = first.kind == "symbol" and first.text in set("ABCDMOPQRS")
     return named and second.kind in ("interval", "tuple") and not rest
 
 
 def _settled_set(value: Node) -> Node:
-    r"""\mathbb{R}, a difference of sets, \{x : x > 2\}; of a function in cases and an option, the parts."""
+    r"""Normalise \mathbb{R}, a difference of sets, \{x : x > 2\}; for a function in cases and an option, the parts."""
     if value.kind == "domain":
         above, below = (ZERO, INFINITY), (negative(INFINITY), ZERO)
         half = {"R+": ("()", *above), "R>0": ("()", *above), "R>=0": ("[)", *above)}
@@ -109,13 +109,13 @@ def _is_named(value: Node) -> bool:
 
 
 def _variable(value: Node) -> str:
-    """What a solved inequality is about; "" for an interval as such."""
+    """Return the variable of a solved inequality; "" for a plain interval."""
     names = {str(piece.labels[-1]) for piece in value.walk() if len(piece.labels) > 1}
     return min(names, default="")
 
 
 def _excluded(value: Node) -> Node | None:
-    r"""x \ne 1, x \ne 2 and x \ne 1, 2: all numbers without these."""
+    r"""Read x \ne 1, x \ne 2 and x \ne 1, 2 as all numbers without these."""
     first = value.nodes[0]
     if first.kind != "relation" or first.text != "!=" or first.nodes[0].kind != "symbol":
         return None
@@ -148,7 +148,7 @@ def _settled_relation(value: Node) -> Node:
 
 
 def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
-    """The interval of a solved inequality: one symbol, and bounds without symbols."""
+    """Return the interval of a solved inequality with one symbol and bounds without symbols."""
     where = [i for i, side in enumerate(sides) if side.kind == "symbol"]
     where = [1] if len(sides) == 3 and 1 in where else where
     if len(where) != 1 or any(sign not in FLIPPED for sign in signs) or len(sides) > 3:
@@ -157,7 +157,7 @@ def _interval(signs: list[str], sides: tuple[Node, ...]) -> Node | None:
     others = [side for index, side in enumerate(sides) if index != place]
     open_ = len(others) != 2 or any(sides[place] in side.walk() for side in others)
     if open_ and any(side.has("symbol") for side in others):
-        return None  # 2x + y < 3 may be solved for either; a < x < b is for x
+        return None  # 2x + y < 3 may be solved for either variable; a < x < b is solved for x
     low, high, ends = negative(INFINITY), INFINITY, ["(", ")"]
     bounds = []
     if place > 0:
@@ -189,7 +189,7 @@ def _with_sign(value: Node, flipped: bool) -> Node:
 
 
 def undone(value: Node) -> frozenset[str]:
-    r"""What an answer leaves to do: the names of the operations that a reader would still carry out.
+    r"""Return what an answer leaves to do: the names of the operations that a reader would still carry out.
 
     Fractions, decimals, mixed numbers, scientific notation, radicals and multiples of pi leave nothing to do.
 
@@ -246,7 +246,7 @@ def _look_at_power(value: Node, found: set[str]) -> None:
 
 
 def _is_rational(value: Node) -> bool:
-    """Whether a power or root of numbers is one; a power too large to compute is one that was left to do."""
+    """Whether a power or root of numbers is rational; a power too large to compute counts as left undone."""
     try:
         return isinstance(evaluate(value, {}, Meter(500)), Fraction)
     except Exhausted:
@@ -260,13 +260,13 @@ def constants(value: Node) -> frozenset[str]:
 
 
 def _terms(value: Node) -> list[Node]:
-    """The terms of a sum, out of their brackets."""
+    """Return the terms of a sum, without brackets."""
     inner = (_terms(part) if part.kind == "add" else [part] for part in value.nodes)
     return [term for terms in inner for term in terms]
 
 
 def _is_scientific(value: Node) -> bool:
-    """a x 10^n: a literal."""
+    """Whether it is scientific notation, a x 10^n, which is a literal."""
     two = value.kind == "multiply" and len(value.nodes) == 2
     return two and value.nodes[0].kind == "number" and _is_power_of_ten(value.nodes[1])
 
@@ -278,7 +278,7 @@ def _is_power_of_ten(value: Node) -> bool:
 
 
 def _is_literal(value: Node) -> bool:
-    """A number as it stands: 3, -3, 0.5, 3/4."""
+    """Whether it is a plain number: 3, -3, 0.5, 3/4."""
     if value.kind == "negative":
         return _is_literal(value.nodes[0])
     quotient = value.kind == "divide" and all(map(_is_whole, value.nodes))
@@ -292,7 +292,7 @@ def _is_whole(value: Node) -> bool:
 
 
 def _term_key(term: Node) -> frozenset[tuple[Node, int]]:
-    """What a term is a multiple of: terms with one key could be added up."""
+    """Return what a term is a multiple of: terms with the same key could be added up."""
     if term.kind == "negative":
         return _term_key(term.nodes[0])
     if _is_literal(term) or _is_scientific(term):

@@ -1,4 +1,4 @@
-r"""Reads an answer written in LaTeX, or plainly, into a small tree. Nothing is evaluated here, and nothing is ever run.
+r"""Parses an answer in LaTeX, or in plain text, into a small tree. Nothing is evaluated here, and nothing is ever run.
 
 answer   = relation ((',' | ';' | and | or) relation)*          more than one: a `list`
 relation = union (('=' | '<' | '\le' | ...) union)*             more than one side: a `relation`
@@ -9,7 +9,7 @@ sum      = ['+' | '-' | '\pm'] product (('+' | '-' | '\pm') product)*
 product  = factor (('\cdot' | '/' | nothing) factor)*
 factor   = atom ('^' atom | '!' | degrees)*
 
-Text, nesting and the tree are bounded, so that whatever follows may recurse over a tree without a second thought.
+The length of the text, the nesting and the size of the tree are bounded, so that later code may recurse over a tree safely.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from posttrain.rewards.mathematics.tree import (
 )
 from posttrain.rewards.mathematics.words import TEXT_MACROS, plain_text, words
 
-NESTING = 40  # brackets, powers and signs inside one another
+NESTING = 40  # the deepest nesting of brackets, powers and signs
 
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
@@ -80,7 +80,7 @@ _CONSTANTS = {"pi": "pi", "infty": "inf", "i": "i", "e": "e", "imath": "i"}
 
 
 class Reader:
-    """Recursive descent over the tokens, with a count of how deep it is."""
+    """A recursive descent parser over the tokens, with a counter of the depth."""
 
     def __init__(self, tokens: list[Token]):
         self.tokens, self.position, self.nesting = tokens, 0, 0
@@ -237,7 +237,7 @@ class Reader:
         return joined(factors) if mixes else node("multiply", *factors)
 
     def refuse_two_numbers(self) -> None:
-        """`5 6` is no product; `2 1/2` is a mixed number, and what stands after \\frac12 may be anything."""
+        """Refuse `5 6`, which is no product; `2 1/2` is a mixed number, and anything may follow \\frac12."""
         place = self.position
         before, after = self.tokens[place - 1], self.tokens[place + 1 : place + 2]
         if before.kind == self.next.kind == "number" and not (after and after[0].text == "/"):
@@ -280,7 +280,7 @@ class Reader:
                 return value
 
     def half_line(self) -> str:
-        """What stands beside a set of numbers: + or -, > 0, or a number of dimensions."""
+        """Read the suffix of a set of numbers: + or -, > 0, or a number of dimensions."""
         if not self.accept("{"):
             return self.take().text
         text = ""
@@ -290,7 +290,7 @@ class Reader:
         return text
 
     def factor_of_power(self) -> Node:
-        """What stands after ^: a group, or one atom with its sign; a tower leans to the right."""
+        """Read what follows ^: a group, or one atom with its sign; a tower is right-associative."""
         sign = self.accept("-", "+")
         value = self.group() if self.sees("{") else self.atom()
         if self.accept("^"):
@@ -300,7 +300,7 @@ class Reader:
         return negative(value) if sign and sign.text == "-" else value
 
     def argument(self) -> Node:
-        """What a macro or a subscript takes: a group in braces, or a single character as TeX has it."""
+        """Read the argument of a macro or a subscript: a group in braces, or a single character as in TeX."""
         token = self.next
         if token.kind == "number" and token.form == "integer" and len(token.text) > 1:
             first, rest = token.text[0], token.text[1:]
@@ -441,7 +441,7 @@ class Reader:
         return bracketed(opening, closing.text, value)
 
     def builder(self) -> Node | None:
-        """`x | x > 2` and `x \\in S : x > 2` in braces; None where the braces hold something else."""
+        """Read `x | x > 2` and `x \\in S : x > 2` in braces; None if the braces hold something else."""
         start, self.bars = self.position, 1
         name = node("symbol", self.take().text)
         domain = self.product() if self.accept("in") else None
@@ -467,7 +467,7 @@ class Reader:
         return node("cases", *self.rows())
 
     def rows(self) -> list[Node | int]:
-        """How many rows, then the entries row by row."""
+        """Return the number of rows, then the entries row by row."""
         self.deeper()
         rows: list[list[Node]] = [[]]
         while self.next.kind != "end":
@@ -485,7 +485,7 @@ class Reader:
 
 
 def read(text: str, thousands: bool = True) -> Node:
-    r"""The tree of an answer.
+    r"""Return the tree of an answer.
 
     >>> read(r"\frac12").kind, read("(1, 2]").kind, read("x = 5").kind, read(r"\text{Monday}").kind
     ('divide', 'interval', 'relation', 'text')

@@ -1,4 +1,4 @@
-"""Answers that name what they give: x = 5, f(2) = 5, (x, y) = (3, -4)."""
+"""Answers that name their value: x = 5, f(2) = 5, (x, y) = (3, -4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_equation(relation: Node) -> bool:
 
 
 def is_name(value: Node) -> bool:
-    """What may stand left of `=` without being a claim of its own: x, AB, f(x), f(2), words."""
+    """Whether it may stand left of `=` without being a statement of its own: x, AB, f(x), f(2), words."""
     if value.kind in NAMES:
         return True
     if value.kind != "multiply":
@@ -28,7 +28,7 @@ def is_name(value: Node) -> bool:
 
 
 def is_named_tuple(value: Node) -> bool:
-    """(x, y) = (3, -4)."""
+    """Whether it is of the form (x, y) = (3, -4)."""
     if value.kind != "relation" or value.text != "=" or len(value.nodes) != 2:
         return False
     names, values = value.nodes
@@ -38,9 +38,9 @@ def is_named_tuple(value: Node) -> bool:
 
 
 def names_value(given: Node, gold: Node) -> bool:
-    """`x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
+    """Whether `given` names the value `gold`: `x = 5` gives 5 a name; `2 + 3 = 5` does not, nor does `x = x + 1`."""
     name = given.nodes[0]
-    # in the order in which names are written: (y, x) = (3, -4) is another pair than (3, -4)
+    # the order of names matters: (y, x) = (3, -4) is another pair than (3, -4)
     if is_named_tuple(given):
         names = [(part.text.islower(), len(part.text), part.text) for part in name.nodes]
         return names == sorted(names)
@@ -49,14 +49,14 @@ def names_value(given: Node, gold: Node) -> bool:
 
 
 def graph(equation: Node) -> str:
-    """The two ways to name what a function of x gives: y and f(x)."""
+    """Return what an equation of a graph names: a symbol such as y, or f(x); "" for anything else."""
     name = equation.nodes[0]
     called = name.kind == "multiply" and [part.text for part in name.nodes] == ["f", "x"]
     return "f(x)" if called else name.text if name.kind == "symbol" else ""
 
 
 def spread(value: Node) -> Node:
-    """(x, y) = (3, -4) as x = 3, y = -4."""
+    """Rewrite (x, y) = (3, -4) as x = 3, y = -4."""
     if not is_named_tuple(value):
         return value
     pairs = zip(*(side.nodes for side in value.nodes), strict=True)
@@ -64,7 +64,7 @@ def spread(value: Node) -> Node:
 
 
 def name_of(relation: Node) -> str:
-    """What an equation names: x, or (x,y)."""
+    """Return the name in an equation: x, or (x,y)."""
     if relation.kind != "relation" or relation.text != "=":
         return ""
     if is_named_tuple(relation):
@@ -78,7 +78,7 @@ def names_of(collection: Node) -> set[str]:
 
 
 def roots_of(names: set[str]) -> set[str]:
-    """The one name that others are made of: x_1 and x_2 are both x."""
+    """Return the common name that others are made of: x_1 and x_2 are both x."""
     stems = {found[1] if (found := _ROOT.fullmatch(name)) else name for name in names}
     return stems if len(stems) == 1 and len(names) > 1 else names
 

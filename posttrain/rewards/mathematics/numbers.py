@@ -1,7 +1,7 @@
-"""The value of a tree: exact rationals as far as they go, then complex numbers of fixed precision, with every cost bounded.
+"""The value of a tree: exact rationals if possible, then complex numbers of fixed precision, with every cost bounded.
 
-Nothing here depends on the process, the thread or the clock: the bounds are counted in operations and bits, so that the verdict on
-an answer is the same on every machine. Functions of `mpmath.libmp` take their precision as an argument and share no state.
+Nothing here depends on the process, the thread or the clock: the bounds count operations and bits, so the verdict on an answer
+is the same on every machine. Functions of `mpmath.libmp` take their precision as an argument and share no state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mpmath import libmp  # type: ignore[import-untyped]
 from posttrain.rewards.mathematics.tree import Node
 
 PRECISION = 200  # bits of a number that is not exact
-AGREE = 140  # leading bits in which two such numbers agree where they are equal
-NOISE = 170  # bits below the whole number's size where one of its two parts counts as nothing
-EXACT_BITS = 20_000  # of an exact number's numerator or denominator
+AGREE = 140  # leading bits in which two such numbers must agree to be equal
+NOISE = 170  # a real or imaginary part this many bits below the number's magnitude counts as 0
+EXACT_BITS = 20_000  # bits of an exact number's numerator or denominator
 MAGNITUDE = 100_000  # the largest binary exponent of any number
 WORK = 20_000  # units of work an answer may cost: 1 for an operation on small numbers, 20 for a function; about 3 microseconds each
 LARGEST_FACTORIAL = 1_000
@@ -29,11 +29,11 @@ Value: TypeAlias = Fraction | Inexact
 
 
 class Undefined(ArithmeticError):
-    """No value: a division by zero, a logarithm of zero, something that is not a number."""
+    """There is no value: a division by zero, a logarithm of zero, something that is not a number."""
 
 
 class Exhausted(ArithmeticError):
-    """The value lies beyond the bounds on size or work."""
+    """The value exceeds the bounds on size or work."""
 
 
 class Meter:
@@ -92,7 +92,7 @@ def _size(part: tuple[int, int, int, int]) -> int:
 
 
 def equal(left: Value, right: Value) -> bool:
-    """Exactly, where both are exact; else to 140 leading bits in each of the two parts."""
+    """Compare exactly if both are exact; else to 140 leading bits in the real and the imaginary part."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     first, second = inexact(left), inexact(right)
@@ -108,7 +108,7 @@ def equal(left: Value, right: Value) -> bool:
 
 
 def add(left: Value, right: Value, meter: Meter, product: bool = False) -> Value:
-    """The sum, or the product."""
+    """Return the sum, or the product."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         meter.charge(1 + (bits(left) + bits(right)) ** 2 // 2_000_000)
         return _fits(left * right if product else left + right)
@@ -135,7 +135,7 @@ def power(base: Value, exponent: Value, meter: Meter) -> Value:
         exact = _rational_power(base, exponent, meter)
         if exact is not None:
             return exact
-        if base < 0 and exponent.denominator % 2:  # the real root, as at school
+        if base < 0 and exponent.denominator % 2:  # the real root, as taught at school
             value = power(-base, exponent, meter)
             return multiply(Fraction(-1), value, meter) if exponent.numerator % 2 else value
     if is_zero(exponent):
@@ -149,7 +149,7 @@ def power(base: Value, exponent: Value, meter: Meter) -> Value:
 
 
 def _rational_power(base: Fraction, exponent: Fraction, meter: Meter) -> Value | None:
-    """base^exponent where that is rational and small enough to write down."""
+    """Return base^exponent if it is rational and small enough to write down."""
     whole = exponent.numerator
     if base in (0, 1) or whole == 0:
         if base == 0 and whole < 0:
@@ -167,7 +167,7 @@ def _rational_power(base: Fraction, exponent: Fraction, meter: Meter) -> Value |
 
 
 def _exact_root(value: Fraction, index: int) -> Fraction | None:
-    """The rational root, or None. A negative number has one where the index is odd."""
+    """Return the rational root, or None. A negative number has one if the index is odd."""
     if bits(value) > 4_096 or (value < 0 and index % 2 == 0):
         return None
     above = _integer_root(abs(value.numerator), index)
@@ -213,7 +213,7 @@ _RECIPROCAL = {"cot": "tan", "sec": "cos", "csc": "sin"}
 
 
 def apply(name: str, value: Value, base: Value | None, meter: Meter) -> Value:
-    """A function's value; `base` is that of a logarithm."""
+    """Return a function's value; `base` is that of a logarithm."""
     if name in _RECIPROCAL:
         return divide(Fraction(1), apply(_RECIPROCAL[name], value, None, meter), meter)
     if name in ("log", "ln", "lg"):
@@ -255,7 +255,7 @@ def _rounded(name: str, value: Value, meter: Meter) -> Value:
 
 
 def evaluate(node: Node, point: dict[str, Fraction], meter: Meter) -> Value:
-    r"""The value of a tree at a point: a number for each symbol, and for the sign of \pm under the name "pm".
+    r"""Return the value of a tree at a point: a number for each symbol, and for the sign of \pm under the name "pm".
 
     >>> from posttrain.rewards.mathematics.latex import read
     >>> evaluate(read(r"\frac{\sqrt{64}}{3} + x"), {"x": Fraction(1, 3)}, Meter())

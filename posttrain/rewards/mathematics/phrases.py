@@ -1,4 +1,4 @@
-"""Answers in words: numbers, announcements ("the answer is"), sets of numbers, choices that are written with what they say."""
+"""Answers in words: numbers, announcements ("the answer is"), sets of numbers, choices with their letter and text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REALS = (
     r"(?:real numbers?|reals?)(?: [a-z])?(?: (?:that|which) are)?"
 )
 _ABOVE, _BELOW = r"(?:greater|larger|more)", r"(?:less|smaller)"
-# What words stand for. Each is looked for once, in this order, in the text without its text macros.
+# Replacements for words. Each is applied once, in this order, to the text without its text macros.
 _PHRASES = [
     (re.compile(pattern, re.IGNORECASE), written)
     for pattern, written in (
@@ -67,7 +67,7 @@ _ANOTHER = re.compile(r"\b[A-J]\b")
 
 
 def rephrased(text: str) -> str:
-    r"""The answer without the words that announce it, and with the signs that others stand for.
+    r"""Return the answer without the words that announce it, and with words replaced by their symbols.
 
     >>> rephrased(r"\text{The answer is } 5"), rephrased("all real numbers except 0"), rephrased("The answer is not 5")
     ('5', '\\mathbb{R} \\setminus \\{0\\}', 'not 5')
@@ -81,7 +81,7 @@ def rephrased(text: str) -> str:
 
 
 def option(text: str) -> tuple[str, str] | None:
-    r"""The letter of a choice and what it says.
+    r"""Return the letter and the text of a choice.
 
     >>> option(r"\textbf{(B)}\ 5"), option("(B) or (C)"), option("(A)(B)"), option("A:B")
     (('B', '5'), None, None, None)
@@ -96,7 +96,7 @@ def option(text: str) -> tuple[str, str] | None:
 
 
 def spoken(text: str) -> tuple[Fraction, str] | None:
-    """The number that a text in words begins with, and the rest of it; None where it begins with none.
+    """Return the number in words at the start of a text, and the rest of it; None if there is no such number.
 
     >>> [str(spoken(t)[0]) for t in ("minus twenty-five", "one hundred and five", "two and a half", "two thirds", "three dozen eggs")]
     ['-25', '105', '5/2', '2/3', '36']
@@ -128,7 +128,7 @@ def spoken(text: str) -> tuple[Fraction, str] | None:
 
 
 def _counted(said: list[str]) -> tuple[Fraction, int]:
-    """The whole number that words spell from the start, and how many they are."""
+    """Return the whole number that the first words spell, and the number of these words."""
     total = group = Fraction(0)  # group: what the next scale word multiplies
     size, place, fresh = Fraction("1e30"), 0, True
     for place, word in enumerate([*map(words.singular, said), ""]):
@@ -148,11 +148,11 @@ def _counted(said: list[str]) -> tuple[Fraction, int]:
 
 
 def _joins(word: str, group: Fraction, fresh: bool) -> bool:
-    """Whether a number may go on after the word: one hundred and five, one thousand, two hundred."""
+    """Whether a number may continue after the word: one hundred and five, one thousand, two hundred."""
     return word in ("and", ",") and (fresh or (word == "and" and group % 100 == 0 < group))
 
 
 def _continues(value: Fraction, number: Fraction) -> bool:
-    """Whether a number word goes on: twenty five, two hundred twenty."""
+    """Whether a number word continues the number: twenty five, two hundred twenty."""
     tens = value % 100 >= 20 and value % 10 == 0 and 0 < number < 10
     return tens or (value >= 100 and value % 100 == 0 and 0 < number < 100)

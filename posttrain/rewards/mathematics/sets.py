@@ -1,7 +1,7 @@
 r"""Sets of real numbers: unions, complements and conditions as disjoint intervals in order.
 
-The ends of an interval are cuts of the line: (v, 0) is just before v, (v, 1) just after it. So [1, 2) lies between (1, 0) and (2, 0),
-the point 3 between (3, 0) and (3, 1), and closed and open ends need no cases of their own.
+The ends of an interval are cuts of the line: (v, 0) is just before v, (v, 1) just after it. So [1, 2) lies between (1, 0) and
+(2, 0), the point 3 between (3, 0) and (3, 1), and closed and open ends need no separate cases.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Cut = tuple[Fraction | float, int]
 Span = tuple[Cut, Cut]
 INFINITY = node("constant", "inf")
 LINE = node("interval", "()", negative(INFINITY), INFINITY)
-_BITS = 120  # to which ends of intervals are told apart
+_BITS = 120  # the precision to which ends of intervals are distinguished
 
 
 def united(*sets: Node) -> Node | None:
-    """The union as one shape; None where an end is not a number."""
+    """Return the union in normal form; None if an end is not a number."""
     return _combined(sets, _merged)
 
 
@@ -31,7 +31,7 @@ def common(*sets: Node) -> Node | None:
 
 
 def without(whole: Node, part: Node) -> Node | None:
-    """What is in one set and not in the other."""
+    """Return the members of one set that are not in the other."""
     return _combined((whole, part), lambda spans: _common([spans[0], _complement(spans[1])]))
 
 
@@ -53,7 +53,7 @@ def _combined(sets: tuple[Node, ...], combine: object) -> Node | None:
 
 
 def _spans(value: Node, ends: dict[Fraction | float, Node]) -> list[Span]:
-    """The spans of a set of intervals and numbers; `ends` learns how each end was written."""
+    """Return the spans of a set of intervals and numbers; `ends` records how each end was written."""
     if value.kind in ("union", "set"):
         return _merged([_spans(part, ends) for part in value.nodes])
     low, high = value.nodes if value.kind == "interval" else (value, value)

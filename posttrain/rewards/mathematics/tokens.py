@@ -1,4 +1,4 @@
-r"""Cuts an answer into tokens: numbers in all their spellings, macros, words, signs. The marks of display fall away."""
+r"""Splits an answer into tokens: numbers in all their spellings, macros, words, signs. Display markup is dropped."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Token:
 
 
 def clean(text: str) -> str:
-    """The text without the marks of display: dollar signs in pairs, brackets of display mathematics, a full stop at the end."""
+    """Return the text without display markup: dollar signs in pairs, brackets of display mathematics, a full stop at the
+    end."""
     if not text.isascii():
         text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_LOWERED)}}}", text).translate(_UNICODE)
     if "\\" in text:
@@ -110,7 +111,7 @@ def clean(text: str) -> str:
 
 
 def tokens_of(text: str, thousands: bool) -> list[Token]:
-    """Tokens; `1,000` is one number where `thousands` says so and no bracket is open."""
+    """Return the tokens; `1,000` is one number if `thousands` is set and no bracket is open."""
     found: list[Token] = []
     position, open_brackets = 0, 0
     while position < len(text):
@@ -125,7 +126,7 @@ def tokens_of(text: str, thousands: bool) -> list[Token]:
             found.append(Token("text", match["text"].strip()))
             continue
         if match["style"] and _FIGURES.match(match["text"]):
-            found += tokens_of(match["text"], thousands)  # figures in a text macro are figures
+            found += tokens_of(match["text"], thousands)  # digits in a text macro are digits
             continue
         made = _token(match, bool(found) and found[-1].kind in ("number", "text"))
         for token in made:

@@ -1,4 +1,4 @@
-"""The tree of an answer: its places, and what brackets, words and factors side by side make."""
+"""The tree of an answer: its nodes, and the rules for brackets, words and adjacent factors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from posttrain.rewards.mathematics.phrases import spoken
 from posttrain.rewards.mathematics.tokens import Unreadable
 from posttrain.rewards.mathematics.words import unit_of
 
-DEPTH = 100  # of the tree
+DEPTH = 100  # the greatest depth of the tree
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One place of the tree: `kind` says what `parts` are: nodes, or a leaf's text and numbers."""
+    """One node of the tree: `kind` says what `parts` are: nodes, or a leaf's text and numbers."""
 
     kind: str
     parts: tuple[Node | str | Fraction | int, ...] = ()
@@ -27,7 +27,7 @@ class Node:
 
     @property
     def labels(self) -> tuple[str | Fraction | int, ...]:
-        """The parts that are no nodes."""
+        """Return the parts that are not nodes."""
         return tuple(part for part in self.parts if not isinstance(part, Node))
 
     @property
@@ -36,17 +36,17 @@ class Node:
 
     @property
     def value(self) -> Fraction:
-        """Of a number."""
+        """The value of a number."""
         return Fraction(self.parts[0])  # type: ignore[arg-type]
 
     def walk(self) -> Iterator[Node]:
-        """This place and all below it, from left to right."""
+        """Yield this node and all below it, from left to right."""
         yield self
         for below in self.nodes:
             yield from below.walk()
 
     def has(self, *kinds: str) -> bool:
-        """Whether there is a place of one of these kinds."""
+        """Whether there is a node of one of these kinds."""
         return any(place.kind in kinds for place in self.walk())
 
 
@@ -73,7 +73,7 @@ def bracketed(opening: str, closing: str, value: Node | None) -> Node:
 
 
 def text_node(text: str) -> Node:
-    """Words; a letter that names a choice, or several with commas; a number in words."""
+    """Make a node of words; of a letter that names a choice, or several with commas; or of a number in words."""
     letters = [piece.strip(" ().") for piece in text.split(",")]
     if all(len(letter) == 1 and letter.isalpha() for letter in letters):
         choices = [node("choice", letter) for letter in letters]
@@ -89,7 +89,7 @@ def text_node(text: str) -> Node:
 
 
 def compound(larger: Node, smaller: Node) -> Node:
-    """5 feet 3 inches as inches."""
+    """Return 5 feet 3 inches as inches."""
     parts = [part for part in (larger, smaller) if part.kind == "quantity"]
     units = [unit_of(part.text) for part in parts if part.nodes[0].kind == "number"]
     first, second = units if len(units) == 2 else (None, None)
@@ -100,7 +100,8 @@ def compound(larger: Node, smaller: Node) -> Node:
 
 
 def labelled(macro: str, value: Node) -> Node:
-    r"""What stands under a bar, an arrow or a hat: a name. \overline{AB} is AB, but \bar z is not z, and \overline{3+4i} is no name."""
+    r"""Read what is under a bar, an arrow or a hat as a name. \overline{AB} is AB, but \bar z is not z, and \overline{3+4i} is
+    no name."""
     names = [place for place in value.walk() if place.kind != "multiply"]
     if any(place.kind not in ("symbol", "text", "choice", "constant") for place in names):
         raise Unreadable(f"\\{macro} of what is no name")
@@ -118,13 +119,13 @@ def node_integer(value: Node) -> int:
 
 
 def flat(value: Node) -> str:
-    """A subscript as text."""
+    """Return a subscript as text."""
     parts = (part for part in value.parts if part != "integer")
     return "".join(flat(part) if isinstance(part, Node) else str(part) for part in parts)
 
 
 def joined(factors: list[Node]) -> Node:
-    """A product, unless it is a mixed number such as 2\\frac12."""
+    """Return a product, unless it is a mixed number such as 2\\frac12."""
     written = len(factors) >= 2 and factors[1].kind == "divide" and factors[1].parts[-1] == "frac"
     if written and (mixed := mixed_number(factors[0], *factors[1].nodes)):
         factors = [mixed, *factors[2:]]
@@ -132,14 +133,14 @@ def joined(factors: list[Node]) -> Node:
 
 
 def mixed_number(whole: Node, above: Node, below: Node) -> Node | None:
-    """`2 1/2`: a whole number before a proper fraction of whole numbers; None where they are something else."""
+    """Read `2 1/2`: a whole number before a proper fraction of whole numbers; None for anything else."""
     if not all(map(is_integer, (whole, above, below))) or not 0 < above.value < below.value:
         return None
     return node("number", whole.value + above.value / below.value, "mixed")
 
 
 def symbols(value: Node) -> frozenset[str]:
-    """The names of all symbols in it."""
+    """Return the names of all symbols in it."""
     return frozenset(place.text for place in value.walk() if place.kind == "symbol")
 
 

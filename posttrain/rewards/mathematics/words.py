@@ -1,4 +1,4 @@
-"""Words in answers: what is prose, what is a unit and what it measures, and which words are numbers."""
+"""Words in answers: which are prose, which are units and what they measure, and which are numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SEPARATOR_WORDS = words("and or")
 FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi"
 FUNCTION_WORDS = {name: name for name in words(f"{FUNCTIONS} binom sum int lim")}
 FUNCTION_WORDS |= dict.fromkeys(("infinity", "inf", "oo"), "infty")
-# Letters that are written side by side as a product. Any other three letters or more are a word, which has an order.
+# Letters that are written side by side as a product. Any other group of three or more letters is a word, whose order matters.
 PRODUCTS = ("abc", "xyz", "pqr", "mnk", "rst", "uvw", "abxy")
 SHORT_WORDS = words("no on so is it if of or as at an am pm up to in us we he me my by do go be ok")
 
 
 def sizes(text: str) -> dict[str, Fraction]:
-    """Words with numbers: each group of words ends in the number that all of them have.
+    """Read words with numbers: each group of words ends in the number that applies to all of them.
 
     >>> sizes("foot feet:12 yard:36")
     {'foot': Fraction(12, 1), 'feet': Fraction(12, 1), 'yard': Fraction(36, 1)}
@@ -45,7 +45,7 @@ NUMBERS = sizes(
     "fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty fourty:40 fifty:50 sixty:60 seventy:70 "
     "eighty:80 ninety:90"
 )
-# A number before one of these is another number.
+# A number before one of these is multiplied by it.
 SCALES = sizes(
     "hundred:1e2 thousand:1e3 lakh lac:1e5 million mn:1e6 crore:1e7 billion bn:1e9 trillion:1e12 quadrillion:1e15 quintillion:1e18 "
     "dozen:12"
@@ -57,7 +57,7 @@ SCALES_BELOW |= {
     for name, size in {**NUMBERS, **SCALES}.items()
     if size > 3
 }
-# Words that make a sentence of an answer, or another number: a second answer, a denial, a condition, an operation.
+# Words that turn an answer into a sentence or another number: a second answer, a denial, a condition, an operation.
 NO_UNITS = words(
     """not no none never nor neither either if when unless but except minus plus negative positive time over divided is was are be maybe
     perhaps wrong incorrect false squared cubed factorial mod modulo modulu module than least most more less fewer wait actually root
@@ -69,10 +69,10 @@ NO_UNITS = words(
 MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
 MONTH += "|sept?(?:ember)?|oct(?:ober)?|(?:nov|dec)(?:ember)?"
 _MONTH = re.compile(MONTH)
-# What is counted without an s at its end.
+# Countable nouns without a plural s.
 _COUNTED = words("people men women children mice geese teeth fish sheep unit way person")
 
-# What is measured: its units, each group of names with how many base units it is. Symbols stand as they are written: MW is not mW.
+# Quantities and their units: each group of unit names with its size in base units. Symbols are case-sensitive: MW is not mW.
 _MEASURES: dict[str, str] = json.loads(Path(__file__).with_name("units.json").read_text("utf-8"))
 
 
@@ -118,12 +118,12 @@ def is_word(word: str) -> bool:
 
 
 def bare_words(text: str) -> str:
-    """The text with its text macros and spaces undone."""
+    """Return the text without its text macros and extra spaces."""
     return _SPACES.sub(" ", _TEXT_MACRO.sub(r" \1 ", text)).strip()
 
 
 def plain_text(text: str) -> str | None:
-    r"""The words where the whole answer is words: not a number with a unit, not an equation.
+    r"""Return the words if the whole answer is words: not a number with a unit, not an equation.
 
     >>> plain_text(r"\text{October 30}"), plain_text(r"10\text{ cm}"), plain_text("xy")
     ('October 30', None, None)
@@ -137,7 +137,7 @@ def plain_text(text: str) -> str | None:
 
 
 def spelled(text: str) -> str:
-    """What two texts are compared by: letters and figures in lower case, with single spaces.
+    """Return the form in which two texts are compared: letters and digits in lower case, with single spaces.
 
     >>> spelled("The  Ellipse."), spelled("east")
     ('ellipse', 'east')
@@ -159,15 +159,16 @@ def singular(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    scale: Fraction  # of the number before it
-    measures: str  # what is measured or counted; "" for nothing
+    scale: Fraction  # factor of the number before it
+    measures: str  # the quantity that is measured or counted; "" for none
     size: Fraction  # in base units
-    plain: bool  # a measure, or a noun in the plural: may be left out. Any other word could change the number
+    # a measure, or a plural noun, which may be left out. Any other word could change the number
+    plain: bool
 
 
 @lru_cache(maxsize=4096)
 def unit_of(text: str) -> Unit | None:
-    """What stands after a number, or None where it is no unit.
+    """Return the unit after a number, or None if the text is not a unit.
 
     >>> unit_of("cm ^2").measures, unit_of("million dollars").scale, unit_of("km/h") == unit_of("kilometers per hour")
     ('length^2', Fraction(1000000, 1), True)
@@ -195,7 +196,7 @@ def unit_of(text: str) -> Unit | None:
 
 
 def _scaled(said: list[str]) -> tuple[Fraction, list[str]] | None:
-    """The number that the first words multiply by, and the other words: (million) dollars, (thousandths) inch."""
+    """Return the factor of the first words, and the other words: (million) dollars, (thousandths) inch."""
     scale = Fraction(1)
     for place, word in enumerate(said):
         *above, below = (singular(part) for part in word.lower().split("-"))
@@ -211,7 +212,7 @@ def _scaled(said: list[str]) -> tuple[Fraction, list[str]] | None:
 
 
 def _segment(said: list[str]) -> tuple[list[tuple[str, Fraction, int]], bool] | None:
-    """The measures (name, size, power) that words name, or what they count; whether they surely are these."""
+    """Return the measures (name, size, power) that words name, or what they count; and whether that is certain."""
     measures: list[tuple[str, Fraction, int]] = []
     nouns, raised = list[str](), 0
     for word in " ".join(said).replace("-", " ").replace("^ ", "^-").split():
@@ -240,7 +241,7 @@ def is_plural(word: str) -> bool:
 
 
 def measure(word: str) -> tuple[str, Fraction] | None:
-    """What a word measures and its size. A symbol of one letter is taken as it is written."""
+    """Return what a word measures and its size. A symbol of one letter is case-sensitive."""
     exact = MEASURES.get(word)
     return exact or (MEASURES.get(singular(word.lower())) if len(word) > 1 else None)
 

@@ -1,1 +1,1 @@
-"""Runs programs that nobody has read. See docs/rewards-code.md for what stops what."""
+"""Runs untrusted programs. docs/rewards-code.md lists which mechanism stops what."""

@@ -1,8 +1,9 @@
-"""The inside of the sandbox: this text is given to a fresh interpreter (`python -c`), which knows nothing else of ours.
+"""The inside of the sandbox: a fresh interpreter runs this text (`python -c`) and knows nothing else of this package.
 
-It limits itself, gives up its privileges, says that it is ready, and waits for one job. From the moment the program of that job
-starts, nothing that comes out of here is believed: it shares its memory with the program, and holds no expected value. This package
-never imports it. It is started for every program, so it imports next to nothing: `_json` is the part of `json` written in C.
+It limits itself, drops its privileges, reports that it is ready, and waits for one job. Once the program of that job starts,
+the grader trusts nothing that comes out of here: this code shares its memory with the program, and holds no expected value. The
+package never imports this file. It starts for every program, so it imports next to nothing: `_json` is the part of `json`
+written in C.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ NOBODY, HERE, EMPTY_PATH, RECURSIVE = 65534, -100, 0x1000, 0x8000
 NEW_MOUNTS, NEW_USER, PRIVATE, PLAIN_FILES, DETACH = (0x20000, 0x10000000, 0x44000, 0xE, 2)
 OPEN_TREE, MOVE_MOUNT, SET_MOUNT, CREATE_RULES, ADD_RULE, APPLY_RULES = 428, 429, 442, 444, 445, 446
 READ_ONLY = bytes([1]) + bytes(31)  # struct mount_attr
-# Landlock's rights: to read files and folders; those that a file can have (write, read, truncate); all of the first five versions
+# Landlock's rights: to read files and folders; those of a file (write, read, truncate); all of the first five versions
 READ, OF_FILES, RIGHTS = 0xC, 0x4006, (13, 14, 15, 15, 16)
-OWN_PID = bytes.fromhex("17faa17f")  # in the rules: see seccomp.py
-CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes where the program has the streams for itself
+# in the rules, in place of the process's own pid: see seccomp.py
+OWN_PID = bytes.fromhex("17faa17f")
+CRASH, OUT_OF_MEMORY, SYNTAX = 1, 77, 78  # exit codes of a program that has the streams for itself
 
 
 class Settings:
-    """What the scanner asks for."""
+    """The attributes that the JSON scanner reads."""
 
     strict = True
     object_hook = object_pairs_hook = parse_constant = None
@@ -46,8 +48,8 @@ scan = scanner(Settings)
 
 
 def guard(library: Library, settings: dict[str, Any]) -> None:
-    """The first process of a container stays behind here, and ends it after its hour. It has the user of the program, which must not
-    reach it through /proc/1/mem: the kernel keeps that closed where a process may not be dumped."""
+    """The first process of a container waits here, and ends the container after its time limit. It has the same user as the
+    program, which must not reach it through /proc/1/mem: the kernel closes that file for a process that may not be dumped."""
     import signal
 
     library.call("prctl", DUMPABLE, 0, 0, 0, 0)
@@ -59,13 +61,14 @@ def guard(library: Library, settings: dict[str, Any]) -> None:
     signal.alarm(settings["longest"])
     os.closerange(0, 3)
     status = os.waitpid(pid, 0)[1]
-    # as a shell has it
+    # as a shell reports it
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
 def own_root(library: Library, settings: dict[str, Any]) -> None:
-    """A file system of its own: what may be read of the host, read-only, and an empty /tmp in memory, which ends with this process.
-    Root makes it by itself; an ordinary user needs a user namespace, in which it is nobody and its threads are counted alone."""
+    """Make a file system for this process: the readable part of the host, read-only, and an empty /tmp in memory, which ends
+    with this process. Root makes it directly; an ordinary user needs a user namespace, in which it is `nobody` and only its own
+    threads are counted."""
     user, group, base = os.getuid(), os.getgid(), b"/tmp"
     library.call("unshare", NEW_MOUNTS | NEW_USER if user else NEW_MOUNTS)
     maps = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
@@ -101,8 +104,8 @@ def own_root(library: Library, settings: dict[str, Any]) -> None:
 
 
 def allow_files(library: Library, settings: dict[str, Any]) -> None:
-    """Landlock: from here on the kernel refuses to open all files but these. Connecting and signals, where it knows them, are refused
-    as well; the filter of system calls does so everywhere."""
+    """Apply Landlock: from here on the kernel refuses to open all files but these. If it supports that, it also refuses
+    connections and signals; the system call filter refuses them everywhere."""
     version = library.system(CREATE_RULES, None, 0, 1)
     handled = (1 << RIGHTS[min(version, len(RIGHTS)) - 1]) - 1
     attributes = b"".join(part.to_bytes(8, sys.byteorder) for part in (handled, 3, 3))
@@ -122,8 +125,9 @@ def allow_files(library: Library, settings: dict[str, Any]) -> None:
 
 
 def confine(library: Library, settings: dict[str, Any]) -> None:
-    """The files first, then limits, then the user: an ordinary one, with nobody else's processes to count against its limit."""
-    try:  # where the machine's memory runs out, this process ends and not the grader
+    """Restrict the files first, then set the limits, then change the user: an ordinary one, so that no other user's processes
+    count against its limit."""
+    try:  # if the machine runs out of memory, the kernel ends this process and not the grader
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError:
@@ -137,7 +141,7 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
         hard = resource.getrlimit(number)[1]
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
-        # a second between soft and hard, so that running out of processor time has a signal of its own
+        # a second between the soft and the hard limit, so that running out of processor time has its own signal
         highest = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
         resource.setrlimit(number, (value, highest))
     user = settings["user"]
@@ -149,7 +153,7 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
         keep_capabilities(library, 0)
     os.chdir("/tmp" if settings["limits"]["FSIZE"] else "/")
     os.umask(0o077)
-    # to die with the parent (becoming another user takes this back); one that is gone already sends no signal
+    # die with the parent (changing the user resets this); a parent that has already ended sends no signal
     library.call("prctl", DEATH_SIGNAL, 9, 0, 0, 0)
     if settings["parent"] not in (0, os.getppid()):
         os._exit(0)
@@ -158,8 +162,8 @@ def confine(library: Library, settings: dict[str, Any]) -> None:
 
 
 class Library:
-    """The C library, through the part of `ctypes` written in C: the rest of it takes longer to import than the interpreter to start.
-    Numbers are passed as a C int, bytes as a pointer to them, None as a null pointer."""
+    """Calls the C library through the part of `ctypes` written in C: importing the rest takes longer than starting the
+    interpreter. Numbers are passed as a C int, bytes as a pointer to them, None as a null pointer."""
 
     def __init__(self) -> None:
         import _ctypes
@@ -178,13 +182,13 @@ class Library:
         return result
 
     def system(self, number: int, *arguments: int | bytes | None) -> int:
-        """A system call by its number."""
+        """Make a system call by its number."""
         return self.call("syscall", number, *arguments)
 
 
 def restrict(library: Library, rules: bytes) -> None:
-    """From here on the kernel refuses all calls that `rules` does not allow, to all threads of this process: struct sock_fprog, as
-    seccomp(2) has it."""
+    """From here on the kernel refuses all calls that `rules` does not allow, in all threads of this process. The rules are
+    passed as a struct sock_fprog: see seccomp(2)."""
     import array
 
     steps = array.array("B", rules.replace(OWN_PID, os.getpid().to_bytes(4, sys.byteorder)))
@@ -195,8 +199,8 @@ def restrict(library: Library, rules: bytes) -> None:
 
 
 def become(library: Library, user: int, read_search: bool) -> None:
-    """Leave root, and with it all capabilities. The interpreter may live where only root may look (/root): then the one to
-    search and read is kept, and Landlock says what of all that can be opened."""
+    """Leave root, and with it all capabilities. If the interpreter is where only root may look (/root), keep the capability to
+    search and read; Landlock then decides which files can be opened."""
     library.call("prctl", KEEP_CAPS, int(read_search), 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -216,7 +220,7 @@ def read_exactly(descriptor: int, count: int) -> bytes:
     while count:
         part = os.read(descriptor, min(count, 1 << 20))
         if not part:
-            os._exit(0)  # the grader is gone
+            os._exit(0)  # the grader has ended
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
@@ -239,7 +243,7 @@ def words(*parts: str) -> str:
 
 
 def text_of(value: Any, depth: int = DEPTH) -> str:
-    """As `wire.encode`, but a subclass (a named tuple, a Counter) is sent as the builtin it extends."""
+    """Encode a value like `wire.encode`, but send a subclass (a named tuple, a Counter) as the builtin it extends."""
     if depth < 0:
         raise TypeError("too deep")
     if value is None or value is True or value is False:
@@ -263,7 +267,7 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, dict):
         texts = [[text_of(each, depth - 1) for each in pair] for pair in dict.items(value)]
         return '["d",[' + ",".join([f"[{key},{item}]" for key, item in texts]) + "]]"
-    # a value of such a type has been made, so the module is there
+    # a value of this type exists, so its module is loaded
     for place, attributes in NAMED.items():
         name, _, module = place.partition(" ")
         kind = getattr(sys.modules.get(module), name, None)
@@ -278,7 +282,7 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
 
 SEQUENCES: Any = ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z"))
 SEQUENCES += ((type({}.keys()), "s"), (type({}.items()), "s"))
-# as `wire.TEXTS` and `wire.NUMBERS`: a type and its module, and the attributes that are sent
+# as in `wire.TEXTS` and `wire.NUMBERS`: a type and its module, and the attributes that are sent
 NAMED = {"range builtins": "start stop step", "deque collections": ""}
 NAMED |= {"Fraction fractions": "numerator denominator", "Decimal decimal": "__str__"}
 NAMED |= {f"{name} datetime": "isoformat" for name in ("datetime", "date", "time")}
@@ -310,7 +314,7 @@ def plain(tree: Any) -> Any:
 
 
 class Opaque:
-    """What a program returned and cannot be sent: a match, a generator. It is true or false, and equal to nothing."""
+    """A returned value that cannot be sent: a match, a generator. It is true or false, and equal to nothing."""
 
     def __init__(self, truth: bool) -> None:
         self.truth = truth
@@ -329,8 +333,9 @@ class NotAProgramError(Exception):
 
 
 def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
-    """The program as a module of its own. Its code object is called as a function whose globals are the module's. As for a script,
-    there is a file of it where files can be written, and modules are looked for beside it; `exit` and `quit` are there."""
+    """Run the program as its own module. Its code object is called as a function whose globals are the module's. As for a
+    script, its source is written to a file if files can be written, modules are imported from the same folder, and `exit` and
+    `quit` exist."""
     path = os.path.join(os.getcwd(), "program.py")
     try:
         code = compile(source, path, "exec", dont_inherit=True)
@@ -345,7 +350,7 @@ def run(source: str, name: str, names: dict[str, Any]) -> ModuleType:
     for word in ("exit", "quit"):
         setattr(builtins, word, Quitter(word, ""))
     module = type(sys)(name)
-    # as every module has: numpy looks there
+    # every module has these; numpy looks for them
     module.__dict__.update(names, __builtins__=__builtins__, __file__=path)
     sys.modules[name] = module
     function: Any = type(run)
@@ -362,7 +367,7 @@ def complaint(error: BaseException) -> str:
 
 
 def find(module: ModuleType, function: str) -> Any:
-    """`name`, or `Class.method` of an instance made without arguments."""
+    """Return the function `name`, or `Class.method` of an instance made without arguments."""
     first, *rest = function.split(".")
     found = getattr(module, first)
     for name in rest:
@@ -394,7 +399,7 @@ def answer(module: ModuleType, function: str, arguments: list[Any], named: list[
 
 
 def channels() -> tuple[int, int]:
-    """The pipes of the grader move out of the way of the program: it finds no input, and its output goes to the other pipe."""
+    """Move the grader's pipes to other descriptors: the program reads an empty input, and its output goes to the other pipe."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open("/dev/null", os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -416,7 +421,7 @@ def serve_calls(source: str, limit: int) -> None:
 
 
 def serve_check(source: str, functions: list[str], limit: int) -> None:
-    """A data set's own check, which calls the program under test through the grader and sees only plain values of it."""
+    """Run a data set's own check, which calls the program under test through the grader and gets only plain values from it."""
     requests, replies = channels()
 
     def remote(function: str) -> Any:
@@ -438,7 +443,8 @@ def serve_check(source: str, functions: list[str], limit: int) -> None:
 
 
 def run_with_streams(source: str) -> None:
-    """As a script. Only the name of an exception is shown: its text is the program's, and may never end."""
+    """Run the program as a script. Only the name of an exception is shown: the program controls its text, which may be
+    endless."""
     try:
         run(source, "__main__", {})
     except SystemExit:

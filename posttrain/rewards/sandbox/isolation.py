@@ -1,7 +1,7 @@
-"""Which sandbox to use: the first candidate that passes a self-test here, in this process's own circumstances. None means: refuse.
+"""Chooses the sandbox: the first candidate that passes a self-test in this process. If none passes, nothing is run.
 
-The self-test runs hostile programs against things it sets up itself: a listening socket, a secret file and a variable of the
-environment, a writable folder, this process. What a mechanism cannot stop is found out now, not during training.
+The self-test runs hostile programs against targets that it sets up itself: a listening socket, a secret file and an environment
+variable, a writable folder, this process. So a gap in a mechanism is found now, and not during training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from posttrain.trust import active
 SECRET = "posttrain-sandbox-self-test"
 NAMES = ("auto", "landlock", *mechanisms.RUNTIMES, "unsafe")
 LIMITS = Limits(wall=10.0, memory=256 * MEGABYTE, threads=32)
-SHORT = 0.2  # seconds for a program whose outcome is to be a timeout
+SHORT = 0.2  # seconds for a program that must time out
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """A mechanism with the result of its self-test: how many escapes were tried, and the names of those that it does not stop."""
+    """A mechanism with the result of its self-test: how many escapes were tried, and the names of those that it does not
+    stop."""
 
     mechanism: Mechanism
     tried: int = 0
@@ -42,7 +43,7 @@ class Isolation:
         return self.mechanism.name
 
     def describe(self) -> str:
-        """One line for a log: what protects this machine, and what was shown."""
+        """Return one line for the log: the mechanism on this machine, and the result of its self-test."""
         if self.name == "unsafe":
             filtered = ", no sockets, no other processes" if seccomp.supported() else " only"
             risk = "programs read your files and variables as you do"
@@ -59,7 +60,7 @@ class Isolation:
 
 
 def probe(mechanism: Mechanism) -> tuple[list[str], str]:
-    """What gets through this mechanism, and what kept it from starting ('' where it starts)."""
+    """Return the escapes that this mechanism does not stop, and what kept it from starting ('' if it starts)."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         os.chmod(folder, 0o777)
         secret, path = Path(folder, "secret"), os.path.join(folder, "s")
@@ -82,7 +83,7 @@ def probe(mechanism: Mechanism) -> tuple[list[str], str]:
             "written": os.path.join(folder, "written"),
             "pid": os.getpid(),
             "parent": os.getppid(),
-            # names only: the values are what must not get in; the last is made by Python
+            # names only, because the values must not get in; Python sets the last one
             "environment": set(os.environ) - {*ENVIRONMENT, "LC_CTYPE"} or {SECRET},
             "memory": LIMITS.memory * 2,
             "threads": LIMITS.threads * 2,
@@ -94,8 +95,8 @@ def probe(mechanism: Mechanism) -> tuple[list[str], str]:
 
 
 def _run_probes(mechanism: Mechanism, facts: dict[str, object]) -> tuple[list[str], str]:
-    """A probe counts as closed only where the program says so, or has the outcome that it must have: one that could not be tried is
-    open."""
+    """Run the probes. A probe counts as closed only if the program reports so, or ends with the required outcome; a probe that
+    could not be tried counts as open."""
     pool, said = Pool(spare=1), list[str]()
 
     def run(kind: str, text: str, seconds: float) -> str:
@@ -138,10 +139,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def choose(name: str = "auto") -> Isolation:
-    """The isolation for this process: `auto` (`landlock`, in the first form that passes), a container runtime
-    (`docker`, `podman`, `docker:IMAGE`), which is used only where it is named, or `unsafe` at your own risk.
+    """Return the isolation of this process: `auto` (`landlock`, in the first form that passes), a container runtime (`docker`,
+    `podman`, `docker:IMAGE`), which is used only if it is named, or `unsafe` at your own risk.
 
-    Tested once. UserError where nothing passes.
+    The self-test runs once. Raises UserError if nothing passes.
     """
     if name not in NAMES and mechanisms.container_named(name) is None:
         raise unknown("sandbox", name, NAMES)

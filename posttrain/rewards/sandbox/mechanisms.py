@@ -1,12 +1,12 @@
-"""Ways to put an interpreter into a sandbox. Each starts `child.py` in a fresh process and can end all that came of it.
+"""Ways to put an interpreter into a sandbox. Each starts `child.py` in a fresh process and can end everything that it started.
 
-landlock  the kernel's Landlock and, where namespaces can be had, a file system of its own; needs neither root nor a package
-unsafe    nothing that keeps a program from your files: for programs that you wrote yourself
+landlock  the kernel's Landlock and, if namespaces are available, its own file system; needs neither root nor a package
+unsafe    no protection of your files: for programs that you wrote yourself
 
-docker,   a container runtime, where the user names it: it is never chosen by itself, and is self-tested like the others. The image
-podman    must be there already and hold `env` and `python3`, as python:3.12-slim does
+docker,   a container runtime, if the user names it: it is never chosen by default, and is self-tested like the others. The
+podman    image must exist already and contain `env` and `python3`, as python:3.12-slim does
 
-In each of them the child sets limits and our filter of system calls (seccomp.py) for itself before it is given a program.
+In each of them the child sets its limits and the system call filter (seccomp.py) before it gets a program.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/tmp", "USER": "nobody", "TERM":
 ENVIRONMENT |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 NO_FILTER = "there is no filter of system calls for this machine's architecture"
 NOBODY = 65534
-# a user of its own for each run under root: nobody else's processes count against its limit
+# under root each run has its own user: no other process counts against its limit
 USERS, FIRST_USER = (4000, 61_200)
-STACK = 100 * MEGABYTE  # of the first thread: the kernel leaves room for 128 below it
-OUT_OF_MEMORY = 77  # exit codes of child.py where a program has the streams for itself
+STACK = 100 * MEGABYTE  # of the first thread; the kernel leaves room for 128 MB below it
+OUT_OF_MEMORY = 77  # exit codes of child.py if a program has the streams for itself
 SYNTAX = 78
 RUNTIMES = ("docker", "podman")
 IMAGE = "python:3.12-slim"
-LONGEST = 3600  # seconds that any container may live, waiting included
-GRACE = 0.25  # seconds for an interpreter to see that its input has ended, before its container is killed
-REAPER = "import os, sys; os.read(0, 1); os.execv(sys.argv[1], sys.argv[1:])"  # its input ends with the grader
-RUNTIME_PATIENCE = 10.0  # seconds for the runtime to do so
+LONGEST = 3600  # seconds that a container may live, including the time it waits
+# seconds for an interpreter to notice that its input has ended, before its container is killed
+GRACE = 0.25
+# its input ends with the grader
+REAPER = "import os, sys; os.read(0, 1); os.execv(sys.argv[1], sys.argv[1:])"
+RUNTIME_PATIENCE = 10.0  # seconds for the runtime to kill a container
 LOG = logging.getLogger(__name__)
 MARK = f"posttrain-{secrets.token_hex(8)}"  # on the command line of every child of this process
 _numbers = itertools.count()
@@ -56,16 +58,16 @@ _alive: set[Any] = set()
 
 
 class Infrastructure(Exception):
-    """Our own failure, not the program's: nothing can be said about the program."""
+    """A failure of the sandbox, not of the program: it says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended by itself, or that it had to be ended."""
+    """How a process ended by itself, or that it had to be killed."""
 
     code: int = 0
     signal: int = 0
-    ended: bool = False  # it was still running
+    ended: bool = False  # it was still running and was killed
 
 
 class Child:
@@ -85,11 +87,12 @@ class Child:
         close_all(self.streams)
 
     def kill(self) -> None:
-        """End it without waiting; another thread may be talking to it."""
+        """Kill it without waiting; another thread may be using its pipes."""
         self.process.kill()
 
     def finish(self, patience: float) -> Exit:
-        """Wait so long for it to end, then end it and everything it started; close the pipes. A second call changes nothing."""
+        """Wait that long for it to end, then kill it and everything it started, and close the pipes. A second call changes
+        nothing."""
         if self._exit is None:
             _alive.discard(self)
             self._exit = self._end(patience)
@@ -100,7 +103,7 @@ class Child:
 
 
 class Mechanism(Protocol):
-    """A way to start children. `start` must be called from a thread that lives as long as they do: they die with it."""
+    """A way to start children. Call `start` from a thread that lives as long as they do: they die with it."""
 
     @property
     def name(self) -> str: ...
@@ -109,13 +112,13 @@ class Mechanism(Protocol):
 
 
 def interpreter() -> str:
-    """The interpreter itself, not the link to it in a virtual environment."""
+    """Return the interpreter itself, not the link to it in a virtual environment."""
     return os.path.realpath(sys.executable)
 
 
 @lru_cache(maxsize=1)
 def readable() -> tuple[str, ...]:
-    """What an interpreter must be able to read: its standard library, shared libraries, time zones; and two devices."""
+    """Return what an interpreter must be able to read: its standard library, shared libraries, time zones, and two devices."""
     paths = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/urandom"}
     paths.update(zoneinfo.TZPATH)
     paths.add(sysconfig.get_path("stdlib"))
@@ -123,7 +126,7 @@ def readable() -> tuple[str, ...]:
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         folder, name = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
         paths.add(os.path.join(str(folder), str(name)))
-    # all of the base installation, nothing of a virtual environment; a link is followed to where Landlock sees it
+    # the whole base installation, nothing of a virtual environment; links are resolved, since Landlock sees their targets
     found = {os.path.realpath(path) for path in paths if os.path.exists(path)}
     outer = (path for path in found if not found & set(map(str, Path(path).parents)))
     return tuple(sorted(outer))
@@ -138,15 +141,17 @@ def open_to_all(path: str) -> bool:
 def command(
     limits: Limits, tasks: int, private: bool, program: str = "", **settings: Any
 ) -> list[str]:
-    """The interpreter's command line. It holds no secret: the job comes through a pipe. `private`: it has a file system of its own;
-    `tasks`: at how many threads of its user it can start no other, 0 for no such limit.
+    """Return the interpreter's command line. It holds no secret: the job comes through a pipe. `private`: it has its own file
+    system. `tasks`: the number of its user's threads at which it can start no further one; 0: no such limit.
 
-    Of the settings, `parent` is who must be alive for the child to begin, where they share their process numbers; `longest`, the
-    seconds that it may live where it is the first process; `user`, whom to become, with the right to read everything where
-    `read_search`; `readable`, what Landlock lets it open; `pivot_root`, the number of that call, where it makes its own file system.
+    Settings: `parent` is the process that must be alive when the child begins, if they share a pid namespace. `longest` is how
+    many seconds it may live if it is the first process. `user` is the user to become, with the right to read everything if
+    `read_search` is set. `readable` are the files that Landlock lets it open. `pivot_root` is the number of that call, if it
+    makes its own file system.
     """
     limited = {
-        "CORE": 1,  # the kernel starts no crash handler of the host, which it does where it is 0, and a dump of a byte is none
+        # with 0 the kernel would start the host's crash handler; with 1 it does not, and writes no dump
+        "CORE": 1,
         "FSIZE": limits.files if private else 0,
         "MSGQUEUE": 0,
         "MEMLOCK": 0,
@@ -168,7 +173,7 @@ def command(
 
 
 def tasks_of_user() -> int:
-    """How many processes and threads this user has."""
+    """Return how many processes and threads this user has."""
     found, user = 0, os.getuid()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -181,12 +186,13 @@ def next_user() -> int:
 
 
 def alive() -> set[Any]:
-    """Children that have not been finished yet, waiting ones among them."""
+    """Return the children that have not been finished yet, including those that wait for a program."""
     return _alive.copy()
 
 
 def disown() -> None:
-    """After a fork: those children are the parent's. Our copies of their pipes are closed: they are to end with the parent's."""
+    """Forget the parent's children after a fork. Our copies of their pipes are closed, because the children must end when the
+    parent's copies close."""
     for child in _alive:
         child.close_pipes()
     _alive.clear()
@@ -202,7 +208,7 @@ def close_all(streams: Iterable[IO[bytes] | None]) -> None:
 def spawn(
     line: Sequence[str], name: str, env: Mapping[str, str] | None = None, apart: bool = False
 ) -> subprocess.Popen[bytes]:
-    """A process with pipes to us for its three streams. `apart`: in the root folder, and in a group of its own."""
+    """Start a process with pipes to us for its three streams. `apart`: in the root folder, and in its own process group."""
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
@@ -236,14 +242,15 @@ class PopenChild(Child):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
-        # a container's client reports a signal as a shell does
+        # a container's client reports a signal like a shell
         number = -code if code < 0 else max(0, code - 128)
         return Exit(max(code, 0), number, ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Landlock:
-    """`private`: with a file system of its own, which an ordinary user makes in a user namespace, and root in one of mounts alone."""
+    """The kernel's Landlock. `private`: with its own file system, which an ordinary user makes in a user namespace, and root in
+    a mount namespace alone."""
 
     private: bool = True
     name: str = "landlock"
@@ -254,8 +261,8 @@ class Landlock:
     def line(self, limits: Limits) -> list[str]:
         root, paths = os.getuid() == 0, readable()
         links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
-        links.append(("/dev/shm", "/tmp"))  # where locks of `multiprocessing` are made
-        # else the user's others count as well: room for some, but not for all that there may be
+        links.append(("/dev/shm", "/tmp"))  # `multiprocessing` makes its locks there
+        # otherwise the user's other processes count too: leave room for some, but not for any number
         alone = root or self.private
         return command(
             limits,
@@ -272,8 +279,8 @@ class Landlock:
 
 @dataclass(frozen=True, slots=True)
 class Unsafe:
-    """An ordinary process that reads your files and variables as you do. It has limits and, on Linux, the filter: no sockets, no other
-    processes, and it ends with the grader."""
+    """An ordinary process that reads your files and environment variables as you do. It has limits and, on Linux, the system
+    call filter: no sockets, no other processes, and it ends with the grader."""
 
     name: str = "unsafe"
 
@@ -284,9 +291,9 @@ class Unsafe:
 
 
 class ContainerChild(PopenChild):
-    """The runtime's client is our process, the container is not: ending the client would leave it running. So a small process outside
-    the container, which ends when the grader does however that happens, has the runtime kill it. Inside, PID 1 is an interpreter that
-    only waits, which a program cannot reach: should the runtime fail, no container outlives its hour."""
+    """The runtime's client is our process, the container is not: killing the client would leave it running. So a small process
+    outside the container, which ends whenever the grader does, makes the runtime kill it. Inside, PID 1 is an interpreter that
+    only waits, and that a program cannot reach: if the runtime fails, the container still ends after its time limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], runtime: str, name: str) -> None:
         self.name, quiet = name, subprocess.DEVNULL
@@ -310,7 +317,7 @@ class ContainerChild(PopenChild):
             with suppress(OSError):
                 self.close_input()
             if not self._waited(GRACE):
-                # nobody reads any more, and a client that still has something to say would not end
+                # nothing is read any more, and a client with unwritten output would not end
                 close_all(self.streams)
                 self._stop()
         found = super()._end(0.0)
@@ -320,7 +327,7 @@ class ContainerChild(PopenChild):
     def _end_reaper(self) -> None:
         stdin = self.reaper.stdin
         if stdin is not None and not stdin.closed:
-            self.reaper.kill()  # there is nothing to end
+            self.reaper.kill()  # there is no container to end
             stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.reaper.wait(RUNTIME_PATIENCE)
@@ -348,7 +355,7 @@ class Container:
     image: str = IMAGE
 
     def lacking(self) -> str:
-        """Why it cannot be tried here, or ''."""
+        """Return why it cannot be used here, or ''."""
         if not seccomp.supported():
             return NO_FILTER
         return "" if shutil.which(self.name) else f"{self.name} is not on PATH"
@@ -363,26 +370,27 @@ class Container:
         return ContainerChild(process, program, title)
 
     def arguments(self, limits: Limits, title: str) -> list[str]:
-        """What the runtime is asked for. Output goes to us and into no log on disk; an image is never fetched."""
+        """Return the runtime's arguments. Output goes to us and into no log on disk; an image is never downloaded."""
         line = f"run --rm --interactive --name {title} --pull never --log-driver none --network none --ipc none --read-only"
         line += f" --memory {limits.memory}b --memory-swap {limits.memory}b --pids-limit {limits.threads + 1} --cpus 1"
         line += f" --ulimit core=1:1 --ulimit nofile={limits.open_files}:{limits.open_files}"
         line += f" --user {NOBODY}:{NOBODY} --cap-drop ALL --security-opt no-new-privileges --hostname sandbox --workdir /"
         line += f" --tmpfs /tmp:rw,noexec,nosuid,nodev,mode=1777,size={limits.files}"
         line += " --entrypoint env"
-        # it would hand the host's variables in
+        # podman would pass the host's proxy variables in
         proxies = ["--http-proxy=false"] if self.name == "podman" else []
         return [*line.split(), *proxies]
 
     def inside(self, limits: Limits) -> list[str]:
-        """An empty environment but for ours, then the interpreter."""
+        """Return the command inside the container: an environment of only our variables, then the interpreter."""
         environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
         child = command(limits, tasks=0, private=True, program="python3", longest=LONGEST)
         return ["-i", *(f"{k}={v}" for k, v in environment.items()), *child]
 
 
 def container_named(name: str) -> Container | None:
-    """The container that a sandbox's name stands for: `docker`, `podman`, or either with `:IMAGE`; None where it is neither.
+    """Return the container that a sandbox's name stands for: `docker`, `podman`, or either with `:IMAGE`; None if it is
+    neither.
 
     >>> container_named("docker:python:3.13-slim"), container_named("landlock")
     (Container(name='docker', image='python:3.13-slim'), None)
@@ -392,7 +400,7 @@ def container_named(name: str) -> Container | None:
 
 
 def candidates() -> list[tuple[Mechanism, str]]:
-    """What could be tried here, best first, each with what it needs and lacks ('' where nothing is known to be lacking)."""
+    """Return the mechanisms that could be used here, best first, each with what is missing ('' if nothing is known to be)."""
     if not sys.platform.startswith("linux"):
         return []
     lacking = "" if seccomp.supported() else NO_FILTER

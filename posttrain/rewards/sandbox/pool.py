@@ -1,7 +1,7 @@
-"""Interpreters started ahead and used once.
+"""Interpreters that are started ahead and used once.
 
-All children are started by one thread that lives as long as this process: the kernel ends a child when the thread that started it
-ends, which is what we want for the process and not for a thread of the caller.
+One thread that lives as long as this process starts all children: the kernel ends a child when the thread that started it ends.
+Children must end with the process, but not with a thread of the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Child, Infrastructure, Mechanism
 from posttrain.rewards.sandbox.session import Session
 
-SHELVES = 4  # different (mechanism, limits) that keep interpreters waiting
+SHELVES = 4  # pairs of (mechanism, limits) with interpreters in reserve
 SPARE = max(2, min(8, os.cpu_count() or 1))
 WAIT_SECONDS = 60.0
 
@@ -37,7 +37,8 @@ class Pool:
         self._closed = False
 
     def take(self, mechanism: Mechanism, limits: Limits) -> Session:
-        """A session with an interpreter that is ready; another takes its place on the shelf. Infrastructure if there is none."""
+        """Return a session with an interpreter that is ready, and start another in its place. Raises Infrastructure if there is
+        none."""
         key = (mechanism, limits)
         with self._lock:
             if self._closed:
@@ -77,11 +78,11 @@ class Pool:
                 continue
             try:
                 future.set_result(mechanism.start(limits))
-            except BaseException as error:  # raised where this child is taken
+            except BaseException as error:  # raised when this child is taken
                 future.set_exception(error)
 
     def close(self) -> None:
-        """End all interpreters that wait."""
+        """End all waiting interpreters."""
         with self._lock:
             self._closed = True
             shelves, starter = list(self._shelves.values()), self._starter
@@ -108,8 +109,8 @@ def shared() -> Pool:
 
 
 def _after_fork() -> None:
-    """A forked process has neither the starting thread nor a right to the children: it starts its own, and keeps its hands off
-    those of its parent. An extra reference keeps them from being tidied away here, which would end them there."""
+    """A forked process has neither the starting thread nor a right to its parent's children: it starts its own. An extra
+    reference keeps the parent's from being garbage-collected here, which would end them."""
     global _pool
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mechanisms.alive()))
     mechanisms.disown()
@@ -123,6 +124,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 @atexit.register
 def _at_exit() -> None:
     _pool.close()
-    for child in mechanisms.alive():  # in use by threads that will not come to an end
+    for child in mechanisms.alive():  # in use by threads that will not finish
         with suppress(OSError, RuntimeError):
             child.kill()

@@ -1,9 +1,9 @@
-"""What a hostile program tries, for the self-test (probes.yaml): one statement each. To get to its end is to get out.
+"""Escapes that the self-test tries (probes.yaml), one statement each. A statement that runs to its end has escaped.
 
-All of them run in one program, one after the other, against things that the self-test sets up: `tcp`, `udp` (ports), `unix` (a path),
-`secret` (a file), `written` (a path), `pid` (of the grader), `parent` (of its parent), `memory` (more bytes than are allowed),
-`environment` (variables), `threads` (twice as many as are allowed). None does harm where it succeeds: what it sets is what was there
-before.
+All of them run in one program, one after the other, against targets that the self-test sets up: `tcp`, `udp` (ports), `unix` (a
+path), `secret` (a file), `written` (a path), `pid` (of the grader), `parent` (of its parent), `memory` (more bytes than are
+allowed), `environment` (variables), `threads` (twice as many as are allowed). None does harm if it succeeds: it only sets
+values that were already set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = (*PROBES, *ALONE, *LIMITED)
 
 
 def programs(facts: dict[str, object]) -> list[str]:
-    """The program that tries all of `PROBES`, then the others."""
+    """Return the program that tries all of `PROBES`, then the other programs."""
     given = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
     tried = f"{given}probes = {PROBES!r}\n{_TABLES['prelude']}"
     return [tried, *(given + text for text in ALONE.values())]

@@ -1,23 +1,24 @@
-"""The system calls that a program may make, as a filter for the kernel. What is not listed here fails: deny by default.
+"""The system calls that a program may make, as a filter for the kernel. Any other call fails: deny by default.
 
-A program computes, reads files and talks to the grader through pipes. So there is no call that makes a socket, another process or
-another program, none that names another process (its limits, priority, processors, signals, memory), and none that changes a file
-system. Where a call is needed but some of its arguments are not, the arguments are compared:
+A program computes, reads files and talks to the grader through pipes. So no allowed call makes a socket, another process or
+another program, none names another process (its limits, priority, processors, signals, memory), and none changes a file system.
+If a call is needed but some of its arguments are not, the filter compares the arguments:
 
-- `socketpair` makes unnamed stream pairs alone (asyncio wakes itself through one), and `sendto` takes no address;
-- `prlimit64` is for the caller (pid 0), `kill` and `tgkill` for the caller's own pid;
-- `prctl` sets names, so that the signal that ends a program with its grader cannot be taken back;
+- `socketpair` makes only unnamed stream pairs (asyncio wakes itself through one), and `sendto` takes no address;
+- `prlimit64` applies to the caller (pid 0), `kill` and `tgkill` to the caller's own pid;
+- `prctl` sets names only, so that the signal that ends a program with its grader cannot be switched off;
 - `fcntl` and `ioctl` are for plain descriptors: no owner that receives signals, no lease, no lock, no terminal;
-- `futex` is for plain locks: one with priority inheritance names the thread that holds it, of any process, and changes its priority;
-- `open` is for reading or writing: Landlock lets pass what asks for neither (access mode 3), and a file can be made that way; its first
-  versions let pass what truncates a file that it opens for reading;
-- `clone` makes threads, and neither it nor `close_range` a second table of open files, which would have a limit of its own.
+- `futex` is for plain locks: one with priority inheritance names the thread that holds it, of any process,
+  and changes its priority;
+- `open` is for reading or writing: Landlock allows a call that asks for neither (access mode 3), which can create a file; its
+  first versions allow truncating a file that is opened for reading;
+- `clone` makes threads, and neither it nor `close_range` makes a second table of open files, which would have its own limit.
 
-A program with a file system of its own may also make, change and remove files and links there (`PRIVATE`). Without one, nothing is
-writable and there are no links to read (EINVAL, as for what is no link): Landlock would show which files the user's other processes
-have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit
-had been reached; clone3 and newer calls do not exist (ENOSYS), so that the C library falls back to those that are listed. A call of
-another architecture (32-bit x86) ends the process; numbers of x32 are too large to be listed.
+A program with its own file system may also make, change and remove files and links there (`PRIVATE`). Without one, nothing is
+writable and reading a link fails (EINVAL, as for a file that is not a link): Landlock would show which files the user's other
+processes have open. A denied call fails with EPERM; making a process fails with EAGAIN, as if a limit had been reached; clone3
+and newer calls do not exist (ENOSYS), so that the C library falls back to the listed ones. A call of another architecture
+(32-bit x86) ends the process; numbers of x32 are too large to be listed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Numbers = dict[str, tuple[int | None, int | None]]
 
 
 def _calls(text: str) -> Numbers:
-    """System calls of a table: `name:x86_64:aarch64`, with - where an architecture does not have the call."""
+    """Read a table of system calls: `name:x86_64:aarch64`, with - if an architecture does not have the call."""
     rows = (entry.split(":") for entry in text.split())
     return {name: tuple(None if n == "-" else int(n) for n in own) for name, *own in rows}  # type: ignore[misc]
 
 
 ALLOWED = _calls(
-    # descriptors and files: which files, the mechanism says
+    # descriptors and files; the mechanism decides which files
     "read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 close:3:57 lseek:8:62 dup:32:23 dup2:33:- "
     "dup3:292:24 pipe:22:- pipe2:293:59 access:21:- faccessat:269:48 faccessat2:439:439 stat:4:- lstat:6:- fstat:5:80 "
     "newfstatat:262:79 statx:332:291 getdents64:217:61 getcwd:79:17 chdir:80:49 fchdir:81:50 umask:95:166 getsockname:51:204 "
@@ -53,7 +54,7 @@ ALLOWED = _calls(
     # its own signal handlers
     "rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137 "
     "rt_sigsuspend:130:133 sigaltstack:131:132 "
-    # questions; of those with a pid the C library asks about its own threads
+    # queries; in those that take a pid the C library asks about its own threads
     "clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:- times:100:153 getrusage:98:165 sysinfo:99:179 "
     "uname:63:160 getcpu:309:168 getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176 "
     "getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115:158 getpgrp:111:- getrlimit:97:163 getrandom:318:278 "
@@ -77,18 +78,18 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PROCESSES = _calls("fork:57:- vfork:58:-")
 CLONE = _calls("clone:56:220")
 CLONE3 = _calls("clone3:435:435")
-NEWEST = 450  # a C library of today uses calls above this number only where they exist
+NEWEST = 450  # a current C library uses calls above this number only if they exist
 
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 TRUNCATE = 0o1000
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-# namespaces, and what is about parents, tracers and pidfds
+# namespaces, and flags about parents, tracers and pidfds
 CLONE_THREAD, CLONE_FILES, CLONE_OTHER = (0x00010000, 0x400, 0x7E02F000)
-# stands for the pid of the process that sets the filter, which puts its own here
+# a placeholder: the process that sets the filter writes its own pid here
 OWN_PID = 0x7FA1FA17
 
-# For each compared call: what its arguments must be, as (offset of 32 bits in struct seccomp_data, accepted values), all of them.
+# For each compared call: (offset of 32 bits in struct seccomp_data, accepted values) of its arguments. All must match.
 _FIRST, _SECOND, _THIRD, _FLAGS, _ADDRESS = 16, 24, 32, 40, 48
 _PRIVATE, _REALTIME = 0x80, 0x100
 _PLAIN = (0, 1, 9, 9 | _REALTIME, 10, 3, 4, 5)
@@ -123,7 +124,7 @@ def supported() -> bool:
 
 
 def _compare(arguments: Compared) -> list[bytes]:
-    """Allow where each argument has one of its values, else EPERM."""
+    """Allow the call if each argument has one of its accepted values, else EPERM."""
     steps: list[bytes] = []
     for offset, values in arguments:
         steps.append(_step(LOAD, offset))
@@ -133,14 +134,15 @@ def _compare(arguments: Compared) -> list[bytes]:
 
 
 def _opening(flags: int) -> list[bytes]:
-    """Allow but for access mode 3, which has both of the lowest bits, and O_TRUNC with mode 0, which has neither."""
+    """Allow the call except with access mode 3, which has both of the lowest bits, or O_TRUNC with mode 0, which has
+    neither."""
     steps = [_step(LOAD, flags), _step(ANY_BIT, 1, false=1), _step(ANY_BIT, 2, true=3, false=2)]
     steps += [_step(ANY_BIT, 2, true=1), _step(ANY_BIT, TRUNCATE, true=1)]
     return [*steps, _step(RETURN, ALLOW), _step(RETURN, FAIL | errno.EPERM)]
 
 
 def program(private: bool = False) -> bytes:
-    """The filter for this machine, as the kernel's struct sock_filter[]; `private`: the program has a file system of its own.
+    """Return the filter for this machine, as the kernel's struct sock_filter[]; `private`: the program has its own file system.
 
     >>> len(program()) % 8
     0

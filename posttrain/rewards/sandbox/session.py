@@ -1,4 +1,4 @@
-"""One conversation with one child: bytes in both directions, bounded in time and size. No signals, no threads of its own."""
+"""A conversation with one child: bytes in both directions, bounded in time and size. It uses no signals and no threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.rewards.sandbox.mechanisms import OUT_OF_MEMORY, SYNTAX, Child, E
 
 READY, BEGAN = b"ready\n", b"began\n"
 START_SECONDS = 30.0
-# a wait that ends so many seconds late: the machine was suspended, or this process stopped
+# a wait that ends this many seconds late: the machine was suspended, or this process was stopped
 STOPPED = 2.0
 CHUNK = 1 << 16
 HEADER = 8
@@ -23,7 +23,7 @@ XCPU = 24
 
 
 class Ended(Exception):
-    """The program ended or had to be ended before it said what was asked; `outcome` says how."""
+    """The program ended or was ended before it sent what was asked; `outcome` names how."""
 
     def __init__(self, outcome: str) -> None:
         super().__init__(outcome)
@@ -32,14 +32,14 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """The seconds that a program has for all of its tests together. They pass from `start`, when a program is handed over, to `stop`:
-    also while a value of the program's is read and compared."""
+    """The seconds that a program has for all of its tests together. They count from `start`, when a program is handed over, to
+    `stop`, also while a value of the program is read and compared."""
 
     left: float
     since: float | None = None
 
     def start(self) -> float:
-        """The moment at which they are over."""
+        """Start the clock and return the time at which the budget ends."""
         self.since = time.monotonic() if self.since is None else self.since
         return self.since + self.left
 
@@ -49,7 +49,8 @@ class Budget:
 
 
 class Session:
-    """A child that was started ahead, used once. Leave it through `with`: that ends the child and all it started."""
+    """A child that was started ahead and is used once. Use it in a `with` block, which ends the child and everything it
+    started."""
 
     def __init__(self, child: Child, limits: Limits) -> None:
         self.child, self.limits = child, limits
@@ -77,7 +78,7 @@ class Session:
         self._await(READY)
 
     def _await(self, word: bytes) -> None:
-        """Up to here no line of the program has run, so whatever goes wrong is not its doing."""
+        """Wait for a message of the harness. No line of the program has run yet, so an error here is not the program's."""
         self.deadline = time.monotonic() + START_SECONDS
         try:
             while len(self.incoming) < len(word):
@@ -112,7 +113,7 @@ class Session:
             self.selector.register(self.child.stdin, selectors.EVENT_WRITE)
 
     def receive(self) -> list[Any]:
-        """One message of the child: a list that begins with a word."""
+        """Return one message of the child: a list that begins with a word."""
         while len(self.incoming) < HEADER:
             self._turn()
         try:
@@ -134,7 +135,7 @@ class Session:
         return message
 
     def read_all(self) -> bytes:
-        """All that the program prints until it ends by itself, without error."""
+        """Return everything that the program prints until it ends by itself, without error."""
         try:
             while True:
                 self._turn()
@@ -144,14 +145,14 @@ class Session:
         return bytes(self.incoming)
 
     def _turn(self) -> None:
-        """Wait for a pipe and move what can be moved."""
+        """Wait for a pipe and move the available bytes."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Ended("timeout")
         began = time.monotonic()
         ready = self.selector.select(left)
         waited = time.monotonic() - began
-        if waited > left + STOPPED:  # that time is not the program's
+        if waited > left + STOPPED:  # that time does not count against the program
             self.deadline += waited
             if self.budget is not None and self.budget.since is not None:
                 self.budget.since += waited
@@ -203,7 +204,7 @@ class Session:
 
     @staticmethod
     def _how(end: Exit) -> str:
-        """The outcome of a program that has ended: `stopped` where it did so in good order, which says nothing for it."""
+        """Return the outcome of a program that has ended. `stopped`: it exited without an error, which is not an answer."""
         if end.ended or end.signal == XCPU:
             return "timeout"
         if end.code == OUT_OF_MEMORY:

@@ -1,8 +1,8 @@
-"""Plain values as text: what crosses between the grader and a program in its sandbox, in both directions.
+"""Plain values as text: the messages between the grader and a program in its sandbox, in both directions.
 
-A value is null, true, false, a string or an integer below 2^53 as JSON has them; everything else is [tag, content]. Only exact
-builtins and the plain types of `TEXTS` and `NUMBERS` come out of `decode`, so no `__eq__` of the program survives; the text is bounded
-before it is parsed, and whatever is not in this form is refused.
+A value is null, true, false, a string or an integer below 2^53 in JSON; everything else is [tag, content]. `decode` returns
+only exact builtins and the plain types of `TEXTS` and `NUMBERS`, so no `__eq__` of the program survives. The text's length is
+limited before it is parsed, and any other form is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan")
 
 
 DECIMAL = r"-?(?:[0-9]{1,9999}(?:\.[0-9]{1,9999})?(?:E[+-][0-9]{1,9})?|Infinity|NaN)"
-# ["o", [name, text]], with what the text must look like and what makes the value of it; and ["o", [name, numbers ...]]
+# ["o", [name, text]], with a pattern for the text and the function that makes the value; and ["o", [name, numbers ...]]
 TEXTS: dict[type, tuple[str, Callable[[str], Any]]] = {
     Decimal: (DECIMAL, Decimal),
     datetime: (r"[0-9T:.+-]{1,64}", datetime.fromisoformat),
@@ -42,16 +42,16 @@ NUMBERS: dict[type, tuple[str, ...]] = {
     timedelta: ("days", "seconds", "microseconds"),
 }
 NAMED = {kind.__name__: kind for kind in (*TEXTS, *NUMBERS)}
-LONGEST = 1 << 40_000  # a fraction is reduced when it is made
+LONGEST = 1 << 40_000  # a bound, because a fraction is reduced when it is made
 Number = int | float | complex | Fraction | Decimal
 
 
 class Malformed(ValueError):
-    """Text that is no value, or a value that cannot be sent."""
+    """Text that is not a value, or a value that cannot be sent."""
 
 
 def encode(value: Plain) -> str:
-    """The text of a plain value.
+    """Return the text of a plain value.
 
     >>> encode([1, (2.5, None)])
     '["l",[1,["t",[["f","0x1.4000000000000p+1"],null]]]]'
@@ -63,7 +63,7 @@ def encode(value: Plain) -> str:
 
 
 def tagged(value: Plain, depth: int = DEPTH) -> Any:
-    """A plain value as a tree that JSON can write."""
+    """Return a plain value as a tree that JSON can write."""
     kind = type(value)
     if depth < 0:
         raise Malformed(f"a value is nested more than {DEPTH} deep")
@@ -90,7 +90,7 @@ def tagged(value: Plain, depth: int = DEPTH) -> Any:
 
 
 def parse(text: bytes, limit: int) -> Any:
-    """JSON without objects, floats, constants or long numbers, of at most `limit` bytes.
+    """Parse JSON without objects, floats, constants or long numbers, of at most `limit` bytes.
 
     >>> parse(b'[1, {"a": 2}]', 100)
     Traceback (most recent call last):
@@ -121,7 +121,7 @@ def _integer(text: str) -> int:
 
 
 def decode(tree: Any) -> Plain:
-    """The plain value of a parsed text.
+    """Return the plain value of a parsed text.
 
     >>> decode(parse(encode({(1, 2): {3}, "x": -1e300}).encode(), 1000))
     {(1, 2): {3}, 'x': -1e+300}
@@ -168,7 +168,8 @@ class _Decoder:
 
 def _hashed(kind: type, items: list[Any]) -> Any:
     try:
-        # building a table takes the square of how many share a hash, and equal hashes are easily made: multiples of 2^61 - 1
+        # building a table takes time quadratic in the number of items that share a hash, and equal hashes are easy to make:
+        # multiples of 2^61 - 1
         hashes = Counter(hash(item[0] if kind is dict else item) for item in items)
         if hashes and max(hashes.values()) > SAME_HASH:
             raise Malformed("too many elements of one hash")
@@ -205,10 +206,10 @@ def _float(text: Any) -> float:
 
 
 def same(given: Plain, expected: Plain, exact: bool = False, tolerance: float = 1e-9) -> bool:
-    """Whether a decoded value is the expected one. Neither side holds code of the program's.
+    """Whether a decoded value equals the expected one. Neither side holds code of the program.
 
-    As `==` has it, but |a - b| <= tolerance * max(1, |b|) for numbers where one is a float, nan equals nan, and a list and a tuple are
-    the same sequence. `exact` distinguishes these, and True from 1.
+    Like `==`, but |a - b| <= tolerance * max(1, |b|) for numbers if one is a float, nan equals nan, and a list equals a tuple
+    of the same items. `exact` distinguishes these, and True from 1.
 
     >>> same(2, 2.0), same((1, 2), [1, 2]), same((1, 2), [1, 2], exact=True), same(True, 1), same(float("nan"), float("nan"))
     (True, True, False, True, True)
@@ -243,5 +244,5 @@ def _same_number(given: Any, expected: Any, tolerance: float) -> bool:
         )
         size = abs(expected)
         return bool(abs(given - expected) <= tolerance * max(1.0, size)) and size != float("inf")
-    except ArithmeticError:  # an integer beyond the floats
+    except ArithmeticError:  # an integer beyond the range of floats
         return False

@@ -1,4 +1,4 @@
-"""The final answer: a call ends the episode, and its argument is what the task scores."""
+"""The final answer: a call ends the episode, and the task scores its argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy may call: a Python function with type hints and a docstring, of which the model reads a JSON schema."""
+"""Tools that a policy may call: Python functions with type hints and a docstring, which the model reads as a JSON schema."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ARGUMENT = re.compile(r"\s{2,}(\w+)(?: \([^)]*\))?: (.+)")
 
 
 class ToolError(Exception):
-    """What a tool says to the model in place of a result."""
+    """The message that the model reads in place of a result."""
 
 
 class ToolFailure(Exception):
-    """The tool itself is out of order. The model did not cause it, so its episode is not scored, and is counted."""
+    """The tool itself failed. The model did not cause it, so its episode is not scored, and is counted."""
 
 
 class Malformed(Exception):
@@ -48,34 +48,34 @@ class Malformed(Exception):
 
 
 class Tool(Checked, ABC):
-    """A frozen dataclass whose fields are its settings; every episode begins one of its own."""
+    """A frozen dataclass whose fields are its settings; every episode begins its own."""
 
-    ends: ClassVar[bool] = False  # a call ends the episode: what it returns is the answer
-    blocks: ClassVar[bool] = False  # it may take long: it is called in a thread of its own
+    ends: ClassVar[bool] = False  # a call ends the episode, and its result is the answer
+    blocks: ClassVar[bool] = False  # it may take long, so it is called in its own thread
 
     def __post_init__(self) -> None:
-        with suppress(NameError):  # a user's type that only a type checker imports
+        with suppress(NameError):  # a type that is imported for type checking only
             super().__post_init__()
 
     @abstractmethod
     def begin(self) -> Callable[..., Any]:
-        """The function that an episode calls, by its name, with type hints and a docstring. It may remember what it was called with.
-        A `ToolError` is what the model reads instead of a result."""
+        """Return the function that an episode calls, by its name, with type hints and a docstring. It may keep state between
+        calls. If it raises `ToolError`, the model reads that instead of a result."""
 
     @property
     def seconds(self) -> float:
-        """The time limit of one call."""
+        """Return the time limit of one call."""
         return 30.0
 
     def ready(self) -> tuple[str, ...]:
-        """Prepare what calls need, or refuse in words; returns lines to show."""
+        """Prepare what calls need, or raise an error; returns lines to show."""
         Signature.of(self.begin())
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model is told about a function, and how its arguments are read."""
+    """The description of a function for the model, and how its arguments are read."""
 
     name: str
     description: str
@@ -84,7 +84,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Signature:
-        """The signature of a function; one without a docstring, or with a parameter that JSON has no type for, is refused.
+        """Return the signature of a function. Raises an error if it has no docstring, or a parameter without a JSON type.
 
         >>> def add(a: int, b: int = 0) -> int:
         ...     '''Add two numbers.
@@ -120,14 +120,14 @@ class Signature:
 
     @property
     def schema(self) -> dict[str, JSON]:
-        """As chat templates and OpenAI's interface have it."""
+        """Return the schema in the form of chat templates and OpenAI's interface."""
         properties = dict(self.parameters)
         whole = {"type": "object", "properties": properties, "required": [*self.required]}
         about = {"name": self.name, "description": self.description, "parameters": whole}
         return {"type": "function", "function": about}
 
     def __str__(self) -> str:
-        """As a line of Python.
+        """Return the signature as a line of Python.
 
         >>> print(Signature("add", "Add.", {"a": {"type": "integer"}}, ("a",)))
         add(a: integer): Add.
@@ -136,7 +136,7 @@ class Signature:
         return f"{self.name}({', '.join(kinds)}): {' '.join(self.description.split())}"
 
     def bind(self, given: Mapping[str, JSON] | str) -> dict[str, JSON]:
-        """The arguments of a call; text is that of the first parameter. `Malformed` where they do not fit."""
+        """Return the arguments of a call; plain text is the first parameter. Raises `Malformed` if they do not fit."""
         if isinstance(given, str):
             if len(self.required) > 1 or not self.parameters:
                 raise Malformed(f"{self.name} takes {', '.join(self.parameters) or 'nothing'}")
@@ -171,7 +171,7 @@ def _schema(hint: Any, where: str) -> dict[str, JSON]:
 
 
 def _read(text: str, schema: JSON) -> JSON:
-    """A value that is written as plain text."""
+    """Read a value that is written as plain text."""
     kind = schema.get("type")
     try:
         return int(text) if kind == "integer" else float(text) if kind == "number" else text
@@ -180,7 +180,7 @@ def _read(text: str, schema: JSON) -> JSON:
 
 
 def _unlike(value: JSON, schema: JSON) -> str:
-    """What a value must be, where it is something else."""
+    """Return what a value must be, if it is something else; else ""."""
     if "enum" in schema:
         return "" if value in schema["enum"] else f"one of {', '.join(map(str, schema['enum']))}"
     kind = schema["type"]

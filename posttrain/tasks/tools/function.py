@@ -1,4 +1,4 @@
-"""A function of yours: FILE.py:NAME, with type hints and a docstring."""
+"""Your own function: FILE.py:NAME, with type hints and a docstring."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from posttrain.tasks.tools.base import Signature, Tool
 from posttrain.trust import code_place
 
 PREFIX = "python:"
-_given: dict[str, Any] = {}  # those of this process, by the name that a setting calls them
+_given: dict[str, Any] = {}  # this process's functions, by their name in settings
 
 
 @dataclass(frozen=True)
 class Function(Tool):
-    """`function` names it, or a `Tool` of yours, which may remember what it was called with in an episode. A plain function is called
-    in a thread of its own, so several calls of it may run at once; a coroutine in the event loop."""
+    """`function` names it, or your own `Tool`, which may keep state within an episode. A plain function is called in its own
+    thread, so several calls may run at once; a coroutine runs in the event loop."""
 
     shorthand: ClassVar[str] = "function"
     blocks: ClassVar[bool] = True
 
     function: str
-    limit: Positive = 30.0  # seconds of one call
+    limit: Positive = 30.0  # the time limit of one call, in seconds
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,7 +35,7 @@ class Function(Tool):
 
     @property
     def made(self) -> Any:
-        """The function, or the tool."""
+        """Return the function, or the tool."""
         if self.function.startswith(PREFIX):
             elsewhere = f"the tool {self.function.removeprefix(PREFIX)} is a function of another Python process"
             hint = "put it into a file and name it FILE.py:NAME"
@@ -60,7 +60,7 @@ class Function(Tool):
 
 
 def give(function: Any) -> Function:
-    """A function, or a tool, of this process as a setting."""
+    """Register a function, or a tool, of this process and return it as a setting."""
     fine = callable(function) or isinstance(function, Tool)
     require(fine, f"a tool is a function, not {function!r}")
     place = getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,4 +1,4 @@
-"""A Python interpreter in the sandbox of the code reward, whose state is kept between the calls of an episode."""
+"""A Python interpreter in the sandbox of the code reward; its variables are kept between the calls of an episode."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from posttrain.rewards.sandbox.mechanisms import Infrastructure
 from posttrain.rewards.sandbox.session import Ended
 from posttrain.tasks.tools.base import Tool, ToolError, ToolFailure
 
-# programs of all episodes that run at once: each has open files here, and more than there are cores only wait for each other
+# programs that run at once over all episodes: each has open files here, and more than there are cores only wait for each other
 _at_once = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
 class Python(Tool):
-    """An interpreter lives for one call: the earlier cells of the episode are run again before the new one, within `wall` seconds
-    altogether. So nothing is kept alive between turns; what is random or takes its time is so again. A cell that exceeded a limit is
-    left out of what is run again."""
+    """An interpreter lives for one call: the earlier cells of the episode run again before the new one, within `wall` seconds
+    altogether. So no process is kept between turns; random or slow cells are random or slow again. A cell that exceeded a limit
+    is not run again."""
 
     blocks: ClassVar[bool] = True
 
@@ -33,7 +33,7 @@ class Python(Tool):
 
     @property
     def seconds(self) -> float:
-        return self.wall + 60.0  # an interpreter may have to be started first
+        return self.wall + 60.0  # an interpreter may have to start first
 
     def ready(self) -> tuple[str, ...]:
         isolation.choose(self.sandbox)

@@ -16,7 +16,7 @@ from posttrain.tasks.tools.base import Tool, ToolError
 
 @dataclass(frozen=True)
 class Search(Tool):
-    """`file` holds the texts: JSON lines with a text (and, if there is one, a title) each, or plain text whose paragraphs they are."""
+    """`file` holds the texts: JSON lines with a text (and optionally a title) each, or plain text split into paragraphs."""
 
     shorthand: ClassVar[str] = "file"
 
@@ -46,7 +46,7 @@ class Search(Tool):
 
 @lru_cache(maxsize=8)
 def _index(file: str) -> tuple[list[str], Callable[[str, int], list[int]]]:
-    """The texts of a file, and a function that finds the best of them for a query."""
+    """Return the texts of a file, and a function that finds the best of them for a query."""
     try:
         bm25s = importlib.import_module("bm25s")
     except ImportError:

@@ -1,5 +1,7 @@
-"""The tools of one episode: reads the calls of a turn, makes them, and says what came back. Nothing that a model writes, and nothing
-that a tool does, ends the episode: it is an observation, and counted."""
+"""The tools of one episode: reads the calls of a turn, makes them, and returns the results.
+
+Nothing that a model writes or a tool does ends the episode: errors become observations, and are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, To
 from posttrain.types import JSON, Message
 
 MAX_OUTPUT = 2000  # characters of a result that the model reads
-MAX_CALLS = 16  # of one turn
+MAX_CALLS = 16  # calls in one turn
 
 
 class Toolbox:
-    """Tools of one episode, called as the chat template of its policy teaches, or as `form` says.
+    """Tools of one episode, called in the form of the policy's chat template, or in that of `form`.
 
     counts  tool/calls, and of these tool/malformed, tool/unknown, tool/error, tool/timeout, tool/cut (longer than `max_output`)
     """
@@ -41,20 +43,20 @@ class Toolbox:
         self.functions = {f.__name__: (tool, f) for tool in tools for f in (tool.begin(),)}
         require(len(self.functions) == len(tools), "tools need different names")
         self.signatures = {name: Signature.of(f) for name, (_, f) in self.functions.items()}
-        self.final: str | None = None  # what was given as the final answer
+        self.final: str | None = None  # the final answer, once it is given
 
     @property
     def schemas(self) -> list[JSON] | None:
-        """What the chat template shows; None where it is not asked to."""
+        """Return the schemas that the chat template shows; None if it does not show them."""
         every = [one.schema for one in self.signatures.values()]
         return every if shows_tools(self.form) else None
 
     def prompt(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with what the model must know to call the tools where its template does not say so."""
+        """Return the messages, with a description of the tools if the template does not show one."""
         return explained(self.form, messages, list(self.signatures.values()))
 
     async def answer(self, text: str) -> list[Message]:
-        """What the tools say to a turn, in the order of its calls; nothing where it has none or gives the final answer."""
+        """Return the tools' answers to a turn, in the order of its calls; empty if it has none or gives the final answer."""
         found = calls(self.form, text, self.functions)
         said = [await self.call(call) for call in found[:MAX_CALLS]]
         if self.final is not None:
@@ -64,7 +66,7 @@ class Toolbox:
         return [observation(self.form, one) for one in said]
 
     async def call(self, call: Call) -> str:
-        """What a call returns, in at most `max_output` characters."""
+        """Return the result of a call, in at most `max_output` characters."""
         self.generate.count("tool/calls")
         try:
             if call.problem:
@@ -103,7 +105,7 @@ class Toolbox:
             self.generate.count(f"tool/{kind}")
             late = f"error: no result within {tool.seconds:g} s"
             return late if limit.expired() else _named(error)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a tool is not ours
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a tool may be user code
             if step_ends(error):
                 raise
             self.generate.count("tool/error")
@@ -111,7 +113,7 @@ class Toolbox:
 
 
 def _named(error: BaseException) -> str:
-    with suppress(Exception):  # its text is the user's code too
+    with suppress(Exception):  # its text may be user code too
         return f"error: {type(error).__name__}: {error}"
     return f"error: {type(error).__name__}"
 
@@ -125,7 +127,7 @@ def _here(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a function returns that is called in a thread, which ends with the process: one that never returns keeps nobody waiting."""
+    """Call a function in a thread, which ends with the process: a call that never returns blocks nothing else."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -138,9 +140,9 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         found, error = None, None
         try:
             found = context.run(function, **arguments)
-        except BaseException as raised:  # of a thread nobody would see it
+        except BaseException as raised:  # otherwise an error in a thread would not be reported
             kept = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            # no future holds the others
+            # a future cannot hold other kinds of errors
             error = raised if kept else ToolError(type(raised).__name__)
         with suppress(RuntimeError):  # the step is over
             loop.call_soon_threadsafe(deliver, found, error)
