@@ -115,7 +115,7 @@ def test_a_signal_ends_the_command_with_130_and_a_line_that_says_how_to_go_on(
 ) -> None:
     at_call(monkeypatch, Trainer, "update", 3, lambda: os.kill(os.getpid(), by))
     monkeypatch.setattr("posttrain.config.parse", lambda *_: settings("sft", tmp_path / "run"))
-    assert cli.main(["run", "sft"]) == 130
+    assert cli.main(["run", "quickstart"]) == 130
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1] == f"posttrain: stopped after step 3 of sft; continue with: posttrain resume {tmp_path / 'run'}"
     assert checkpoint.newest(tmp_path / "run/checkpoints/sft") == (tmp_path / "run/checkpoints/sft/step-3", [])
