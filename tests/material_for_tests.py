@@ -57,7 +57,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "xpo": [{"alpha": 0.5, "max_weight": 1.05}, {"group": 4, "alpha": 0.1}],
     "grpo": [
         {"beta": 0.0},
-        {"beta": 0.0, "reduction": "token_mean", "clip_high": 0.28},
+        {"beta": 0.0, "reduction": "token_mean", "clip_high": 0.28, "truncated": "zero"},
         {"beta": 0.0, "scale": "none", "reduction": "constant_mean", "constant": 7.0},
         {"kl": "k2", "scale": "batch", "ddof": 0, "dual_clip": 1.1, "mask_low": 0.9, "mask_high": 1.1},
         {"kl": "corrected", "entropy": 0.01},

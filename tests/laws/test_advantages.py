@@ -114,6 +114,8 @@ def test_a_group_of_equal_rewards_has_no_gradient(algorithm: Algorithm) -> None:
         algorithm = replace(algorithm, l_max=10**6, l_cache=1)
     step = material(algorithm)
     flat = gather(step, [n for n in range(step.sequences) if int(step.group_N[n]) == 1])
+    if getattr(algorithm, "truncated", "") == "zero":  # what was cut off is paid less
+        flat = flat.replace(truncated_N=torch.zeros_like(flat.truncated_N))
     prepared = algorithm.prepare(flat, {})
     assert not bool(prepared.mask_T.any()) or all(not g.any() for g in gradients(algorithm, prepared)[1].values())
 
