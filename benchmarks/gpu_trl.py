@@ -3,7 +3,7 @@
     python benchmarks/gpu_trl.py grpo a --micro-batch 32      # case a of gpu_grpo_step.py, with HF generate
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
-    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --micro-batch 32    # the recipe gsm8k: 64 x 16 answers
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 5e-6    # the recipe gsm8k: 64 x 16 answers
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
 Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON
@@ -30,9 +30,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from gpu_cases import CASES, Case, make_model  # noqa: E402
 
+from posttrain.tasks._questions import STYLES  # noqa: E402
+
 CUDA = torch.cuda.is_available()
 TINY = Case(2, 64, 192, 4, 2, 2048, 4, 4, 16, 24)
-ASKED = "{question}\n\nThink step by step, then give the final answer in \\boxed{{}}."  # as the recipe asks
 
 
 def make_tokenizer() -> Any:
@@ -98,21 +99,23 @@ def grpo(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 
 def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """The recipe's rows, answers and rate; the reward compares the number in the box as text."""
+    """The rows and answers of the recipe, whose rate is --lr 5e-6; the reward compares the number in the box as text."""
     from trl import GRPOConfig, GRPOTrainer
 
+    count, group, tokens = (2, 4, 8) if options.tiny else (64, 16, 320)
     arguments = GRPOConfig(
-        **common(options, 1024), num_generations=16, max_completion_length=320, beta=0.0, temperature=1.0, epsilon_high=0.28,
+        **common(options, count * group), num_generations=group, max_completion_length=tokens, beta=0.0, temperature=1.0,
+        epsilon_high=0.28,
     )  # fmt: skip
     with gzip.open(Path(options.data) / "gsm8k-train.jsonl.gz", "rt") as file:
         read = [json.loads(line) for line in file]
     random.shuffle(read)
     prompts = [
         {
-            "prompt": [{"role": "user", "content": ASKED.format(question=row["question"])}],
+            "prompt": [{"role": "user", "content": STYLES["boxed"].replace("{question}", row["question"])}],
             "answer": row["answer"].split("####")[-1].strip(),
         }
-        for row in read[: 64 * options.steps]
+        for row in read[: count * options.steps]
     ]
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

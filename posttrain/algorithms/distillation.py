@@ -64,6 +64,8 @@ class Distillation(PolicyGradient):
             yield "reward_weight compares responses to one prompt; set group to 2 or more"
         if self.kl_in_reward and self.reward_weight == 0:
             yield "kl_in=reward is a part of the task's reward, whose reward_weight is 0; use kl_in=loss"
+        if self.truncated == "zero" and self.reward_weight == 0:
+            yield "truncated=zero changes the task's reward, whose reward_weight is 0; use truncated=mask"
 
     @property
     def teacher_by_token(self) -> bool:

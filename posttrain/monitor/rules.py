@@ -217,8 +217,8 @@ def outside(figure: str, bounds: Callable[[MonitorSettings], tuple[float, float]
 
 
 def cut_off(view: View) -> str | None:
-    """Many more responses than in the first steps run into the length limit. A policy that forgets to end its answers may keep its
-    reward, as where a grader reads the last box; one whose texts never ended has nothing to forget."""
+    """Many more responses reach the length limit than in the first steps. A policy that stops ending its answers may keep its reward,
+    for example if a grader reads the last box. If most responses were cut off from the start, this rule is silent."""
     value, start = view.value("truncated"), view.history.mean_of_first("truncated")
     if start is None or math.isnan(value):
         return None

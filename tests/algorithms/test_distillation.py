@@ -48,6 +48,7 @@ def test_refusals_and_contract() -> None:
         ("jsd_beta", 0.3): "jsd_beta is that of divergence=jensen_shannon, which is not chosen",
         ("reward_weight", 1.0): "reward_weight compares responses to one prompt; set group to 2 or more",
         ("beta", 0.1): "kl_in=reward is a part of the task's reward, whose reward_weight is 0; use kl_in=loss",
+        ("truncated", "zero"): "truncated=zero changes the task's reward, whose reward_weight is 0; use truncated=mask",
     }.items():
         more = {"kl_in": "reward"} if settings[0] == "beta" else {}
         with pytest.raises(UserError, match=f"^distillation: {why}"):
