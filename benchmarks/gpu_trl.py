@@ -4,10 +4,12 @@
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 5e-6    # the recipe gsm8k: 64 x 16 answers
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 5e-6 --steps 280 --stop 75 --save OUT # a run, with models
+                                                              # to evaluate every 25 steps: posttrain eval OUT/25 task=gsm8k
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
 Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON
-line.
+line. `--continuous` generates by transformers' continuous batching; TRL's vLLM mode is left out, since vLLM pins another torch.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     count, group, tokens = (2, 4, 8) if options.tiny else (64, 16, 320)
     arguments = GRPOConfig(
         **common(options, count * group), num_generations=group, max_completion_length=tokens, beta=0.0, temperature=1.0,
-        epsilon_high=0.28,
+        epsilon_high=0.28, warmup_steps=5, use_transformers_continuous_batching=options.continuous,
     )  # fmt: skip
     with gzip.open(Path(options.data) / "gsm8k-train.jsonl.gz", "rt") as file:
         read = [json.loads(line) for line in file]
@@ -140,6 +142,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--model", default="", help="a directory; without it random weights of the case's shape")
     parser.add_argument("--data", default="")
+    parser.add_argument("--stop", type=int, default=0, help="the last step, of --steps for which the rate is scheduled")
+    parser.add_argument("--save", default="", help="a folder for the model of every 25th step; the time of saving is not counted")
+    parser.add_argument("--continuous", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     import trl
@@ -155,9 +160,13 @@ def main() -> None:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.began = clock()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
             seconds.append(clock() - self.began)
-            print(f"step {seconds[-1]:.2f} s", flush=True)
+            print(f"step {state.global_step} {seconds[-1]:.2f} s, {sum(seconds):.0f} s in all", flush=True)
+            if options.save and state.global_step % 25 == 0:
+                model.save_pretrained(f"{options.save}/{state.global_step}")
+                more["processing_class"].save_pretrained(f"{options.save}/{state.global_step}")
+            control.should_training_stop |= state.global_step == options.stop
 
         def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
             kept = ("reward", "completions/mean_length", "loss")
