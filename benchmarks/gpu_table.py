@@ -46,7 +46,8 @@ def merged(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
             }
             if kept.get("trl"):
                 kept["trl"]["ours"] = {way: result[way]["step"] for way in ("shared", "plain") if way in result}
-            found[result["case"]] = found.get(result["case"], {}) | kept | about
+            quantised = kept.get("quantization") == "fp8"
+            found[result["case"]] = found.get(result["case"], {}) | ({"fp8": kept | about} if quantised else kept | about)
     return [found[name] for name in sorted(found)]
 
 
@@ -76,6 +77,10 @@ def generation(results: list[dict[str, Any]]) -> list[str]:
             share = f"{100 * one['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
             lines.append(row(f"{r['case']}, lognormal lengths, mean 256, longest 1024", f"**{one['tokens_s']:,.0f}**",
                              f"{one['seconds']:.2f} s", share, "", "", "", r["date"]))  # fmt: skip
+        if "fp8" in r:
+            one, off = r["fp8"], r["fp8"]["logprob_difference"]
+            lines.append(row(f"{r['case']}, MLP in fp8", f"**{one['tokens_s']:,.0f}**", spread(one, "seconds"), "", "",
+                             f"{one['peak_gib']:.1f} GiB", f"{off['mean']:.4f} / {off['max']:.3f}", one["date"]))  # fmt: skip
     return lines
 
 

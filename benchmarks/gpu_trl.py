@@ -3,8 +3,8 @@
     python benchmarks/gpu_trl.py grpo a --micro-batch 32      # case a of gpu_grpo_step.py, with HF generate
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
-    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 5e-6    # the recipe gsm8k: 64 x 16 answers
-    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 5e-6 --steps 280 --stop 75 --save OUT # a run, with models
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6    # the recipe gsm8k: 128 x 8 answers
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --steps 280 --stop 75 --save OUT # a run, with models
                                                               # to evaluate every 25 steps: posttrain eval OUT/25 task=gsm8k
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
@@ -101,10 +101,10 @@ def grpo(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 
 def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """The rows and answers of the recipe, whose rate is --lr 5e-6; the reward compares the number in the box as text."""
+    """The rows and answers of the recipe, whose rate is --lr 3e-6; the reward compares the number in the box as text."""
     from trl import GRPOConfig, GRPOTrainer
 
-    count, group, tokens = (2, 4, 8) if options.tiny else (64, 16, 320)
+    count, group, tokens = (2, 4, 8) if options.tiny else (128, 8, 320)
     arguments = GRPOConfig(
         **common(options, count * group), num_generations=group, max_completion_length=tokens, beta=0.0, temperature=1.0,
         epsilon_high=0.28, warmup_steps=5, use_transformers_continuous_batching=options.continuous,

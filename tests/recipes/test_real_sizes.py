@@ -133,7 +133,7 @@ def test_sizes() -> None:
     assert (before.problems, after.problems, training.optimizer.lr, training.task.data) == (1319, 7, 1e-6, "folder")
     assert [s.task.held_out for s in settings.recipe.stages] == [0.0, 0.05, 0.0], "the curve is not of the test"
     chosen = (training.prompts, training.algorithm.group, training.algorithm.clip_high, training.steps)
-    assert chosen == (64, 16, 0.28, 280)
+    assert chosen == (128, 8, 0.28, 280)
     assert config.parse("gsm8k", []).recipe.stages[1].optimizer.lr == 5e-6
     assert training.optimizer.token_budget == "auto"
 
