@@ -130,7 +130,7 @@ def start_serving(directory: Path) -> subprocess.Popen[str]:
     """Start `posttrain serve RUN` at a free port. It prints its address, and ends when this process ends, even if that is
     killed."""
     program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", program, "serve", str(directory), "port=0"]
+    words = [sys.executable, "-c", program, "serve", str(directory), "--port", "0"]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, stderr=both)
 
