@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from posttrain import catalogue
 from posttrain.cluster.placement import LOCAL, check_address
-from posttrain.config_tree import check_value, from_tree, override, pair, refuse_unknown, to_tree
+from posttrain.config_tree import check_value, from_tree, override, pair, to_tree
 from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import (
     Checked,
@@ -24,6 +24,7 @@ from posttrain.errors import (
     Seed,
     Several,
     UserError,
+    refuse_unknown,
     require,
 )
 from posttrain.recipes.base import Recipe, as_recipe, repeat

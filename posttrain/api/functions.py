@@ -20,7 +20,7 @@ from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
-from posttrain.errors import called_here, require
+from posttrain.errors import called_here, refuse_unknown, require
 from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
@@ -435,7 +435,7 @@ def _begun(
     recipe: Recipe, files: inputs.Files, callback: Callback | None, top: Mapping[str, Any]
 ) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
-    config_tree.refuse_unknown("setting", top, config.TOP, [files.name])
+    refuse_unknown("setting", top, config.TOP, [files.name])
     return Run(
         files.directory, inputs.built(config.Settings, given, top, files.name), files, callback
     )

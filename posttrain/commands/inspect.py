@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from posttrain import catalogue, config, config_tree
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
@@ -341,9 +341,7 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
     pairs = dict(map(config_tree.pair, settings))
     known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
-    for key in pairs:
-        if key not in known:
-            raise unknown("key of sample", key, known)
+    refuse_unknown("key of sample", pairs, known)
     options = _options(pairs, SampleOptions, "sample")
     return options, config_tree.from_tree(pairs, Sampling, "sample")
 
@@ -449,8 +447,7 @@ def show(directory: Path, rollout: str = "") -> list[str]:
 def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:
     parts = [part for part in rollout.split("/") if part]
     stage = parts[0] if parts else stages[-1]
-    if stage not in stages:
-        raise unknown("stage with rollouts", stage, stages)
+    refuse_unknown("stage with rollouts", [stage], stages)
     try:
         step = int(parts[1]) if len(parts) > 1 else run.rollout_steps(stage)[-1]
         return stage, step, int(parts[2]) if len(parts) > 2 else None
