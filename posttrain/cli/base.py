@@ -71,14 +71,8 @@ def chosen_model(options: argparse.Namespace) -> Chosen:
     return Chosen(Path(options.run), *given, Path(options.card) if options.card else None)
 
 
-def check_recipe(name: str) -> None:
-    """Refuse a mistyped recipe before torch is imported, which takes seconds."""
-    if not name.endswith((".yaml", ".yml")):
-        catalogue.check_name("recipe", name)
-
-
 def check_tasks(names: Iterable[str]) -> None:
-    """The same of tasks, each as NAME, NAME:VALUE or FILE.py:NAME."""
+    """Refuse a mistyped task before torch is imported, which takes seconds. Each is NAME, NAME:VALUE or FILE.py:NAME."""
     for name in names:
         whole = code_place(name) is not None
         catalogue.check_name("task", name if whole else name.partition(":")[0])
