@@ -150,7 +150,7 @@ TOYS = {
     "make recipes": f"ARGS='--recipes \"quickstart {BOTH}\" --seeds 0'",
     "probe gsm8k": "task.data=FOLDER",
     "curl": "--fail --silent --show-error",
-    "serve": "port=0",
+    "serve": "--port 0",
     "studio": "--port 0",
     "run my.yaml": "rl.steps=1",
     "run agent.yaml": "rl.steps=1 rl.prompts=1 rl.algorithm.group=2 rl.evaluate_every=0",

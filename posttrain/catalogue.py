@@ -87,6 +87,14 @@ def check_name(kind: str, name: str) -> None:
         raise unknown(kind, name, names(kind), [kind])
 
 
+def check_recipe(name: str) -> None:
+    """The same of a recipe, which may also be a YAML file."""
+    if name.endswith((".yaml", ".yml")):
+        require(Path(name).is_file(), f"recipe file {name} does not exist")
+    else:
+        check_name("recipe", name)
+
+
 def load(kind: str, name: str, base: type | None = None) -> Any:
     """The class (or, for a recipe, the function) called `name`, or the one in a user's `file.py:Name`.
 

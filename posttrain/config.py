@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from posttrain import catalogue
 from posttrain.cluster.placement import LOCAL, check_address
-from posttrain.config_tree import check_value, from_tree, override, pair, refuse_unknown, to_tree
+from posttrain.config_tree import check_value, from_tree, override, pair, to_tree
 from posttrain.data.safe_readers import read_yaml
 from posttrain.errors import (
     Checked,
@@ -24,6 +24,7 @@ from posttrain.errors import (
     Seed,
     Several,
     UserError,
+    refuse_unknown,
     require,
 )
 from posttrain.recipes.base import Recipe, as_recipe, repeat
@@ -112,6 +113,7 @@ def parse(
 ) -> Settings:
     """Parse a recipe (name, YAML file or Python file) and key=value arguments. `source` is the file that they come from, if nobody
     typed them."""
+    catalogue.check_recipe(recipe)
     pairs = dict(map(pair, arguments))
     written = recipe.endswith((".yaml", ".yml"))
     own = {key: pairs[key] for key in PASSING if key in pairs}  # not from the file: see sweep.py
@@ -221,7 +223,6 @@ def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str]
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
-    require(path.is_file(), f"recipe file {path} does not exist")
     try:
         tree = read_yaml(path.read_text(), str(path))
     except UnicodeDecodeError as error:

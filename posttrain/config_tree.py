@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import yaml
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.data.safe_readers import read_values
-from posttrain.errors import LARGEST, UserError, called_here, require, unknown
+from posttrain.errors import LARGEST, UserError, called_here, refuse_unknown, require, unknown
 from posttrain.stages.base import Stage, check_names
 from posttrain.stages.reward_sources import RewardSource
 from posttrain.stages.train import STAGES
@@ -283,11 +283,3 @@ def check_value(where: str, kind: Any, value: JSON) -> Any:
         several = bool(number) and isinstance(value, str) and "," in value
         more = f"; for a run with each of them: --sweep {where}={value}" if several else ""
         raise UserError(f"{where}{inside}: {reason}, not {first['input']!r}{more}") from None
-
-
-def refuse_unknown(
-    what: str, keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()
-) -> None:
-    for key in keys:
-        if key not in known:
-            raise unknown(what, str(key), known, owners)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -94,6 +94,21 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"
     return UserError(f"unknown {kind} {name!r}; {hint}")
+
+
+def refuse_unknown(
+    kind: str, names: Iterable[Any], known: Collection[str], owners: Iterable[str] = ()
+) -> None:
+    """Raise the error `unknown` for the first of the `names` that is not among `known`.
+
+    >>> refuse_unknown("GPU", ["h100"], ["h100", "a100"])
+    >>> refuse_unknown("GPU", ["h100", "h10"], ["h100", "a100"])
+    Traceback (most recent call last):
+    posttrain.errors.UserError: unknown GPU 'h10'; did you mean 'h100'?
+    """
+    for name in names:
+        if name not in known:
+            raise unknown(kind, str(name), known, owners)
 
 
 def require(condition: bool, message: str) -> None:

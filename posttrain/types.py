@@ -161,6 +161,9 @@ class Sampling:
         few = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
         require(self.min_new_tokens <= self.max_new_tokens, f"{few}; lower it")
 
+    def __str__(self) -> str:
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
     @property
     def truncated(self) -> bool:
         """Whether top-k or top-p cuts the support, so that tokens are not drawn from the policy's full softmax."""

@@ -318,6 +318,31 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["run quikstart", "plan nothing.yaml", "resume nothing", "replay nothing rl/1", "show nothing", "eval m --task sms"],
+)
+def test_a_mistyped_name_waits_for_no_torch(words: str) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from posttrain.cli import main; "
+        f"print(main({words.split()!r}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "2 False", done.stderr
+
+
+def test_an_error_in_settings_waits_for_no_compiler() -> None:
+    """It needs the classes of stages and algorithms, which import torch; transformers and torch's compiler take as long again."""
+    heavy = ["transformers", "torch._dynamo", "sympy", "matplotlib"]
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from posttrain.cli import main; "
+        f"print(main(['plan', 'quickstart', 'rl.nope=3']), [m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "2 []"
+    assert "unknown key 'rl.nope'" in done.stderr
+
+
 BAD = [
     # check, file, source, what the complaint says
     (inner_imports, "types.py", "from posttrain.ops import kl", "types may not import ops.kl"),

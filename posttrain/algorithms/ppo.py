@@ -54,7 +54,9 @@ class PPO(ReusedSamples, Algorithm):
     are whitened over each mini-batch, and rewards as well (keeping their mean) with `whiten_rewards`, as in the code of Ziegler et al.
     The critic is a separate model with its own optimizer, so its loss has no coefficient: Adam would undo it. Its learning rate is the
     stage's `critic_optimizer.lr`. For the first `critic_warmup` steps only the critic is trained. Responses without a score are
-    excluded from the loss and from every metric. A response that was cut off ends there: nothing is bootstrapped.
+    excluded from the loss and from every metric. A response that was cut off ends there: nothing is bootstrapped, and
+    `missing_eos` is subtracted from its score. Algorithms without a critic have `truncated` instead, whose `zero` limits the reward to
+    0; a reward model's scores have no zero, so the penalty here is an amount that does not depend on their offset.
 
     If a task pays by turn, the last token of turn k receives its pay p_k, and s is the rest. `credit = "turn"` makes a whole turn one
     action: its value is that of its first token, its reward the sum over its tokens, and all its tokens have the same advantage. The

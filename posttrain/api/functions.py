@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
-from posttrain.errors import called_here, require
+from posttrain.errors import called_here, refuse_unknown, require
 from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
@@ -271,10 +271,10 @@ def evaluate(
 ) -> dict[str, JSON]:
     """Evaluate a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward and pass@k, each
     with its confidence interval. `settings` are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of
-    the task. Without a task, a run is evaluated on the task of its last stage that has one; the name of that task, without settings of
-    the task, means the same. The result then names the stage in `task_source`; with `allow_code`, the task may run code that the run's
-    directory names. For a reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its
-    calibration."""
+    the task. Without a task, a run is evaluated on the task of its last stage that has one, with the sampling of that stage's
+    evaluation; the name of that task, without settings of the task, means the same. The result then names the stage in `task_source`;
+    with `allow_code`, the task may run code that the run's directory names. For a reward model, give pairs or rankings as `data`: the
+    result is the share that it orders correctly, and its calibration."""
     if data is not None:
         return _agreement(model, data, **settings)
     own = _own_task(model, task, settings) if prompts is None else None
@@ -292,7 +292,8 @@ def evaluate(
             require(reward is None, alone)
             given = inputs.as_task(task if own is None else own.tree)
         given = inputs.with_tools(given, tools, settings) if tools else given
-        given_stage = {"name": "eval", "model": "model", "task": given}
+        how = {} if own is None else own.how
+        given_stage = {"name": "eval", "model": "model", "task": given, **how}
         stage = inputs.built(EvaluateStage, given_stage, settings, "evaluate")
         config.check_named([stage])
         with files, worker_pool([stage]) as workers:
@@ -303,6 +304,7 @@ def evaluate(
     # accuracy has no meaning for a reward that does not tell right from wrong
     left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
     found = {name: value for name, value in result.items() if name not in left_out}
+    found["sampling"] = asdict(stage.sampling)
     return found if own is None else {**found, "task_source": own.source(stage.task)}
 
 
@@ -435,7 +437,7 @@ def _begun(
     recipe: Recipe, files: inputs.Files, callback: Callback | None, top: Mapping[str, Any]
 ) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
-    config_tree.refuse_unknown("setting", top, config.TOP, [files.name])
+    refuse_unknown("setting", top, config.TOP, [files.name])
     return Run(
         files.directory, inputs.built(config.Settings, given, top, files.name), files, callback
     )

@@ -15,7 +15,7 @@ from typing import Any
 from posttrain import config_tree
 from posttrain.api.run import Model, Run
 from posttrain.data.records import check_whole, load_hub
-from posttrain.errors import UserError, called_here, require, unknown
+from posttrain.errors import UserError, called_here, refuse_unknown, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
@@ -258,9 +258,7 @@ def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
         labels = [_label(one) for one in given]
         labels = [f"{x}_{n}" if labels.count(x) > 1 else x for n, x in enumerate(labels)]
     if isinstance(weights, Mapping):
-        for name in weights:
-            if name not in labels:
-                raise unknown("reward in weights:", str(name), labels)
+        refuse_unknown("reward in weights:", weights, labels)
         weights = [weights.get(label, 1.0) for label in labels]
     factors = [1.0] * len(given) if weights is None else [float(w) for w in weights]
     require(len(factors) == len(given), f"weights: {len(factors)} for {len(given)} rewards")

@@ -30,6 +30,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=text)
 
 
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add arguments that say where a server listens."""
+    text = "the address to listen at; beyond this machine every request needs the token that is printed"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
+    parser.add_argument("--port", type=int, default=port, help=f"default: {port}; 0: any free one")
+    text = "a name by which clients reach it, where that is not --host; may be given again"
+    parser.add_argument("--name", action="append", default=[], help=text)
+
+
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-code", action="store_true", help=TRUST)
 
@@ -62,14 +71,8 @@ def chosen_model(options: argparse.Namespace) -> Chosen:
     return Chosen(Path(options.run), *given, Path(options.card) if options.card else None)
 
 
-def check_recipe(name: str) -> None:
-    """Refuse a mistyped recipe before torch is imported, which takes seconds."""
-    if not name.endswith((".yaml", ".yml")):
-        catalogue.check_name("recipe", name)
-
-
 def check_tasks(names: Iterable[str]) -> None:
-    """The same of tasks, each as NAME, NAME:VALUE or FILE.py:NAME."""
+    """Refuse a mistyped task before torch is imported, which takes seconds. Each is NAME, NAME:VALUE or FILE.py:NAME."""
     for name in names:
         whole = code_place(name) is not None
         catalogue.check_name("task", name if whole else name.partition(":")[0])

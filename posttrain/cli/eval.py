@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from posttrain.cli.base import (
-    add_allow_code,
-    add_json,
-    add_settings,
-    check_tasks,
-    print_json,
-    print_lines,
-)
+from posttrain.cli import base
 
 if TYPE_CHECKING:
     from posttrain.commands.inspect import EvalReport
@@ -23,17 +16,17 @@ EXAMPLE = "posttrain eval runs/quickstart-1 problems=1000"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     what = parser.add_mutually_exclusive_group()
-    text = "a task, or several with commas: NAME.KEY is a setting of one; of a run, without it, the run's own"
+    text = "a task, or several with commas: NAME.KEY is a setting of one; of a run, without it, the run's own task and sampling"
     what.add_argument("--task", default="", help=text)
     text = "tasks of lm-evaluation-harness: TASK.yaml or names, a,b"
     what.add_argument("--harness", metavar="TASK", help=text)
     parser.add_argument("--against", default="", help="another model: who wins on the same prompts")
-    add_json(parser)
-    add_allow_code(parser)
+    base.add_json(parser)
+    base.add_allow_code(parser)
     text = "problems, samples, task.KEY, sampling.KEY, reference, text, against, save, seed,"
     text += " device; of a win rate also reward_model, judge, judge.KEY;"
     text += " with --harness limit, fewshot, chat, max_length, seed, device"
-    add_settings(parser, text)
+    base.add_settings(parser, text)
 
 
 def call(options: argparse.Namespace) -> None:
@@ -41,7 +34,7 @@ def call(options: argparse.Namespace) -> None:
         call_harness(options)
         return
     tasks = options.task.split(",")
-    check_tasks(filter(None, tasks))
+    base.check_tasks(filter(None, tasks))
     from posttrain.commands.inspect import evaluate_tasks
     from posttrain.runs.console import final_table, show
 
@@ -50,10 +43,11 @@ def call(options: argparse.Namespace) -> None:
     reports = evaluate_tasks(options.model, tasks, settings, options.allow_code)
     if options.json:
         trees = {task: report.tree() for task, report in reports.items()}
-        print_json(trees if len(tasks) > 1 else trees[tasks[0]], indent=None)
+        base.print_json(trees if len(tasks) > 1 else trees[tasks[0]], indent=None)
         return
-    print_lines(report.source for report in reports.values() if report.source)
+    base.print_lines(report.source for report in reports.values() if report.source)
     if len(tasks) > 1 and all(report.paired for report in reports.values()):
+        base.print_lines(report.setting for report in reports.values())
         first, second = (one.model for one in next(iter(reports.values())).models)
         rows = [report.change(task) for task, report in reports.items()]
         show(final_table(rows, f"before: {second}; after: {first}"))
@@ -66,12 +60,12 @@ def show_report(model: str, found: EvalReport) -> None:
     from posttrain.runs.console import figures_table, show
 
     for one in found.models:
-        print_lines([f"{one.model} on {found.setting}"])
+        base.print_lines([f"{one.model} on {found.setting}"])
         show(figures_table(one.figures))
-        print_lines(one.notes)
+        base.print_lines(one.notes)
     if found.paired:
-        print_lines([f"  {model} less {found.models[1].model}: {found.paired}"])
-    print_lines(found.lines)
+        base.print_lines([f"  {model} less {found.models[1].model}: {found.paired}"])
+    base.print_lines(found.lines)
 
 
 def call_harness(options: argparse.Namespace) -> None:
@@ -81,12 +75,12 @@ def call_harness(options: argparse.Namespace) -> None:
     require(not options.against, "eval: --against compares two models on a --task")
     found = evaluate(options.model, options.harness.split(","), options.settings)
     if options.json:
-        print_json({"model": options.model, "tasks": found}, indent=None)
+        base.print_json({"model": options.model, "tasks": found}, indent=None)
         return
     for task, figures in found.items():
         documents = figures.pop("documents")
-        print_lines([f"{options.model} on {documents} documents of {task}"])
+        base.print_lines([f"{options.model} on {documents} documents of {task}"])
         for name, value in figures.items():
             single = isinstance(value, float)
             spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
-            print_lines([f"  {name:<24} {spelled}"])
+            base.print_lines([f"  {name:<24} {spelled}"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.cli.base import add_allow_code, add_settings, check_recipe, print_lines
+from posttrain import catalogue
+from posttrain.cli.base import add_allow_code, add_settings, print_lines
 from posttrain.errors import require
 
 EXAMPLE = "posttrain plan quickstart rl.prompts=64"
@@ -33,7 +34,7 @@ def call(options: argparse.Namespace) -> None:
         return
     text = "give a recipe, or a size with --params; see 'posttrain plan --help'"
     require(bool(options.recipe), text)
-    check_recipe(options.recipe)
+    catalogue.check_recipe(options.recipe)  # before torch is imported, which takes seconds
     from posttrain import config
     from posttrain.commands.plan import describe
 

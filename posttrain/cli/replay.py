@@ -31,6 +31,9 @@ def call(options: argparse.Namespace) -> None:
     import json
     import sys
 
+    from posttrain.runs.layout import require_run
+
+    require_run(options.run)  # before torch is imported, which takes seconds
     from posttrain.commands.replay import lines, replay, tables
     from posttrain.runs.console import show, write_text
     from posttrain.system.files import atomic_write

@@ -19,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> int | None:
+    from posttrain.runs.layout import require_run
+
+    if not options.run.is_dir():  # before torch is imported, which takes seconds
+        require_run(options.run)
     from posttrain import pipeline
     from posttrain.commands import sweep
     from posttrain.runs.read import Run

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain import catalogue
 from posttrain.cli import base
 from posttrain.errors import UserError
 
@@ -26,7 +27,7 @@ class Help(argparse.Action):
 
 
 def _keys(recipe: str) -> Iterator[str]:
-    from posttrain import catalogue, config
+    from posttrain import config
     from posttrain.commands import keys
     from posttrain.trust import code_place
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> int | None:
-    base.check_recipe(options.recipe)
+    catalogue.check_recipe(options.recipe)  # before torch is imported, which takes seconds
     from posttrain import config, pipeline
     from posttrain.commands import sweep
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.cli.base import add_model, add_settings, print_lines
+from posttrain.cli.base import add_address, add_model, add_settings, print_lines
 
-EXAMPLE = "posttrain serve runs/quickstart-1 port=8000"
+EXAMPLE = "posttrain serve runs/quickstart-1 --port 8000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_settings(parser, "port, host, token, loaded, max_new_tokens, device, ...")
+    add_address(parser, 8000)
+    add_settings(parser, "token, loaded, max_new_tokens, device, ...")
 
 
 def call(options: argparse.Namespace) -> None:
     from posttrain.commands.serve import serving
 
-    with serving(options.model, options.settings) as (server, lines):
+    place = {"host": options.host, "port": options.port, "hosts": options.name}
+    with serving(options.model, options.settings, **place) as (server, lines):
         print_lines(lines)
         server.run()

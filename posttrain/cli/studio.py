@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from pathlib import Path
 
+from posttrain.cli.base import add_address
 from posttrain.errors import UserError, require
 
 EXAMPLE = "posttrain studio runs"
@@ -14,11 +14,7 @@ EXAMPLE = "posttrain studio runs"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folders that hold runs; runs/ where none is given"
     parser.add_argument("runs", nargs="*", type=Path, help=text)
-    text = "the address to listen at; beyond this machine every request needs the token that is printed"
-    parser.add_argument("--host", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=int, default=7860, help="0: any that is free")
-    text = "a name by which browsers reach it, where that is not --host; may be given again"
-    parser.add_argument("--name", action="append", default=[], help=text)
+    add_address(parser, 7860)
     text = "the address of a model server, as in http://127.0.0.1:8000/v1"
     parser.add_argument("--serve", default="", help=text)
     text = "first make a small run to look at (about two minutes on a CPU), in runs/demo"
@@ -39,16 +35,7 @@ def call(options: argparse.Namespace) -> None:
         roots[0].mkdir(parents=True, exist_ok=True)
     for root in roots:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
-    require(0 <= options.port < 65536, f"port must be from 0 to 65535, not {options.port}")
     address = Address(options.host, options.port, hosts=options.name)
     every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
-    require(not unspecified(options.host) or bool(options.name), every)
+    require(options.host not in ("0.0.0.0", "::") or bool(options.name), every)
     serve(roots, address, options.serve, options.demo, options.open)
-
-
-def unspecified(host: str) -> bool:
-    """Whether an address stands for all addresses of this machine."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

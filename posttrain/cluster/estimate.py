@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from posttrain.errors import Checked, Count, UserError, Whole, require, unknown
+from posttrain.errors import Checked, Count, UserError, Whole, refuse_unknown, require, unknown
 
 # share of the peak FLOP/s in training, for dense models and for mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
@@ -382,8 +382,7 @@ def _long(seconds: float) -> str:
 
 def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
     """The plan of a run as lines. A plan that does not fit is refused, with the number of GPUs that would suffice."""
-    if name not in GPUS:
-        raise unknown("GPU", name, GPUS)
+    refuse_unknown("GPU", [name], GPUS)
     require(gpus > 0, f"--gpus {gpus}: give a number of GPUs")
     gpu = GPUS[name]
     found = best(shape, work, gpu, gpus)

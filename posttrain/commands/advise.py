@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from posttrain.errors import require, unknown
+from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.types import JSON
 
 TRAINED = ("policy", "critic")  # these have gradients and moments; the others are frozen
@@ -148,10 +148,8 @@ def advise(goal: str, have: Sequence[str] = (), compute: str = "gpu") -> Advice:
     """
     name = find_goal(goal)
     for kind in have:
-        if kind not in DATA:
-            raise unknown("kind of data", kind, DATA)
-    if compute not in COMPUTE:
-        raise unknown("compute", compute, COMPUTE)
+        refuse_unknown("kind of data", [kind], DATA)
+    refuse_unknown("compute", [compute], COMPUTE)
     given = tuple(kind for kind in DATA if kind in have and kind != "nothing")
     clear = not (given and "nothing" in have)
     require(clear, f"have=nothing with {', '.join(given)}: leave it out")

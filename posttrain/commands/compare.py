@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs import html
@@ -146,8 +146,7 @@ def _pairs(
     if stage:
         one, _, other = stage.partition(":")
         for run, have, name in zip(runs, results, (one, other or one), strict=True):
-            if name not in have:
-                raise unknown(f"evaluation in {run.directory}:", name, have)
+            refuse_unknown(f"evaluation in {run.directory}:", [name], have)
         return [(one, other or one)]
     both = [(name, name) for name in results[0] if name in results[1]]
     if both or not all(results):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from posttrain import catalogue, config, config_tree
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
@@ -148,11 +148,13 @@ def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options
 
 @dataclass(frozen=True, slots=True)
 class TaskOfRun:
-    """The task of the last stage of a run that has one, with its settings."""
+    """The task of the last stage of a run that has one, with its settings, and how that stage samples answers to held-out
+    problems: an evaluate stage as it says, others greedily, as rl does."""
 
     run: Path
     stage: str
     tree: dict[str, JSON]
+    how: dict[str, Any]  # sampling, samples
 
     def trust(self, typed: Mapping[str, JSON], allow_code: bool) -> Trust:
         """Return what its settings may name: the run may come from someone else."""
@@ -167,7 +169,7 @@ class TaskOfRun:
             f"{name}={short(value)}" for name, value, usual in settings if value not in (usual, {})
         ]
         task_text = " ".join([str(self.tree["name"]), *words])
-        return f"task: {task_text}, as in stage {self.stage} of {self.run}"
+        return f"task and sampling as in stage {self.stage} of {self.run}: {task_text}"
 
 
 def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
@@ -189,10 +191,15 @@ def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
     require(bool(trees or task), f"eval: no stage of {run} has a task; give one (--task NAME)")
     if not trees:
         return None
-    tree = dict(trees[-1]["task"])
+    last, tree = trees[-1], dict(trees[-1]["task"])
     typed = catalogue.short_form("task", task, Task) if task else {"name": tree.get("name")}
-    same = "name" in tree and all(tree.get(key) == value for key, value in typed.items())
-    return TaskOfRun(run, str(trees[-1].get("name")), tree) if same else None
+    if "name" not in tree or any(tree.get(key) != value for key, value in typed.items()):
+        return None
+    sampling = config_tree.from_tree(last.get("sampling", {"temperature": 0.0}), Sampling, "eval")
+    how = {"sampling": sampling, "samples": last.get("samples", 1)}
+    if last.get("stage") != "evaluate":
+        how = {"sampling": Sampling(sampling.max_new_tokens, temperature=0.0)}
+    return TaskOfRun(run, str(last.get("name")), tree, how)
 
 
 def evaluate_tasks(
@@ -220,12 +227,14 @@ def evaluate(
     wins: by the task's score or, if one is named, by a `reward_model` or a `judge`. `save` names a file for the per-problem
     results.
 
-    Without a task, it uses that of the run that made the model. A task that is named without settings gets those of the run, if
-    it is the run's task."""
+    Without a task, it uses that of the run that made the model, and the sampling with which the run evaluates. A task that is
+    named without settings gets those of the run, if it is the run's task."""
     pairs = dict(map(config_tree.pair, settings))
     alone = not any(key.startswith("task.") for key in pairs)
     found = task_of_run(model, task) if alone or not task else None
-    tree: dict[str, JSON] = {"name": task} if found is None else found.tree
+    tree: dict[str, JSON] = {"task": {"name": task}}
+    if found is not None:
+        tree = {"task": found.tree, **config_tree.to_tree(found.how)}
     typed = {**pairs, "task": task}
     with trusting(active() if found is None else found.trust(typed, allow_code)):
         stage, report = _evaluate(model, tree, pairs)
@@ -233,14 +242,14 @@ def evaluate(
 
 
 def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tuple[Any, EvalReport]:
-    """Evaluate a task, by its settings. Returns the stage and the report."""
+    """Evaluate by the settings of a stage, which `pairs` change. Returns the stage and the report."""
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
     from posttrain.stages.evaluate import EvaluateStage, rows, seen
     from posttrain.stages.versus import decided, tally, won_text
 
-    task = str(tree["name"])
+    task = str(tree["task"]["name"])
     options = _options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
         needs = f"eval: {judges[0]} decides who wins between two models"
@@ -266,14 +275,15 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  warning: {line}" for line in warnings]
             notes += [f"  contamination: {contamination}"] if contamination else []
-            figures = {"model": name, "task": task, **figures, **counted}
+            how = {"sampling": asdict(stage.sampling)}
+            figures = {"model": name, "task": task, **how, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
             evaluations.append(evaluation)
     ours, theirs = evaluations[0], evaluations[-1]
     if options.save:
         lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
         Path(options.save).write_text(lines, "utf-8")
-    many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each"
+    many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each, {stage.sampling}"
     if not options.against:
         return stage, EvalReport(many, models)
     asked = prompts(ours.groups)
@@ -284,14 +294,14 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
 
 
 def _eval_stage(
-    kind: str, model: str, task: dict[str, JSON], pairs: dict[str, JSON], **more: str
+    kind: str, model: str, given: dict[str, JSON], pairs: dict[str, JSON], **more: str
 ) -> Stage:
     """Make a stage of the command's model and task with the other settings. A task or a judge may need its settings to be
     constructed at all, so they are put into the tree before it is read."""
     from posttrain.stages.base import Stage
 
     tree: dict[str, JSON] = {"stage": kind, "name": "eval", "model": model, **more}
-    tree |= {"sampling": {"temperature": 0.0}, "task": dict(task)}
+    tree |= {"sampling": {"temperature": 0.0}, **given, "task": dict(given["task"])}
     if isinstance(pairs.get("judge"), str):
         tree["judge"] = {"model": pairs.pop("judge")}
     own = [key for key in pairs if key.startswith(("task.", "judge."))]
@@ -305,14 +315,15 @@ def _eval_stage(
 
 
 def _versus(
-    model: str, task: dict[str, JSON], pairs: dict[str, JSON], options: EvalOptions
+    model: str, tree: dict[str, JSON], pairs: dict[str, JSON], options: EvalOptions
 ) -> tuple[Any, EvalReport]:
     """Decide the winner by a reward model or a judge: a versus stage in a temporary run directory."""
     from posttrain.stages._check import check_stages
     from posttrain.stages.base import temporary_context, worker_pool
     from posttrain.stages.versus import VersusStage, won_text
 
-    stage = _eval_stage("versus", model, task, pairs, against=options.against)
+    one = {key: value for key, value in tree.items() if key != "samples"}
+    stage = _eval_stage("versus", model, one, pairs, against=options.against)
     assert isinstance(stage, VersusStage)
     device = machine.device(options.device)
     warnings = check_stages([stage], options.seed, device, [stage.name])[stage.name]
@@ -325,10 +336,10 @@ def _versus(
         found = stage.run(context)
         if options.save:
             shutil.copy(context.folder(stage.name) / "problems.jsonl", options.save)
-    won = {"model": model, "against": options.against, "task": task["name"], **found}
-    lines = [won_text(model, options.against, found), *(f"  {text}" for text in alarms)]
-    setting = f"{found['problems']} held-out problems of {task['name']}"
-    return stage, EvalReport(setting, [], None, won, lines)
+    how = {"task": tree["task"]["name"], "sampling": asdict(stage.sampling)}
+    won = {"model": model, "against": options.against, **how, **found}
+    lines = [won_text(model, options.against, found), f"  {stage.sampling}"]
+    return stage, EvalReport("", [], None, won, [*lines, *(f"  {text}" for text in alarms)])
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
@@ -341,9 +352,7 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
     pairs = dict(map(config_tree.pair, settings))
     known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
-    for key in pairs:
-        if key not in known:
-            raise unknown("key of sample", key, known)
+    refuse_unknown("key of sample", pairs, known)
     options = _options(pairs, SampleOptions, "sample")
     return options, config_tree.from_tree(pairs, Sampling, "sample")
 
@@ -449,8 +458,7 @@ def show(directory: Path, rollout: str = "") -> list[str]:
 def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:
     parts = [part for part in rollout.split("/") if part]
     stage = parts[0] if parts else stages[-1]
-    if stage not in stages:
-        raise unknown("stage with rollouts", stage, stages)
+    refuse_unknown("stage with rollouts", [stage], stages)
     try:
         step = int(parts[1]) if len(parts) > 1 else run.rollout_steps(stage)[-1]
         return stage, step, int(parts[2]) if len(parts) > 2 else None

@@ -26,8 +26,8 @@ from posttrain.commands.probe_answers import (
     lookup_program,
     read_program_tests,
 )
-from posttrain.config_tree import from_tree, meant, pair, refuse_unknown
-from posttrain.errors import require
+from posttrain.config_tree import from_tree, meant, pair
+from posttrain.errors import refuse_unknown, require
 from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.base import Options, check
 from posttrain.rewards.compose import as_score

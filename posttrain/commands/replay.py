@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.commands.replay_loop import Findings, Question, Replayed, ReplayLoop
 from posttrain.config import Settings
-from posttrain.errors import UserError, prefixed, require, unknown
+from posttrain.errors import UserError, prefixed, refuse_unknown, require
 from posttrain.events import printable
 from posttrain.pipeline import device_of, set_up_torch, settings_of, versions
 from posttrain.runs.console import duration
@@ -166,8 +166,7 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
     others = {path.parent.name for path in run.directory.glob("stages/*/result.json")}
     none = f"{name} has no steps; those that have: {', '.join(trained)}"
     require(name in trained or name not in others, none)
-    if name not in trained:
-        raise unknown("stage with steps", name, trained)
+    refuse_unknown("stage with steps", [name], trained)
     rows = [row for row in run.metrics(name) if row.step > 0]
     last = rows[-1].step if rows else 0
     there = f"{run.directory} has steps 1 to {last} of {name}"

@@ -8,18 +8,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from posttrain import config_tree
 from posttrain.commands.inspect import MachineOptions, open_policy, stage_models
-from posttrain.errors import Count, Range, check_fields, require
+from posttrain.errors import Count, check_fields, require
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
     from posttrain.commands.rewards import RunRewards
-    from posttrain.serve.server import Server
+    from posttrain.serve.server import Address, Server
 
 BASE = "base"  # the model with which the first stage of a run began
 
@@ -28,11 +28,7 @@ BASE = "base"  # the model with which the first stage of a run began
 class ServeOptions(MachineOptions):
     """Options of `posttrain serve`."""
 
-    host: str = "127.0.0.1"  # an address other than this machine's own needs a token
-    port: Annotated[int, Range(ge=0, le=65535)] = 8000  # 0: a free one
     token: str = ""  # "": none on this machine, else a new one, which is printed
-    # names accepted in the Host header, besides addresses and this machine's
-    hosts: tuple[str, ...] = ()
     loaded: Count = 2  # models in memory
     rows: Count = 256  # samples decoded at once
     # requests that wait or are being answered; further ones are refused with 429
@@ -66,28 +62,32 @@ def context_length(place: str) -> int | None:
 
 
 @contextmanager
-def serving(model: str, settings: Sequence[str]) -> Iterator[tuple[Server, Sequence[str]]]:
-    """Yield a server of a model or a run whose port is open and whose default model is loaded, and lines to show. The server of
-    a run also provides the rewards of its reward models and rl stages."""
+def serving(
+    model: str, settings: Sequence[str], **place: Any
+) -> Iterator[tuple[Server, Sequence[str]]]:
+    """Yield a server of a model or a run whose port is open and whose default model is loaded, and lines to show. `place` is its
+    host, port and hosts, as of `Address`. The server of a run also provides the rewards of its reward models and rl stages."""
     needs = "serve needs its packages: pip install 'posttrain[serve]'"
     require(all(map(find_spec, ("starlette", "uvicorn"))), needs)
     from posttrain.commands.rewards import run_rewards
+    from posttrain.serve.server import Address
 
     pairs = dict(map(config_tree.pair, settings))
     options: ServeOptions = config_tree.from_tree(pairs, ServeOptions, "serve")
+    address = Address(token=options.token, **place).secured()
     folder = Path(model).expanduser()
     is_run = (folder / CONFIG).is_file()
     with run_rewards(folder, options.device) if is_run else nullcontext() as rewards:
-        yield from _serving(model, options, rewards)
+        yield from _serving(model, options, address, rewards)
 
 
 def _serving(
-    model: str, options: ServeOptions, rewards: RunRewards | None
+    model: str, options: ServeOptions, address: Address, rewards: RunRewards | None
 ) -> Iterator[tuple[Server, Sequence[str]]]:
     from posttrain.serve.app import Limits, application
     from posttrain.serve.models import Models
     from posttrain.serve.scoring import Scoring
-    from posttrain.serve.server import Address, make_server
+    from posttrain.serve.server import make_server
 
     places = model_places(model)
     default = [*places][-1]
@@ -101,7 +101,6 @@ def _serving(
         options.rows,
         options.max_new_tokens,
     )
-    address = Address(options.host, options.port, options.token, options.hosts).secured()
     limits = Limits(options.body_bytes, options.requests)
     given = (rewards.models(), rewards.of_stages()) if rewards else ()
     scoring = Scoring(models, *given)

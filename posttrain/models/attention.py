@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from posttrain.ops.device import sent
 
@@ -35,8 +34,6 @@ MANY = 8  # sequences of equal length that are worth a batch
 ANEW = 1.25  # pairs of tokens in such a batch, in those of which the outputs are needed
 BATCHED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 WIDEST = 256  # elements of a head that torch's kernel for packed sequences takes
-# torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
-GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Layout(Protocol):
@@ -207,6 +204,18 @@ def as_batch(lengths: Sequence[int], queries: Sequence[int]) -> bool:
     return equal and count * length**2 / 2 <= ANEW * asked
 
 
+@cache
+def varlen() -> Callable[..., Tensor]:
+    """Return torch's kernel for packed sequences. It is imported here because its module imports torch's compiler (1.5 seconds),
+    which commands on a CPU do not need."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.12 and later ask for it where key heads are shared; 2.11 has no such argument, and shares them unasked
+    shared: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    # it returns a pair only where the log-sum-exp is asked for
+    return partial(varlen_attn, **shared)  # type: ignore[return-value]
+
+
 def attend_packed(
     lengths: tuple[int, ...],
     device: torch.device,
@@ -234,10 +243,8 @@ def attend_packed(
                 return causal(rows[0], rows[1], rows[2], rule).transpose(1, 2).flatten(0, 1)
         if fitting:
             window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
-            bounds = (from_N, of_N, *longest)
-            return varlen_attn(  # type: ignore[return-value]  # a pair only where the log-sum-exp is asked for
-                query, key, value, *bounds, scale=rule.scaling, window_size=window, **GROUPED
-            )
+            given = (query, key, value, from_N, of_N, *longest)
+            return varlen()(*given, scale=rule.scaling, window_size=window)
         rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
         if queries is None:
             return packed().attend(layer, rows[0], rows[1], rows[2], rule)[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data import safe_readers
-from posttrain.errors import UserError, first_line, require, unknown
+from posttrain.errors import UserError, first_line, refuse_unknown, require
 from posttrain.models import bounds, directory
 from posttrain.system.files import model_folder
 
@@ -136,8 +136,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    refuse_unknown("dtype", [dtype], DTYPES)
     found: torch.dtype = getattr(torch, dtype)
     return found
 

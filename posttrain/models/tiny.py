@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import require, unknown
+from posttrain.errors import refuse_unknown, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -64,8 +64,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreTrainedModel:
     """A Llama-family model of a size in `SIZES` with random weights that depend on `seed` alone, in float32 on the CPU."""
-    if size not in SIZES:
-        raise unknown("tiny model size", size, SIZES)
+    refuse_unknown("tiny model size", [size], SIZES)
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

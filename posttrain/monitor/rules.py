@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import yaml
 
-from posttrain.errors import Checked, Count, Positive, Share, Whole, require, unknown
+from posttrain.errors import Checked, Count, Positive, Share, Whole, refuse_unknown, require
 from posttrain.monitor.probes import Conflict
 from posttrain.monitor.series import HELD_OUT, Change, History, change, since_best
 
@@ -63,9 +63,7 @@ class MonitorSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (*self.off, *self.warn, *self.stop):
-            if name not in RULES:
-                raise unknown("rule", name, RULES)
+        refuse_unknown("rule", (*self.off, *self.warn, *self.stop), RULES)
         require(
             not set(ALWAYS) & {*self.off, *self.warn},
             "monitor: nonfinite and memory can be neither off nor warnings; skip=N leaves out N steps in a row, not finite",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
-from posttrain.errors import require, unknown
+from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
@@ -71,9 +71,8 @@ def repeat(
     text = f"rounds: there must be at least 1 and at most {MAX_ROUNDS}, not {count}"
     require(1 <= count <= MAX_ROUNDS, text)
     first, own = dict(first or {}), [stage.name for stage in stages]
-    for name in (*first, *(key.split(".")[0] for key in advance or {})):
-        if name not in own:
-            raise unknown("stage in rounds:", name, own)
+    named = (*first, *(key.split(".")[0] for key in advance or {}))
+    refuse_unknown("stage in rounds:", named, own)
     made: list[Stage] = []
     for number in range(1, count + 1):
         for stage in stages:
@@ -109,8 +108,7 @@ def _renamed(value: Any, number: int, own: Sequence[str], first: Mapping[str, st
     if isinstance(value, str):
         if value.startswith(PREVIOUS):
             name = value.removeprefix(PREVIOUS)
-            if name not in own:
-                raise unknown("stage in rounds:", name, own)
+            refuse_unknown("stage in rounds:", [name], own)
             text = f"rounds: {value!r} means nothing in round 1; give first: {{{name}: ...}}"
             require(number > 1 or name in first, text)
             return f"{name}_{number - 1}" if number > 1 else first[name]

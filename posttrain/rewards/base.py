@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import catalogue
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, refuse_unknown, require, unknown
 from posttrain.rewards._functions import PREFIX, Function, Mix, columns_of, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
@@ -74,8 +74,7 @@ def _check_types(name: str, options: Options) -> None:
     hints = typing.get_type_hints(kind)
     known = [k for k in inspect.signature(kind).parameters if k not in TEXTS]
     for key, value in options.items():
-        if key not in known:
-            raise unknown(f"option of the reward {name}:", key, known, [name])
+        refuse_unknown(f"option of the reward {name}:", [key], known, [name])
         wanted = typing.get_origin(hints[key]) or hints[key]
         accepted = TYPES.get(wanted, (wanted,))
         fine = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
@@ -104,9 +103,8 @@ def check_function(name: str, options: Options, problems: Sequence[Problem]) -> 
     elif (place := code_place(name)) is not None:
         found = check_code(name, *place)
         if found is not None:
-            for key in options:
-                if key not in found.names and not found.takes_all:
-                    raise unknown(f"option of the reward {name}:", key, found.names)
+            if not found.takes_all:
+                refuse_unknown(f"option of the reward {name}:", options, found.names)
             required = tuple(key for key in found.required if key not in options)
             positional = tuple(key for key in found.positional if key not in options)
             found = replace(found, required=required, positional=positional)
@@ -190,9 +188,7 @@ def compose(options: Options) -> Weighted | Product | Gate:
     0.0
     """
     known = ("how", "parts", "threshold", "otherwise")
-    for name in options:
-        if name not in known:
-            raise unknown("option of the reward compose:", name, known, ["compose"])
+    refuse_unknown("option of the reward compose:", options, known, ["compose"])
     how, parts = options.get("how", "weighted"), options.get("parts", [])
     given = isinstance(parts, list | tuple) and bool(parts)
     require(given, "compose: give a list of parts, each with a reward")

@@ -21,7 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import GuardStop, require, unknown
+from posttrain.errors import GuardStop, refuse_unknown, require
 from posttrain.rewards import _asking
 from posttrain.types import JSON, Score
 
@@ -231,10 +231,8 @@ def _judge(endpoint: _asking.Endpoint, rubric: str) -> Judge:
 
 def check_options(rubric: str = "", mode: str = "points", **options: Any) -> None:
     """Raise an error for options that a judge reward does not have."""
-    known = [f.name for f in fields(_asking.EndpointSettings)]
-    for name in options:
-        if name not in known:
-            raise unknown("option of the reward judge:", name, ["rubric", "mode", *known])
+    known = ["rubric", "mode", *(f.name for f in fields(_asking.EndpointSettings))]
+    refuse_unknown("option of the reward judge:", options, known)
     check_mode(mode)
 
 

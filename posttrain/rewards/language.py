@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from posttrain.errors import unknown
+from posttrain.errors import refuse_unknown
 from posttrain.types import Score
 
 # The scripts, as Unicode names begin, that a language is written in.
@@ -94,8 +94,7 @@ def share(response: str, target: str = "en", others: Sequence[str] = ()) -> floa
     >>> share("Nous avons donc trouvé la réponse."), share("2 plus 2 macht 4, und so", "en", others=("de",))
     (0.0, 0.5)
     """
-    if target not in SCRIPTS:
-        raise unknown("language", target, SCRIPTS)
+    refuse_unknown("language", [target], SCRIPTS)
     found = words(response)
     if not found:
         return 1.0
@@ -124,8 +123,7 @@ def written_in(text: str, target: str) -> bool:
     >>> written_in("Hii ni nyumba ya watu, lakini si yake.", "sw"), written_in("Тази къща е на хората и не се продава.", "ru")
     (True, False)
     """
-    if target not in WRITTEN:
-        raise unknown("language", target, WRITTEN)
+    refuse_unknown("language", [target], WRITTEN)
     plain = FORMULA.sub(" ", text[:LIMIT])
     letters = [script(character) for character in plain if character.isalpha()]
     if not letters:
@@ -213,9 +211,7 @@ def _profiles() -> tuple[Profile, ...]:
 
 @lru_cache(maxsize=64)
 def _foreign(target: str, others: tuple[str, ...]) -> frozenset[str]:
-    for name in (target, *others) if others else ():
-        if name not in WORDS:
-            raise unknown("language with a list of words:", name, WORDS)
+    refuse_unknown("language with a list of words:", (target, *others) if others else (), WORDS)
     theirs = frozenset(word for name in others for word in WORDS[name])
     return theirs - WORDS[target] if others else theirs
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from posttrain.errors import UserError, unknown
+from posttrain.errors import UserError, refuse_unknown
 from posttrain.events import Event
 from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
@@ -57,8 +57,7 @@ class Trackers:
     def open(cls, names: Sequence[str], writer: RunWriter, config: Mapping[str, JSON]) -> Trackers:
         """Start trackers by name. An unknown or missing one is an error now, before training."""
         for name in names:
-            if name not in KINDS:
-                raise unknown("tracker", name, KINDS)
+            refuse_unknown("tracker", [name], KINDS)
             _require_installed(name)
         opened = cls({}, writer)
         for name in names:

@@ -100,7 +100,7 @@ class Guard:
     def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
         if not permitted(host, self.hosts):
-            text = f"the host {host[:100]!r} is not this server's; name it with hosts="
+            text = f"the host {host[:100]!r} is not this server's; name it with --name"
             raise wire.Refused(403, text, "host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.serve.app import Guard, Limits
 
 HEADER_SECONDS = 10.0  # to receive the headers of a request
@@ -54,6 +54,9 @@ class Address:
     port: int = 8000
     token: str = ""
     hosts: Sequence[str] = ()  # names in the Host header, in addition to its addresses
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must be from 0 to 65535, not {self.port}")
 
     @property
     def loopback(self) -> bool:

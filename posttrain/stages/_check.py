@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.data.chat import check_continues, render_prompts, unopened
 from posttrain.data.text import unknown_tokens
-from posttrain.errors import prefixed, require, unknown
+from posttrain.errors import prefixed, refuse_unknown, require
 from posttrain.models import given
 from posttrain.models.directory import GIVE
 from posttrain.models.load import Reader, outline, same_vocabulary
@@ -163,8 +163,7 @@ def find_reader(
 
 def tiny_reader(name: str, alphabet: str) -> Reader:
     size = name.removeprefix("tiny:")
-    if size not in SIZES:
-        raise unknown("tiny model size", size, SIZES)
+    refuse_unknown("tiny model size", [size], SIZES)
     return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
 
 

@@ -21,7 +21,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import AS_TRAINED, Precision
-from posttrain.errors import UserError, field_types, prefixed, require, unknown
+from posttrain.errors import UserError, field_types, prefixed, refuse_unknown, require
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given
@@ -423,9 +423,7 @@ def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
     for name in names:  # a name becomes a folder, and may come from a file
         check_name("stage", name)
-    for name in only:
-        if name not in names:
-            raise unknown("stage in only:", name, names)
+    refuse_unknown("stage in only:", only, names)
     return names
 
 

@@ -70,7 +70,7 @@ class EvaluateStage(AnswerStage):
 
     def mistakes(self) -> Iterator[str]:
         if self.sampling.temperature == 0 and self.samples > 1:
-            yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature"
+            yield f"{self.samples} samples at temperature 0 are all the same; raise the temperature, or set samples=1"
         if self.problems == 1 and self.spread:
             yield ALONE
         if self.reference and not kl_known(self.sampling):

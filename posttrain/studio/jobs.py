@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from posttrain import catalogue
-from posttrain.errors import UserError, require, unknown
+from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.runs import layout
 from posttrain.runs.lock import live_owner
 from posttrain.types import JSON
@@ -46,8 +46,7 @@ class Jobs:
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
         known = catalogue.names("recipe")
-        if recipe not in known:
-            raise unknown("recipe", recipe, known)
+        refuse_unknown("recipe", [recipe], known)
         for text in settings:
             require(SETTING.fullmatch(text) is not None, f"{text[:80]!r} is not key=value")
             key, _, value = text.partition("=")
@@ -130,7 +129,7 @@ def start_serving(directory: Path) -> subprocess.Popen[str]:
     """Start `posttrain serve RUN` at a free port. It prints its address, and ends when this process ends, even if that is
     killed."""
     program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", program, "serve", str(directory), "port=0"]
+    words = [sys.executable, "-c", program, "serve", str(directory), "--port", "0"]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, stderr=both)
 

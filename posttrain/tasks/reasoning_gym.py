@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, Seed, UserError, unknown
+from posttrain.errors import Count, Seed, UserError, refuse_unknown
 from posttrain.tasks._packaged import packaged
 from posttrain.tasks._procedural import require_split, side
 from posttrain.tasks._questions import canonical, normalised
@@ -154,8 +154,7 @@ def _drawn(generator: str, options: str, train: int, test: int, seed: int) -> _S
 def _dataset(generator: str, options: Mapping[str, JSON], size: int, seed: int) -> Any:
     package = packaged("reasoning_gym", "reasoning_gym", "gym")
     known = packaged("reasoning_gym.factory", "reasoning_gym", "gym").DATASETS
-    if generator not in known:
-        raise unknown("generator of reasoning_gym", generator, known)
+    refuse_unknown("generator of reasoning_gym", [generator], known)
     try:
         return package.create_dataset(generator, seed=seed, size=size, **options)
     except (TypeError, ValueError, AssertionError) as error:  # its own check of the options

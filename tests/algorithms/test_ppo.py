@@ -132,6 +132,22 @@ def test_the_reward_of_each_token_by_hand() -> None:
     assert plain.tolist() == pytest.approx([0, 0, 1, 0, 0, -1, 0, 0, 0])
 
 
+def test_the_price_of_being_cut_off_does_not_depend_on_the_offset_of_scores() -> None:
+    """Scores of a reward model are known up to a constant. `truncated=zero` is for rewards that have a zero."""
+    step, prices, unpaid = hand_step(), [], []
+    mask_T = step.mask_T & step.valid_N[step.sequence_T]
+    group = plain_batch([1.0, -1.0], [0, 0], [1, 1]).replace(truncated_N=torch.tensor([False, True]))
+    for offset in (-10.0, 0.0, 10.0):
+        moved = step.replace(reward_N=step.reward_N + offset)
+        cut, whole = (PPO(beta=0.0, missing_eos=price).rewards(moved, mask_T, 0.0) for price in (0.5, 0.0))
+        prices.append((cut - whole).tolist())
+        both = [GRPO(scale="none", beta=0.0, truncated=how) for how in ("zero", "keep")]
+        zero, keep = (one.prepare(group.replace(reward_N=group.reward_N + offset), {}).advantage_T for one in both)
+        unpaid.append(float((zero - keep)[-1]))
+    assert prices == [pytest.approx([0, 0, 0, 0, 0, -0.5, 0, 0, 0])] * 3
+    assert unpaid == pytest.approx([0.0, 0.0, -4.5])
+
+
 @pytest.mark.proves("value")
 def test_kl_in_the_loss_by_hand() -> None:
     """The reward is the score alone; beta / 2 times the squared log-ratio to the reference (k2) is a term, over 4 tokens."""

@@ -9,6 +9,7 @@ import os
 import runpy
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import posttrain as pt
 from posttrain import cli
 from posttrain.errors import GuardStop
 from posttrain.runs.read import Run as Reader
+from posttrain.types import Sampling
 
 SMALL: dict[str, Any] = {
     "model": "tiny:nano", "steps": 2, "group": 4, "batch": 2, "beta": 0.0, "max_new_tokens": 6, "lr": 1e-3, "device": "cpu",
@@ -94,15 +96,16 @@ def test_a_base_model_without_a_chat_template_reads_prompts_as_they_are() -> Non
 def test_a_run_is_evaluated_on_its_own_task() -> None:
     run = pt.rl(task={"name": "arithmetic", "level": 1}, out="mine", **{**SMALL, "evaluate_every": 0, "steps": 2})
     next(run.steps())
-    source = "task: arithmetic level=1, as in stage rl of mine"
+    source = "task and sampling as in stage rl of mine: arithmetic level=1"
     short = {"problems": 4, "max_new_tokens": 2}
+    assert run.evaluate(problems=2)["sampling"] == asdict(Sampling(SMALL["max_new_tokens"], temperature=0.0))
     assert run.evaluate(**short)["task_source"] == source, "between two steps"
     run.train()
     for found in (run.evaluate(**short), pt.evaluate(run, "arithmetic", **short), pt.load("mine").evaluate(**short)):
         assert found["task_source"] == source
     for found in (run.evaluate("arithmetic", level=1, **short), run.evaluate("sums", **short)):
         assert "task_source" not in found
-    assert "level=2, as in" in run.evaluate(level=2, **short)["task_source"]
+    assert run.evaluate(level=2, **short)["task_source"] == source.replace("level=1", "level=2")
     with pytest.raises(pt.UserError, match="evaluate: give either prompts or a task"):
         pt.evaluate("some/model")
 

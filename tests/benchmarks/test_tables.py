@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,27 @@ def test_a_mean_over_seeds_takes_three_of_them(monkeypatch: pytest.MonkeyPatch) 
     first = [feedback.table("safety", rows[:count]).splitlines()[0] for count in (1, 2, 3)]
     assert ["mean" in line for line in first] == [False, False, True]
     assert all(line.count("|") == 4 for line in feedback.table("safety", rows[:2]).splitlines())
+
+
+def test_kept_rows_of_feedback_are_of_arms_that_the_script_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of other settings would be drawn into a page on which no command gives it."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    feedback = load_script("benchmarks/feedback.py")
+    kept = json.loads((ROOT / "benchmarks" / "results" / "feedback.json").read_text())
+    assert [row["arm"] for row in kept["rows"] if row["arm"] not in feedback.ARMS] == []
+
+
+def test_a_page_of_feedback_can_be_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    feedback = load_script("benchmarks/feedback.py")
+    for arm in feedback.ARMS:
+        text = (ROOT / "docs" / "recipes" / f"{arm.split()[0]}.md").read_text()
+        assert (text.count(feedback.BEGIN), text.count(feedback.END)) == (1, 1), arm
+
+
+def test_the_page_of_safety_has_the_figures_of_the_results() -> None:
+    page, results = (ROOT / "docs" / "recipes" / "safety.md").read_text(), (ROOT / "docs" / "results.md").read_text()
+    rows = re.findall(r"^\| \d \| ([\d.]+)% \| ([\d.]+)% \[.*?\] \|", page, re.MULTILINE)
+    (line,) = [line for line in results.splitlines() if line.startswith("| safety |")]
+    before, after = (cell.strip().split(", ") for cell in line.split("|")[4:6])
+    assert rows == list(zip(before, after, strict=True)) and len(rows) == 3

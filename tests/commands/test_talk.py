@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_stage_is_served_under_its_name(run: Path) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3, "temperature": 0})
-    with serving(str(run), ["port=0", "device=cpu", "token=mine"]) as (server, lines), server.in_thread() as url:
+    with serving(str(run), ["device=cpu", "token=mine"], port=0) as (server, lines), server.in_thread() as url:
         assert lines[-1] == f"serving sft, rl at {url}/v1"  # a token that is made is shown, one that is given is not
         # its configuration is no whole one
         assert lines[:-1] == ["the rewards of its rl stages cannot be computed: stages[0]: missing model"]
@@ -69,8 +69,11 @@ def test_every_stage_is_served_under_its_name(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
-    [("nowhere", [], "there is no model directory nowhere"), ("RUN", ["port=99999"], "port"), ("RUN", ["prot=1"], "prot"),
-     ("RUN", ["port=0", "host=203.0.113.1"], "cannot listen on 203.0.113.1:0"), ("RUN", ["loaded=0"], "loaded")],
+    [("nowhere", [], "there is no model directory nowhere"), ("RUN", ["--port", "99999"], "port must be from 0 to 65535"),
+     ("RUN", ["--prot=1"], "--prot"), ("RUN", ["tokne=1"], "did you mean 'token'"), ("RUN", ["loaded=0"], "loaded"),
+     ("RUN", ["--port", "0", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1:0"),
+     ("RUN", ["port=0"], "unknown key in serve: 'port'; an earlier version had it, use --port"),
+     ("RUN", ["host=::1"], "use --host"), ("RUN", ["hosts=box"], "use --name")],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_one_line(
     run: Path, model: str, settings: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from posttrain.models.attention import LAYOUT, WASTE, Packed, Rule, attention, bucket, causal
+from posttrain.models import attention as module
+from posttrain.models.attention import LAYOUT, WASTE, Packed, Rule, attend_packed, attention, bucket, causal, varlen
 
 WIDE = torch.float64
 RULES = [
@@ -105,3 +107,26 @@ def test_a_foreign_cache_is_refused() -> None:
         attention(Layer(), query[:, :, -1:], key, value, None)
     found, _ = attention(Layer(), query, key, value, None, **{LAYOUT: Packed((0, 3))}, scaling=0.5)
     torch.testing.assert_close(found.transpose(1, 2), causal(query, key, value, Rule(0.5)), rtol=0, atol=1e-12)
+
+
+def test_the_kernel_for_packed_sequences_gets_bounds_scale_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, in the place of the kernel; tests/gpu compares its outputs. Shared key heads must be asked for where torch asks."""
+    asked: list[tuple[list[object], dict[str, object]]] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *bounds: object, **how: object) -> Tensor:
+        asked.append(([b.tolist() if isinstance(b, Tensor) else b for b in bounds], how))
+        return query
+
+    monkeypatch.setattr(module, "available", lambda *_: True)
+    monkeypatch.setattr(module, "varlen", lambda: kernel)
+    tokens = torch.zeros(5, 2, 8)
+    for window in (None, 3):
+        attend_packed((2, 3), torch.device("cpu"))(0, tokens, tokens, tokens, Rule(0.5, window))
+    attend_packed((2, 3), torch.device("cpu"), (1, 1))(0, tokens[:2], tokens, tokens, Rule(0.5))
+    assert asked == [
+        ([[0, 2, 5], [0, 2, 5], 3, 3], {"scale": 0.5, "window_size": (-1, 0)}),
+        ([[0, 2, 5], [0, 2, 5], 3, 3], {"scale": 0.5, "window_size": (2, 0)}),
+        ([[0, 1, 2], [0, 2, 5], 1, 3], {"scale": 0.5, "window_size": (-1, 0)}),
+    ]
+    takes = "enable_gqa" in signature(varlen().func).parameters
+    assert varlen().keywords == ({"enable_gqa": True} if takes else {})

@@ -106,7 +106,7 @@ def instructgpt_like(directory: Path) -> tuple[Policy, list[Scorer]]:
 
 def test_a_run_gives_the_reward_of_its_models_and_of_its_rl_stage_to_a_typed_prompt(tmp_path: Path) -> None:
     policy, scorers = instructgpt_like(tmp_path / "run")
-    with serving(str(tmp_path / "run"), ["port=0", "device=cpu"]) as (server, lines), server.in_thread() as url:
+    with serving(str(tmp_path / "run"), ["device=cpu"], port=0) as (server, lines), server.in_thread() as url:
         assert "serving pretrain, sft, rl" in lines[-1]
         with httpx.Client(base_url=url, timeout=60) as client:
             kinds = {card["id"]: card["kind"] for card in client.get("/v1/score").json()["data"]}
@@ -138,7 +138,7 @@ def test_a_task_that_needs_the_right_answer_knows_it_or_is_given_it(tmp_path: Pa
     save(policy.model, tokenizer, tmp_path / "run" / "stages" / "rl" / "model")
     problem = settings.recipe.stages[0].task.problems("test")[0]  # type: ignore[attr-defined]
     with (
-        serving(str(tmp_path / "run"), ["port=0", "device=cpu"]) as (server, _),
+        serving(str(tmp_path / "run"), ["device=cpu"], port=0) as (server, _),
         server.in_thread() as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
@@ -165,7 +165,7 @@ def test_code_that_a_run_names_is_not_run_and_its_models_are_served_all_the_same
         "reward": f"{tmp_path}/mine.py:reward",
     }
     file.write_text(yaml.safe_dump(tree))
-    with serving(str(tmp_path / "run"), ["port=0", "device=cpu"]) as (server, lines), server.in_thread() as url:
+    with serving(str(tmp_path / "run"), ["device=cpu"], port=0) as (server, lines), server.in_thread() as url:
         assert "cannot be computed" in lines[0] and "would run code" in lines[0]
         kinds = [card["id"] for card in json.loads(httpx.get(f"{url}/v1/score").text)["data"]]
         assert kinds == ["pretrain", "sft", "rl", "reward"]

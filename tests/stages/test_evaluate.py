@@ -288,12 +288,12 @@ def test_eval_of_a_run_takes_the_task_of_its_last_stage_that_has_one(
         assert cli.main(["eval", str(place), *words, *short]) == 0
         return capsys.readouterr().out
 
-    line = f"task: arithmetic level=1, as in stage after1 of {run}\n"
+    line = f"task and sampling as in stage after1 of {run}: arithmetic level=1\n"
     assert said().startswith(line + f"{run} on 4 held-out problems of arithmetic")
     assert said("--task", "arithmetic").startswith(line)
     for place in (run / "export", run / "stages" / "after0", run / "stages" / "after0" / "model"):
         assert said(place=place).startswith(line)
-    assert "level=2, as in stage after1" in said("task.level=2")
+    assert said("task.level=2").startswith(line.replace("level=1", "level=2"))
     assert said("--task", "arithmetic,sums", "arithmetic.level=2").count("as in stage") == 0
     assert said("--task", "arithmetic,sums").count("as in stage") == 1
     for words in (["--task", "arithmetic", "task.level=2"], ["--task", "arithmetic", "task.seed=1"], ["--task", "sums"]):
@@ -304,6 +304,44 @@ def test_eval_of_a_run_takes_the_task_of_its_last_stage_that_has_one(
     ]
     assert json.loads(saved[0])["task_source"] + "\n" == line and "task_source" not in json.loads(saved[1])
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text(), "the same problems"
+
+
+GREEDY = {"max_new_tokens": 256, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
+DRAWN = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 5}
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "sampling", "samples"),
+    [
+        ({"stage": "evaluate", "sampling": DRAWN, "samples": 2}, [], GREEDY | DRAWN, 2),
+        ({"stage": "evaluate"}, ["max_new_tokens=4"], GREEDY | {"max_new_tokens": 4}, 1),
+        ({"stage": "evaluate", "sampling": DRAWN}, ["sampling.temperature=0"], GREEDY | DRAWN | {"temperature": 0.0}, 1),
+        ({"stage": "rl", "sampling": {**DRAWN, "top_k": 0}}, [], GREEDY | {"max_new_tokens": 3}, 1),
+        ({"stage": "rl", "sampling": DRAWN}, ["--task", "sums", "max_new_tokens=4"], GREEDY | {"max_new_tokens": 4}, 1),
+    ],
+    ids=["evaluate", "evaluate_without_sampling", "one_key_changed", "rl_evaluates_greedily", "another_task"],
+)
+def test_eval_of_a_run_samples_as_the_run_evaluates(
+    stage: dict[str, Any], words: list[str], sampling: Any, samples: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model(0, tmp_path / "run" / "export")
+    own = {"name": "last", "model": "m", "task": {"name": "arithmetic", "level": 1}, **stage}
+    (tmp_path / "run" / CONFIG).write_text(json.dumps({"format": FORMAT, "stages": [own]}))
+    asked = ["eval", str(tmp_path / "run"), "problems=2", "device=cpu", *words]
+    assert cli.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["sampling"], [*found["avg_at"]]) == (sampling, [str(samples)])
+    assert cli.main(asked) == 0
+    how = f"max_new_tokens={sampling['max_new_tokens']} temperature={sampling['temperature']}"
+    assert f"{samples} sample(s) each, {how}" in capsys.readouterr().out
+
+
+def test_greedy_eval_of_a_run_with_several_samples_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model(0, tmp_path / "run" / "export")
+    own = {"stage": "evaluate", "name": "after", "model": "m", "task": {"name": "arithmetic"}, "sampling": DRAWN, "samples": 2}
+    (tmp_path / "run" / CONFIG).write_text(json.dumps({"format": FORMAT, "stages": [own]}))
+    assert cli.main(["eval", str(tmp_path / "run"), "temperature=0"]) == 2
+    assert "2 samples at temperature 0 are all the same; raise the temperature, or set samples=1" in capsys.readouterr().err
 
 
 def test_eval_of_a_run_from_elsewhere_runs_none_of_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

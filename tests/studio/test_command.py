@@ -70,3 +70,10 @@ def test_control_c_ends_the_studio_as_it_ends_a_server(tmp_path: Path) -> None:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
         assert (process.wait(60), process.communicate()[1]) == (0, "")
+
+
+def test_serve_and_studio_take_an_address_in_the_same_words() -> None:
+    """And what a server says of a wrong port is one text, whoever starts it."""
+    words = ["--host", "127.0.0.1", "--port", "1", "--name", "box"]
+    made = [vars(cli.parse([command, "somewhere", *words])) for command in ("serve", "studio")]
+    assert [(one["host"], one["port"], one["name"]) for one in made] == [("127.0.0.1", 1, ["box"])] * 2
