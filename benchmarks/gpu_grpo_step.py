@@ -37,6 +37,7 @@ from posttrain.collect import generate_groups, group_requests  # noqa: E402
 from posttrain.engine.cuda import CUDABackend, pages_of  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.scheduler import Work  # noqa: E402
+from posttrain.loop import collect_garbage, manual_garbage_collection  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
@@ -71,7 +72,7 @@ class Ours:
         marks.append(clock())
         prepared = self.algorithm.prepare(batch, self.algorithm.start())
         marks.append(clock())
-        update = self.trainer.update(prepared, 1e-6)
+        update = self.trainer.update(prepared, 1e-6, collect_garbage)
         marks.append(clock())
         figures = {m.name: m for m in update.metrics}
         assert update.moved and figures["mismatch"] is not None
@@ -191,7 +192,8 @@ def run_case(
         forward_module.SHARED = {"shared": 4, "plain": 1 << 60}[way]
         ours.step(2)
         settle()
-        steps = [ours.step(10 + n) for n in range(repeats)]
+        with manual_garbage_collection():  # as in the training loop
+            steps = [ours.step(10 + n) for n in range(repeats)]
         result[way] = {key: statistics.median(s[key] for s in steps) for key in steps[0]}
         result[way] |= {"fastest": min(s["step"] for s in steps), "slowest": max(s["step"] for s in steps),
                         "peak_gib": torch.cuda.max_memory_allocated() / 2**30}  # fmt: skip
@@ -207,7 +209,8 @@ def run_brief(name: str, budget: int | None) -> dict[str, Any]:
     ours.warm_up()
     settle()
     result: dict[str, Any] = {"case": name, "budget": ours.trainer.settings.token_budget, "warm_up": clock() - began}
-    result["shared"] = ours.step(10)
+    with manual_garbage_collection():
+        result["shared"] = ours.step(10)
     backend = backend_of(ours.engine)
     step, peak = result["shared"]["step"], torch.cuda.max_memory_allocated() / 2**30
     copies = sum(target.nbytes for product in backend.decoder.products for target, _ in product.copies())

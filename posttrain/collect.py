@@ -16,7 +16,7 @@ from posttrain.data.curriculum import CurriculumState
 from posttrain.data.rendering import Renderer
 from posttrain.data.stream import Mixture, Stream
 from posttrain.data.text import Decoder
-from posttrain.engine.random import derive
+from posttrain.engine.random import derive, derive_each
 from posttrain.episodes import EPISODE_FAILED, rollout_groups
 from posttrain.events import Events
 from posttrain.runs.metrics import failure_kind
@@ -319,12 +319,11 @@ class Prompt:
 def group_requests(prompts: Sequence[Prompt]) -> list[Request]:
     """Make a request for each sample of each prompt. Sessions are numbered from 0."""
     drawn = [(n, sample) for n, prompt in enumerate(prompts) for sample in range(prompt.samples)]
-
-    def request(session: int, n: int, sample: int) -> Request:
-        prompt = prompts[n]
-        return Request(prompt.ids, derive(prompt.seed, sample), prompt.sampling, session, group=n)
-
-    return [request(session, *which) for session, which in enumerate(drawn)]
+    seeds = derive_each((prompts[n].seed for n, _ in drawn), (sample for _, sample in drawn))
+    return [
+        Request(prompts[n].ids, seed, prompts[n].sampling, session, group=n)
+        for session, ((n, _), seed) in enumerate(zip(drawn, seeds, strict=True))
+    ]
 
 
 def generate_groups(

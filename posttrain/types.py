@@ -114,14 +114,13 @@ class Score:
         put = partial(object.__setattr__, self)
         if self.value is not None:
             put("value", as_number(self.value, "a score"))
-        names = [_as_text(name, "a part's name") for name in self.parts]
-        values = [as_number(v, f"the part {k!r} of a score") for k, v in self.parts.items()]
-        put("parts", dict(zip(names, values, strict=True)))
-        put("steps", tuple((index(end), as_number(v, "a step's value")) for end, v in self.steps))
+        named = [(_as_text(name, "a part's name"), value) for name, value in self.parts.items()]
+        put("parts", {k: as_number(v, f"the part {k!r} of a score") for k, v in named})
+        put("steps", tuple([(index(end), as_number(v, "a step's value")) for end, v in self.steps]))
         put("outcome", _as_text(self.outcome, "an outcome"))
         if self.failure is not None:
             put("failure", _as_text(self.failure, "a failure"))
-        for value in (self.value, *self.parts.values(), *(v for _, v in self.steps)):
+        for value in (self.value, *self.parts.values(), *[v for _, v in self.steps]):
             if value is not None and not math.isfinite(value):
                 hint = "use Score.failed(reason) where there is no value"
                 raise ValueError(f"a score must be finite, not {value}; {hint}")

@@ -42,7 +42,7 @@ def pages_of(tokens: int) -> int:
 
 def max_pages(work: Work) -> int:
     """The number of pages of a work at its full length."""
-    return pages_of(len(work.ids)) + sum(map(pages_of, work.limits))
+    return pages_of(len(work.ids)) + sum([-(-limit // PAGE) for limit in work.limits])
 
 
 def slots_of(pages: np.ndarray, length: int) -> np.ndarray:

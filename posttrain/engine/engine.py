@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.decoder import cpu_decoder
 from posttrain.engine.fused import fused
 from posttrain.engine.scheduler import Backend, Scheduler, Work
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.models.layers import report_plain_path
 from posttrain.models.policy import Policy
 from posttrain.system.machine import check_threads
@@ -47,16 +47,13 @@ def check_requests(
     """Raise an error for requests that do not continue their sessions, or that may need more tokens than the model has positions."""
     longest = 0
     for request in requests:
-        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
-        session = sessions.get(request.session)
-        if request.turn:
-            ready = session is not None and not session.waits and session.turn == request.turn - 1
-            require(
-                ready,
-                f"turn {request.turn} of session {request.session} needs turn {request.turn - 1} finished and kept",
-            )
-        else:
-            require(session is None, f"session {request.session} is there already")
+        key, turn, session = request.session, request.turn, sessions.get(request.session)
+        if request.model:
+            raise UserError(f"this sampler has the policy alone, no model {request.model!r}")
+        if turn and (session is None or session.waits or session.turn != turn - 1):
+            raise UserError(f"turn {turn} of session {key} needs turn {turn - 1} finished and kept")
+        if not turn and session is not None:
+            raise UserError(f"session {key} is there already")
         before = 0 if session is None else len(session.ids)
         longest = max(longest, before + len(request.ids) + request.sampling.max_new_tokens)
     policy.check_length(longest)
@@ -64,6 +61,11 @@ def check_requests(
         len({request.session for request in requests}) == len(requests),
         "requests submitted together must be of different sessions",
     )
+
+
+def _prefill_key(r: Request) -> object:
+    """Requests with the same key are prefilled as one sequence."""
+    return r.session if r.turn or r.group < 0 else (r.group, r.ids)
 
 
 class Engine:
@@ -188,22 +190,13 @@ class Engine:
     def _works(self, requests: Sequence[Request]) -> list[Work]:
         """One work for neighbouring samples of a group, and one for each other request."""
         works: list[Work] = []
-        for request in requests:
-            last = works[-1].requests[0] if works else None
-            alike = (
-                last is not None
-                and last.group == request.group >= 0
-                and not (request.turn or last.turn)
-                and (last.ids is request.ids or last.ids == request.ids)
-            )
-            if alike:
-                works[-1].requests += (request,)
-                continue
-            ids, computed = np.array(request.ids, np.int64), 0
-            if request.turn:
-                before = self.sessions[request.session].ids
+        for _, run in groupby(requests, key=_prefill_key):
+            members = tuple(run)
+            ids, computed = np.array(members[0].ids, np.int64), 0
+            if members[0].turn:
+                before = self.sessions[members[0].session].ids
                 ids, computed = np.concatenate([before, ids]), max(0, len(before) - 2)
-            works.append(Work(next(self.numbers), (request,), ids, computed))
+            works.append(Work(next(self.numbers), members, ids, computed))
         return works
 
     def _scheduler(self) -> Scheduler:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 from torch import Tensor
 
 MASK = (1 << 64) - 1
@@ -33,6 +37,17 @@ def derive(*keys: int) -> int:
     for key in keys:
         state = mix(state + GOLDEN + mix(key + GOLDEN))
     return state
+
+
+def derive_each(*keys: Iterable[int]) -> list[int]:
+    """`derive` of many paths at once: each of `keys` has the key of every path at its place.
+
+    >>> derive_each((1, 1), (5, 6)) == [derive(1, 5), derive(1, 6)]
+    True
+    """
+    columns: Any = [np.array([key & MASK for key in column], np.uint64) for column in keys]
+    found: Any = derive(*columns)  # arithmetic of uint64 arrays wraps
+    return list(found.tolist())
 
 
 def uniforms(seed_N: Tensor, position_N: Tensor) -> Tensor:

@@ -133,4 +133,4 @@ class Drawn:
         """Ids and log-probs of these rows, [S, N]."""
         self.wait(self.taken)
         ids, logprobs = (t[: self.steps].numpy() for t in (self.ids, self.logprobs))
-        return ids[:, order], logprobs[:, order]
+        return ids.take(order, 1), logprobs.take(order, 1)

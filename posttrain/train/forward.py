@@ -144,7 +144,8 @@ def shared_beginnings(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         a, b = starts[before], starts[n]
         length = min(starts[before + 1] - a, starts[n + 1] - b)
         differ = ids_T[a : a + length] != ids_T[b : b + length]
-        same = int(differ.argmax()) if differ.any() else length
+        same = int(differ.argmax())
+        same = same if differ[same] else length
         if same >= SHARED:
             kept_T[b : b + same] = False
             same_T[b : b + same] = same_T[a : a + same]

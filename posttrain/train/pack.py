@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,19 @@ def pack_groups(
     number = [n for n, group in enumerate(groups) for _ in group.rollouts]
     segments = [s for r in rollouts for s in r.segments]
     sizes = [len(s.ids) for s in segments]
-    unknown, zeros = np.full(max(sizes, default=0), -1, np.int32), np.zeros(max(sizes, default=0))
-    sized = list(zip(segments, sizes, strict=True))
-    versions = [unknown[:size] if s.versions is None else s.versions for s, size in sized]
-    behaviour = [zeros[:size] if s.logprobs is None else s.logprobs for s, size in sized]
+    longest = max(sizes, default=0)
+    unknown, zeros = np.full(longest, -1, np.int32), np.zeros(longest, np.float32)
+    versions = [unknown[: len(s.ids)] if s.versions is None else s.versions for s in segments]
+    behaviour = [zeros[: len(s.ids)] if s.logprobs is None else s.logprobs for s in segments]
     episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
     rows = Counter(episodes)
-    votes, truncated = [1 / rows[one] for one in episodes], [r.finish == "length" for r in rollouts]
+    votes = [1 / rows[one] for one in episodes] if len(rows) < len(episodes) else []
+    # sums over the segments of each rollout
+    cut = [s.sampled and s.finish == "length" for s in segments]
+    bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
+    lengths, cuts = (np.diff(np.cumsum([0, *column])[bounds]) for column in (sizes, cut))
     batch = _batch(
-        [sum(len(s.ids) for s in r.segments) for r in rollouts],
+        lengths.tolist(),
         _joined([s.ids for s in segments], np.int64),
         np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes),
         _joined(behaviour, np.float32),
@@ -60,12 +64,12 @@ def pack_groups(
         **parted,
         temperature=temperature,
         valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
-        truncated_N=torch.tensor(truncated, dtype=torch.bool, device=device),
+        truncated_N=torch.from_numpy(cuts > 0).to(device),
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(_joined(versions, np.int32)).to(device),
         routes_T=_routes(rollouts, device),
-        vote_N=torch.tensor(votes, device=device) if len(rows) < len(episodes) else None,
-        paid_T=torch.from_numpy(_paid(sized)).to(device)
+        vote_N=torch.tensor(votes, device=device) if votes else None,
+        paid_T=torch.from_numpy(_paid(segments)).to(device)
         if any(s.reward for s in segments)
         else None,
     )
@@ -91,12 +95,12 @@ def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
     return [r.score.parts[name] if r.score.valid else float("nan") for r in rollouts]
 
 
-def _paid(sized: Sequence[tuple[Segment, int]]) -> np.ndarray:
+def _paid(segments: Sequence[Segment]) -> np.ndarray:
     """The reward of each turn, at its last token."""
-    paid_T = np.zeros(sum(size for _, size in sized), np.float32)
-    ends = np.cumsum([size for _, size in sized])
-    for (segment, size), end in zip(sized, ends.tolist(), strict=True):
-        if size:
+    ends = np.cumsum([len(segment.ids) for segment in segments])
+    paid_T = np.zeros(ends[-1], np.float32)
+    for segment, end in zip(segments, ends.tolist(), strict=True):
+        if len(segment.ids):
             paid_T[end - 1] = segment.reward
     return paid_T
 
@@ -313,4 +317,4 @@ def unit_ends(batch: Batch) -> list[int]:
 
 def _run_ends(numbers: Sequence[int]) -> list[int]:
     """The index after the last element of each run of equal numbers."""
-    return list(accumulate(len(list(run)) for _, run in groupby(numbers)))
+    return list((np.flatnonzero(np.diff(numbers, append=np.inf)) + 1).tolist())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.engine.random import derive, mix, signed, uniforms
+from posttrain.engine.random import derive, derive_each, mix, signed, uniforms
 from posttrain.engine.sampler import Choices, invert, sample, truncate
 from posttrain.errors import UserError
 from posttrain.ops.logprobs import Head
@@ -184,6 +184,14 @@ def test_seeds_derive_from_paths() -> None:
     assert 28 < np.mean(flips) < 36
     assert all(0 <= derive(*path) <= MASK for path in paths)
     assert [signed(x) & MASK for x in (0, 2**63, MASK)] == [0, 2**63, MASK] and mix(0) == 0
+
+
+def test_seeds_of_many_paths_are_those_of_each() -> None:
+    first, second = (-3, 0, 7, MASK, 1 << 70), (5, 2, -1, 0, 1)
+    found = derive_each(first, second)
+    assert found == [derive(*path) for path in zip(first, second, strict=True)]
+    assert {type(seed) for seed in found} == {int}  # JSON has no uint64
+    assert derive_each([], []) == []
 
 
 @pytest.mark.parametrize(
