@@ -143,7 +143,9 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a directory; without it random weights of the case's shape")
     parser.add_argument("--data", default="")
     parser.add_argument("--stop", type=int, default=0, help="the last step, of --steps for which the rate is scheduled")
-    parser.add_argument("--save", default="", help="a folder for the model of every 25th step; the time of saving is not counted")
+    parser.add_argument(
+        "--save", default="", help="a folder for the model of every 25th step; the time of saving is not counted"
+    )
     parser.add_argument("--continuous", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

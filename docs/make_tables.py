@@ -1,5 +1,6 @@
 """Writes the generated pages: algorithms.md from the classes, advise.md from commands/advise.py, trl.md from errors.py,
-data-formats.md from posttrain/data/formats.py, laws.md from the tests.
+data-formats.md from posttrain/data/formats.py, laws.md from the tests; and the tables of toys over three seeds, in results.md and in
+the recipes' pages, from benchmarks/results/recipes.json.
 
 python docs/make_tables.py            # writes all of them; tests/test_tables.py fails where a committed page is another one
 """
@@ -10,12 +11,14 @@ import ast
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
@@ -513,6 +516,86 @@ def formats_page() -> str:
     return "\n".join(lines)
 
 
+# --- toys over three seeds -------------------------------------------------------------------------------------------------------
+
+ROWS = ROOT / "benchmarks" / "results" / "recipes.json"
+BEGIN, END = "<!-- toys: made by docs/make_tables.py from benchmarks/results/recipes.json -->", "<!-- end of toys -->"
+# recipe: its page, the figure, who judges it
+TOYS = {
+    "quickstart": ("quickstart", "greedy accuracy, 1,000 sums", "exact"),
+    "r1_zero": ("r1_zero", "sampled accuracy, 500 sums", "exact"),
+    "iterate": ("iterate", "greedy accuracy, 1,000 sums", "exact"),
+    "star": ("star", "greedy accuracy, 1,000 sums", "exact"),
+    "distill": ("distill", "greedy accuracy, 1,000 sums", "exact"),
+    "calculator": ("calculator", "greedy accuracy, 1,000 sums, with a tool", "exact"),
+    "guess": ("guess", "success, 1,000 episodes", "the game"),
+    "shop": ("shop", "success, 1,000 episodes", "the game"),
+    "solver_critic": ("solver_critic", "success of the solver, 1,000 episodes", "exact"),
+    "tictactoe": ("tictactoe", "success against the best player, 1,000 games", "the game"),
+    "code": ("code", "pass@1, 50 problems, 16 programs each", "unit tests"),
+    "dpo": ("dpo", "win rate against SFT, 500 answers", "annotator"),
+    "iterative_dpo": ("dpo", "win rate against SFT, 500 answers", "annotator"),
+    "kto": ("kto", "win rate against SFT, 500 answers", "annotator"),
+    "rejection_sampling": ("rejection_sampling", "win rate against SFT, 500 answers", "annotator"),
+    "best_of_n": ("rejection_sampling", "win rate against SFT, 500 answers", "annotator"),
+    "summarize": ("summarize", "win rate against SFT, 1,000 posts", "held-out reader"),
+}
+
+
+def seeds_of(recipe: str) -> list[dict[str, Any]]:
+    """The rows of seeds 0, 1, 2."""
+    rows = {row["seed"]: row for row in json.loads(ROWS.read_text())["rows"] if row["recipe"] == recipe}
+    return [rows[seed] for seed in (0, 1, 2)]
+
+
+def errors_of(row: dict[str, Any]) -> str:
+    """By how many standard errors it moved, in bold where that is less than two."""
+    found = f"{row['errors']:.0f}" if abs(row["errors"]) >= 9.95 else f"{row['errors']:.1f}"
+    return f"**{found}**" if abs(row["errors"]) < 2 else found
+
+
+def toys_table() -> list[str]:
+    """Of results.md: a line a recipe."""
+    lines = []
+    for recipe, (page, figure, judge) in TOYS.items():
+        rows = seeds_of(recipe)
+        before = ["50"] if "win rate" in figure else [f"{100 * row['from']:.1f}" for row in rows]
+        after = [f"{100 * row['to']:.1f} [{100 * row['low']:.0f}, {100 * row['high']:.0f}]" for row in rows]
+        cells = (", ".join(before), ", ".join(after), ", ".join(map(errors_of, rows)))
+        lines.append([f"[{recipe}](recipes/{page}.md)", figure, judge, *cells])
+    return table(("recipe", "figure", "judged by", "before", "after", "standard errors"), lines)
+
+
+def seeds_table(recipes: Sequence[str]) -> list[str]:
+    """Of a recipe's page: a line a seed."""
+    lines, machines = [], set()
+    for recipe in recipes:
+        for row in seeds_of(recipe):
+            after = f"{100 * row['to']:.1f}% [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+            lines.append([f"`posttrain run {recipe} seed={row['seed']}`", f"{100 * row['from']:.1f}%", after, errors_of(row)])
+            machines.add(f"{row['date']}, {row['machine']}")
+    heads = ("command", "before", "after", "standard errors of the difference")
+    command = f"`python benchmarks/recipes.py OUT --recipes {shlex.quote(','.join(recipes))} --seeds 0,1,2`"
+    return [*table(heads, lines), "", f"{command}: {'; '.join(sorted(machines))}."]
+
+
+def with_toys(page: Path) -> str:
+    """The page, its table of toys made anew. The recipes of a recipe's page stand after the words of `BEGIN`."""
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    old, after = rest.split(END)
+    if page.stem == "results":
+        return f"{before}{BEGIN}\n\n{chr(10).join(toys_table())}\n\n{END}{after}"
+    named = re.match(r" <!-- (.+?) -->\n", old)
+    assert named is not None, page
+    return f"{before}{BEGIN}{named[0]}\n{chr(10).join(seeds_table(named[1].split(', ')))}\n\n{END}{after}"
+
+
+def toy_pages() -> list[Path]:
+    """Every page that has such a table."""
+    return [page for page in sorted(HERE.rglob("*.md")) if BEGIN in page.read_text()]
+
+
 def main() -> None:
     pages = {
         "algorithms": algorithms_page(),
@@ -524,6 +607,8 @@ def main() -> None:
     for name, text in pages.items():
         (HERE / f"{name}.md").write_text(text)
         sys.stdout.write(f"wrote docs/{name}.md\n")
+    for page in toy_pages():
+        page.write_text(with_toys(page))
 
 
 if __name__ == "__main__":

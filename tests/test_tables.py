@@ -45,6 +45,23 @@ def test_the_algorithms_page_is_generated(make: ModuleType) -> None:
     assert committed("algorithms") == make.algorithms_page(), STALE.format("algorithms")
 
 
+def test_the_tables_of_toys_are_those_of_their_rows(make: ModuleType) -> None:
+    pages = make.toy_pages()
+    assert {page.stem for page in pages} >= {
+        "results",
+        "star",
+        "iterate",
+        "distill",
+        "code",
+        "dpo",
+        "kto",
+        "summarize",
+        "r1_zero",
+    }
+    for page in pages:
+        assert page.read_text() == make.with_toys(page), STALE.format(page.stem)
+
+
 def test_the_page_for_users_of_trl_is_generated_and_names_what_exists(make: ModuleType) -> None:
     assert committed("trl") == make.trl_page(), STALE.format("trl")
     known = {"tokenizer", "weights", "reward", "callback"}  # arguments of pt.rl
