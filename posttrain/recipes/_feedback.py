@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes.base import given
@@ -59,7 +59,7 @@ class Scale:
         compared: int | None,
         beta: float | None,
         lr: float | None,
-    ) -> Scale:
+    ) -> Self:
         """Return the same with the user's values."""
         return replace(
             self,
