@@ -130,7 +130,7 @@ class Run:
     def extend(self, allow_code: bool = False, **settings: Any) -> Run:
         """Train for longer, as if it had been set so from the start: `extend(steps=200)` or, with several stages,
         `extend(**{"rl.steps": 200})`. Later stages that use the extended stage's model run again."""
-        stages = [str(stage["name"]) for stage in self._reader().config["stages"]]
+        stages = self._reader().configured
         bare = [key for key in settings if "." not in key]
         which = f"extend: say of which stage {', '.join(bare)} is: {', '.join(stages)}"
         require(not bare or len(stages) == 1, which)
@@ -224,17 +224,15 @@ class Run:
     @property
     def data(self) -> Path:
         """The file of rows that the last stage wrote, as `comparisons` does."""
-        stages = self._reader().config["stages"]
-        place = self.directory / "stages" / str(stages[-1]["name"]) / "data.jsonl"
+        place = self.directory / "stages" / self._reader().configured[-1] / "data.jsonl"
         require(place.is_file(), f"{self.directory} has written no data")
         return place
 
     def scorers(self) -> list[str]:
         """The paths of the reward models that the run trained: all members of an ensemble."""
-        config_of = self._reader().config
-        stage = exported(self.directory, [str(one["name"]) for one in config_of["stages"]])
-        require(stage is not None, f"{self.directory} has made no model yet")
-        assert stage is not None
+        stage = exported(self.directory, self._reader().configured)
+        if stage is None:
+            raise UserError(f"{self.directory} has made no model yet")
         places = [stage / "model", *sorted(stage.glob("model-*"))]
         other = f"{self.directory} has trained a language model, not a reward model"
         require(is_scorer(places[0]), other)
