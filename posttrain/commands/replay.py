@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,11 +189,8 @@ def _stage(settings: Settings, name: str) -> tuple[TrainStage, int]:
 
 def _check_inputs(run: Run, settings: Settings, stage: Stage) -> None:
     """Raise an error if settings, files or code have changed since the stage was trained."""
-    folders = {}
-    for other in settings.recipe.stages:
-        if other.name == stage.name:
-            break
-        folders[other.name] = run.directory / "stages" / other.name
+    earlier = takewhile(lambda other: other.name != stage.name, settings.recipe.stages)
+    folders = {other.name: run.directory / "stages" / other.name for other in earlier}
     before = _lineage.read(run.directory / "stages" / stage.name)
     now = _lineage.trace(stage, settings.seed, folders)
     changes = [] if before is None else now.changes(before)

@@ -79,8 +79,7 @@ class AgreementStage(JudgedStage):
         """How often the reward model gives the higher score to the response that people preferred."""
         scorer = load_reward_model(model_places(self.reward_model, context)[0], context)
         read = read_preferences(file, scorer.tokenizer, scorer.model.config.max_position_embeddings)
-        for line in read.lines():
-            context.announce(self.name, [line])
+        context.announce(self.name, read.lines())
         found = judge_pairs(scorer, read.units[: self.pairs], BUDGET)
         accuracy, judged = found.accuracy, len(found.margin_K)
         said = f"{self.reward_model} prefers what people preferred in {accuracy} of {judged} pairs"

@@ -71,10 +71,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
 
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         if not self.held_out_data:
-            train, held_out = super().split(context, tokenizer)
-        else:
-            places = (self.data, self.held_out_data)
-            train, held_out = (self.read(context, tokenizer, paths) for paths in places)
+            return super().split(context, tokenizer)
+        places = (self.data, self.held_out_data)
+        train, held_out = (self.read(context, tokenizer, paths) for paths in places)
         return train, held_out
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
