@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from posttrain.data.labels import cohen_kappa
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Share, require
+from posttrain.evals.agreement import cohen_kappa
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
 from posttrain.rewards.judge import Verdict

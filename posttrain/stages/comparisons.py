@@ -135,7 +135,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
         labels = Labels.read(file)
-        done, every = labels.report().labelled, len(labels.items)
+        done, every = labels.labelled(), len(labels.items)
         needed = min(self.needed or every, every)
         if done < needed:
             text = f"waiting for labels: {done} of {needed}; compare the answers in 'posttrain studio' or with 'posttrain label {file}'"
