@@ -220,13 +220,9 @@ class Stage(Naming, ABC):
     def run(self, context: Context) -> dict[str, JSON]:
         """Run the stage. The returned figures become its result."""
 
-    def ready(self, names: Collection[str]) -> None:
-        """Check the stage's files before the first stage runs. `names` are the stages of the run; the data of those may not exist
-        yet."""
-
-    def check_ready(self, device: str) -> None:
-        """Raise an error if something that the stage needs is missing (a package, a compiler) or impossible, before the first stage
-        runs."""
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        """Raise an error if something that the stage needs is missing (a package, a compiler, a file) or impossible, before the first
+        stage runs. `names` are the stages of the run; the data of those may not exist yet."""
         task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()

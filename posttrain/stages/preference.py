@@ -51,7 +51,8 @@ class PreferenceStage(UnitStage, ReferenceStage):
     def measures(self) -> bool:
         return self.evaluate_every > 0 and (self.held_out > 0 or bool(self.held_out_data))
 
-    def ready(self, names: Collection[str]) -> None:
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         there = all(path not in names and Path(path).is_file() for path in self.data)
         if self.algorithm.learns_from == "labels" and there:
             good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))

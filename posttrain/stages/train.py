@@ -96,8 +96,8 @@ class TrainStage(Stage):
         """The settings of its optimizers, by their key."""
         return {"optimizer": self.optimizer}
 
-    def check_ready(self, device: str) -> None:
-        super().check_ready(device)
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         for settings in self.optimizers().values():
             settings.ready(device)
         if self.lora is not None:
