@@ -23,7 +23,7 @@ from posttrain.runs.layout import SUMMARY, Row
 from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
 from posttrain.stages.base import Stage, exported
-from posttrain.system.files import read_text
+from posttrain.system.files import is_reward_model
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Run:
             raise UserError(f"{self.directory} has made no model yet")
         places = [stage / "model", *sorted(stage.glob("model-*"))]
         other = f"{self.directory} has trained a language model, not a reward model"
-        require(is_scorer(places[0]), other)
+        require(is_reward_model(places[0]), other)
         return [str(place) for place in places]
 
     def policy(self) -> Policy:
@@ -244,7 +244,7 @@ class Run:
             found: Any = self._stepper.loop.trainer.policy
             return found  # type: ignore[no-any-return]
         mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
-        require(not is_scorer(self.export), mute)
+        require(not is_reward_model(self.export), mute)
         if self._loaded is None:
             from posttrain.commands.inspect import open_policy
 
@@ -262,7 +262,7 @@ class Run:
 
     def _network(self) -> Any:
         at_step = self._stepper is not None
-        return self.policy() if at_step or not is_scorer(self.export) else self.scorer()
+        return self.policy() if at_step or not is_reward_model(self.export) else self.scorer()
 
     @property
     def model(self) -> Any:
@@ -400,8 +400,3 @@ def in_memory(stages: Sequence[Stage]) -> list[str]:
     """The functions and modules in this process that stages refer to."""
     named = [value for stage in stages for _, value in inside(stage) if isinstance(value, str)]
     return [name.removeprefix(PREFIX) for name in dict.fromkeys(named) if name.startswith(PREFIX)]
-
-
-def is_scorer(place: Path) -> bool:
-    """Whether a checkpoint is a reward model."""
-    return "ForSequenceClassification" in read_text(place / "config.json")

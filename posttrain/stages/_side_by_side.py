@@ -16,7 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.runs.layout import AnswerRow
 from posttrain.stages.base import Context, Stage, load_policy, temporary_context
 from posttrain.stages.train import DataStage
-from posttrain.system.files import read_text
+from posttrain.system.files import is_reward_model
 from posttrain.tasks.base import Task
 from posttrain.types import Message, Sampling
 
@@ -43,12 +43,8 @@ def answering_models(
 ) -> dict[str, Path]:
     """The policies of a run by stage, in the order of the stages; without `answering`, its reward models."""
     folders = {name: directory / "stages" / name / "model" for name in stages}
-    configs = {name: folder / "config.json" for name, folder in folders.items()}
-    return {
-        name: folders[name]
-        for name, file in configs.items()
-        if file.is_file() and ("ForSequenceClassification" not in read_text(file)) == answering
-    }
+    made = {name: path for name, path in folders.items() if (path / "config.json").is_file()}
+    return {name: path for name, path in made.items() if is_reward_model(path) != answering}
 
 
 def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
