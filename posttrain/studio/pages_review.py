@@ -17,6 +17,7 @@ from posttrain.data.stream import permutation
 from posttrain.errors import require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.index import Filter, Found, Index
+from posttrain.runs.metrics import GOLD
 from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
@@ -144,8 +145,7 @@ def _hacking(studio: Studio, request: Request) -> Response:
     rewarded = [s for s in index.stage_names() if "reward" in index.figures(s)]
     stage = word(request, "stage") or (rewarded or [""])[-1]
     figures = index.figures(stage) if stage else {}
-    golds = ("reward/task", "reward/gold", "reward/answer")
-    gold = next((name for name in golds if name in figures), "")
+    gold = next((name for name in GOLD if name in figures), "")
     names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS.split()]
     buckets = min(int(number(request, "buckets", int, 300) or 300), 2000)
     series = {name: index.series(stage, name, buckets) for name in names if name in figures}
