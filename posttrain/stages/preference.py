@@ -12,7 +12,7 @@ from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels,
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
-from posttrain.stages._held_out import Judge, by_count
+from posttrain.stages._held_out import HeldOutEvaluation, by_count
 from posttrain.stages._material import measured_units
 from posttrain.stages._naming import DataName
 from posttrain.stages.base import Context
@@ -102,10 +102,10 @@ class PreferenceStage(UnitStage, ReferenceStage):
         train, held_out = limited.material(context, policy.tokenizer)
         return limited.learn(context, policy, [train], [1.0], held_out)
 
-    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+    def held_out_result(self, context: Context, evaluation: HeldOutEvaluation) -> dict[str, JSON]:
         """The figures on held-out preferences at the end. The pairs of one ranking share its responses, so the interval is over
         prompts."""
-        pieces = judge.pieces(by_unit=True)
+        pieces = evaluation.pieces(by_unit=True)
         figures = merge([metric for _, metrics in pieces for metric in metrics])
         right = by_count(pieces, "accuracy")
         marks, prompts = zip(*right, strict=True)

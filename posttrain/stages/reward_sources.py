@@ -306,7 +306,7 @@ class Weighted(Naming):
     label: str = ""
 
     @property
-    def part(self) -> str:
+    def key(self) -> str:
         return self.label or self.reward.name
 
 
@@ -321,10 +321,10 @@ class MixedReward(RewardSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
-        labels = [part.part for part in self.parts]
+        labels = [part.key for part in self.parts]
         alike = f"parts: {', '.join(labels)} must differ; give each a label of its own"
         require(len(set(labels)) == len(labels), alike)
-        nested = ", ".join(part.part for part in self.parts if part.reward.rated)
+        nested = ", ".join(part.key for part in self.parts if part.reward.rated)
         require(not nested, f"parts: {nested}: set rated of the mix, not of a part of it")
 
     def reads_ids(self) -> tuple[str, ...]:
@@ -385,8 +385,8 @@ class MixedRating:
         return [self.score(scores) for scores in zip(*by_part, strict=True)]
 
     def score(self, scores: Sequence[Score]) -> Score:
-        named = {part.part: score for part, score in zip(self.parts, scores, strict=True)}
-        value = sum(part.weight * (named[part.part].value or 0.0) for part in self.parts)
+        named = {part.key: score for part, score in zip(self.parts, scores, strict=True)}
+        value = sum(part.weight * (named[part.key].value or 0.0) for part in self.parts)
         inner = {name: value for score in scores for name, value in score.parts.items()}
         found = combined(named, value)
         return replace(found, parts={**inner, **found.parts}) if found.valid else found
