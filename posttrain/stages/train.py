@@ -391,15 +391,19 @@ class UnitStage(DataStage):
         return [unit[0] for unit in train], [unit[0] for unit in held_out]
 
     def limited(self, reader: Policy | Reader) -> Self:
-        """The stage with the model's positions as `max_length` if it has none. An error if `max_length` exceeds them."""
-        reader.check_length(self.max_length, f"lower {self.name}.max_length")
-        limit = self.max_length or reader.positions or sys.maxsize
-        return replace(self, max_length=limit)
+        """The stage with the model's positions as `max_length` if it has none."""
+        return replace(self, max_length=length_limit(self.name, self.max_length, reader))
 
     plan = preference_plan
 
     def dry_run(self) -> DryRun:
         return few_steps(self, self.evaluate_every, self.makes())
+
+
+def length_limit(stage: str, max_length: int, reader: Policy | Reader) -> int:
+    """The most tokens of a sequence: `max_length` or, if that is 0, the model's positions. An error if it exceeds them."""
+    reader.check_length(max_length, f"lower {stage}.max_length")
+    return max_length or reader.positions or sys.maxsize
 
 
 def trained(loop: Loop) -> dict[str, JSON]:
