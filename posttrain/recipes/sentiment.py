@@ -13,7 +13,7 @@ from posttrain.recipes.base import Recipe, given, repeat
 from posttrain.stages.base import Stage
 from posttrain.stages.overoptimisation import OveroptimisationStage
 from posttrain.tasks.reviews import Reviews
-from posttrain.tasks.sentiment import Sentiment
+from posttrain.tasks.sentiment import Sentiment, Style
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
@@ -73,7 +73,7 @@ def sentiment(
     prompts: int | None = None,
     lr: float | None = None,
     reward_lr: float | None = None,
-    style: str = "sentence",
+    style: Style = "sentence",
     tokens: int = 64,
     problems: int = 500,
 ) -> Recipe:
