@@ -98,8 +98,6 @@ class Run:
         assert settings is not None and self._files is not None
         return partial(_train, settings, self._files)
 
-    finish = train
-
     def steps(self) -> Iterator[Figures]:
         """Train one step at a time and yield its metrics. Nothing runs between two steps: you may leave the loop, inspect the current
         policy by `sample` and `model`, and continue with `steps()` or `train()`."""
