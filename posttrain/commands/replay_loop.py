@@ -181,7 +181,8 @@ class Seen:
 
 @dataclass(eq=False)
 class ReplayLoop(Loop):
-    """See above. The rules of the monitor are off, except those about non-finite numbers: the run has passed them."""
+    """Recomputes the steps of a run up to the one that `question` asks about. Of the monitor's rules only those about non-finite
+    numbers are on: the run has passed the others."""
 
     question: Question = field(kw_only=True)
     updates: int = 0  # updates so far of the current step

@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS log(
   seconds REAL, time REAL NOT NULL, nonce TEXT UNIQUE);
 CREATE INDEX IF NOT EXISTS log_item ON log(item, annotator);
 """
-# the last word of each annotator on each item, where that is a vote
+# the last entry of each annotator on each item, if that is a vote
 LAST = "id IN (SELECT max(id) FROM log GROUP BY item, annotator)"
 CURRENT = f"""SELECT item, annotator, choice, shown, coalesce(comment, ''), coalesce(seconds, 0.0), time FROM log
 WHERE {LAST} AND kind = 'vote' ORDER BY id"""

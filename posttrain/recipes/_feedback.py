@@ -63,7 +63,7 @@ class Scale:
         beta: float | None,
         lr: float | None,
     ) -> Self:
-        """Return the same with the user's values."""
+        """Return these settings with the values that the user gave; None keeps a value."""
         return replace(
             self,
             steps=given(steps, self.steps),

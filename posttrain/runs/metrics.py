@@ -34,7 +34,7 @@ class Figures(dict[str, float]):
         self.merged = merged
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the same as metrics that merge with others."""
+        """Return the totals and counts, which can be merged with other metrics."""
         return tuple(self.merged.values())
 
 

@@ -170,4 +170,4 @@ def _last_line(log: Path) -> str:
     with suppress(OSError):
         lines = log.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1][:500] if lines else "it said nothing"
-    raise UserError("it did not start, and left no word")
+    raise UserError("it did not start, and wrote no log")
