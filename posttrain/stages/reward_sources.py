@@ -164,11 +164,12 @@ class FunctionRating:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scorers(RewardSource):
-    """Reward models, each a stage (which may have trained several) or a directory, combined as in rewards/_models.py: mean, worst,
-    or the mean minus `k` standard deviations. `weights`, one for each of `models`, weight mean and deviation; models of one stage
-    share its weight. `device=cpu` keeps them on the CPU between calls."""
+class RewardModels(RewardSource):
+    """Outcome reward models: one score for a whole response. Each is a stage (which may have trained several) or a directory. They are
+    combined as in rewards/_models.py: mean, worst, or the mean minus `k` standard deviations. `weights`, one for each of `models`,
+    weight mean and deviation; models of one stage share its weight. `device=cpu` keeps them on the CPU between calls."""
 
+    name: ClassVar[str] = "models"
     makes: ClassVar[type[ModelRating]] = ModelRating
 
     models: tuple[ScorerName, ...]
@@ -209,22 +210,15 @@ class _Scorers(RewardSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModels(_Scorers):
-    """Outcome reward models: one score for a whole response."""
-
-    name: ClassVar[str] = "models"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessRewardModels(_Scorers):
-    """Process reward models: a value for every step; the value of a response is that of its worst step. `steps` says what ends a
-    step: a text, pattern:REGEX (as in 'pattern:\n(?=Step [0-9]+)'), or token:TEXT, one token."""
+class ProcessRewardModels(RewardModels):
+    r"""Process reward models, combined like outcome reward models: a value for every step; the value of a response is that of its
+    worst step. `steps` says what ends a step: a text, pattern:REGEX (as in 'pattern:\n(?=Step [0-9]+)'), or token:TEXT, one token."""
 
     name: ClassVar[str] = "process"
     gives_steps: ClassVar[bool] = True
     makes = ProcessRating
 
-    steps: str = "\n"
+    steps: str = "\n"  # what ends a step: a text, pattern:REGEX, or token:TEXT
 
     def __post_init__(self) -> None:
         super().__post_init__()
