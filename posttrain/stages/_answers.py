@@ -80,7 +80,7 @@ class AskingStage(AnswerStage):
     leaves = "data"
     writes_responses: ClassVar[bool] = True  # whether its data holds responses, one turn each
 
-    prompts: Count = 1000
+    prompts: Count = 1000  # training problems to answer
     samples: Several = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
 
