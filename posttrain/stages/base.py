@@ -480,6 +480,11 @@ def load_reward_model(place: str, context: Context) -> Scorer:
     return scorer
 
 
+def load_reward_models(name: str, context: Context) -> list[Scorer]:
+    """Load the reward models called `name`: all members of a stage's ensemble, or the one in a directory or under a hub name."""
+    return [load_reward_model(place, context) for place in model_places(name, context)]
+
+
 def model_places(name: str, context: Context) -> list[str]:
     """The directories of the models called `name`: those of an earlier stage (an ensemble has several: model, model-1, ...), or
     else the name itself, as a directory or a hub name."""

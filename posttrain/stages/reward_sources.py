@@ -29,7 +29,7 @@ from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
 from posttrain.stages._naming import ModelName, Naming, ScorerName
-from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
+from posttrain.stages.base import Context, load_policy, load_reward_models
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
@@ -193,10 +193,10 @@ class RewardModels(RewardSource):
         return replace(self, device="cpu")
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
-        by_name = [model_places(name, context) for name in self.models]
-        scorers = [load_reward_model(place, context) for places in by_name for place in places]
-        shared = zip(self.weights, by_name, strict=False)
-        weights = tuple(w / len(places) for w, places in shared for _ in places)
+        ensembles = [load_reward_models(name, context) for name in self.models]
+        shared = zip(self.weights, ensembles, strict=False)
+        weights = tuple(weight / len(members) for weight, members in shared for _ in members)
+        scorers = [*chain(*ensembles)]
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
