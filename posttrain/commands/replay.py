@@ -105,8 +105,8 @@ def replay(
         top=top,
     )
     found = _recompute(run, settings, stage, member, question)
-    whole = f"{run.directory}", name, step, start, tuple(_notes(run, settings))
-    return Replay(*whole, time.monotonic() - began, found)
+    notes, seconds = tuple(_notes(run, settings)), time.monotonic() - began
+    return Replay(str(run.directory), name, step, start, notes, seconds, found)
 
 
 def _check_ended(run: Run) -> None:

@@ -63,9 +63,8 @@ class OfflineRLStage(ReferenceStage):
 
     def read(self, context: Context, policy: Policy) -> list[Saved]:
         places = [data_place(path, context) for path in self.data]
-        longest = length_limit(self.name, self.max_length, policy)
-        how = (policy.tokenizer, longest, self.temperature)
-        saved = [read_saved(place, *how) for place in places]
+        tokenizer, longest = policy.tokenizer, length_limit(self.name, self.max_length, policy)
+        saved = [read_saved(place, tokenizer, longest, self.temperature) for place in places]
         alike = len({one.known for one in saved}) == 1
         require(alike, f"{self.name}: some files of data have logprobs; give them in all, or none")
         return saved
@@ -81,8 +80,9 @@ class OfflineRLStage(ReferenceStage):
         way = planned_way(self, policy, max(sizes))
         tokens = min(way.tokens, self.batch * sum(sizes) // groups)
         others = self.role_bytes(policy, tokens)
-        settings = (self.optimizer, self.lora, 0.0, others, way.layered)
-        memory = training_memory(policy, tokens, *settings)
+        memory = training_memory(
+            policy, tokens, self.optimizer, self.lora, others=others, layered=way.layered
+        )
         return [step, *chain(*(one.lines() for one in saved)), memory.line()]
 
     def dry_run(self) -> DryRun:

@@ -158,8 +158,8 @@ class FunctionRating:
         text = f"the reward {labels} has not returned for {len(rollouts)} responses after {SLOW:g} s; nothing ends it in this process"
         timer = Timer(SLOW, self.events.emit, ("slow_reward", text, "warning"))
         with no_running_loop(), _cancelling(timer):
-            given = [r.problem for r in rollouts], [r.judged for r in rollouts]
-            found: list[Score] = finished(self.function.scores(*given))
+            problems, responses = [r.problem for r in rollouts], [r.judged for r in rollouts]
+            found: list[Score] = finished(self.function.scores(problems, responses))
         return found
 
 

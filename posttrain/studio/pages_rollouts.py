@@ -116,8 +116,7 @@ def _rollout(studio: Studio, request: Request) -> Response:
     mine = numbered(found, place["number"])
     group = [one for one in found if (one.problem, one.role) == (mine.problem, mine.role)][:64]
     rows = index.text(group)
-    where = (mine.stage, mine.step, mine.number, mine.length)
-    tokens = rollout_tokens(index.run, *where, len(found))
+    tokens = rollout_tokens(index.run, mine.stage, mine.step, mine.number, mine.length, len(found))
     return reply(
         {
             "rollout": shown(mine, rows[group.index(mine)], LONGEST),
