@@ -40,8 +40,8 @@ from hack_cases import CONTROLS, HACKS, Case, bases, words_model  # noqa: E402
 
 from posttrain.monitor.monitor import Monitor  # noqa: E402
 from posttrain.monitor.rules import RULES  # noqa: E402
-from posttrain.monitor.series import GOLD  # noqa: E402
 from posttrain.runs.layout import Row  # noqa: E402
+from posttrain.runs.metrics import GOLD  # noqa: E402
 from posttrain.runs.read import Run  # noqa: E402
 from posttrain.runs.write import RunWriter  # noqa: E402
 from posttrain.stages.base import Context, run_stages  # noqa: E402

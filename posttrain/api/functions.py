@@ -299,8 +299,8 @@ def evaluate(
         with files, worker_pool([stage]) as workers:
             stage.task.ready()
             policy = _policy(model, tokenizer)
-            none = partial(_policy, stage.reference)
-            result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
+            reference = partial(_policy, stage.reference)
+            result: dict[str, JSON] = stage.measure(policy, reference, seed, workers=workers)[1]
     # accuracy has no meaning for a reward that does not tell right from wrong
     left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
     found = {name: value for name, value in result.items() if name not in left_out}
@@ -385,7 +385,7 @@ class _AllPrompts(Prompts):
         return self._read(self.parts()[0]).problems
 
 
-def _policy(model: Any, tokenizer: Any) -> Any:
+def _policy(model: Any, tokenizer: Any = None) -> Any:
     if isinstance(model, Run | Model):
         return model.policy()
     name = inputs.as_model(model, tokenizer)

@@ -206,8 +206,10 @@ def as_rewards(
     functions: dict[str, tuple[Any, float]] = {}
     learned, parts = list[Weighted](), list[Weighted]()
     for label, (one, weight) in named.items():
-        if isinstance(one, Run | RewardSource):
-            learned.append(Weighted(reward=_source(one), weight=weight, label=label))
+        if isinstance(one, Run):
+            one = RewardModels(models=_scorers(one))
+        if isinstance(one, RewardSource):
+            learned.append(Weighted(reward=one, weight=weight, label=label))
         else:
             functions[label] = one, weight
     own: RewardSource = TaskReward()
@@ -222,10 +224,6 @@ def as_rewards(
         parts.append(Weighted(reward=ensemble, label="models"))
     alone = len(parts) == 1 and parts[0].weight == 1
     return task, parts[0].reward if alone else MixedReward(parts=tuple(parts))
-
-
-def _source(reward: Run | RewardSource) -> RewardSource:
-    return RewardModels(models=_scorers(reward)) if isinstance(reward, Run) else reward
 
 
 def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
@@ -287,12 +285,9 @@ def _function(named: Mapping[str, tuple[Any, float]], always: bool = False) -> s
     return give(Mix(tuple(made), tuple(weight for _, weight in named.values())))
 
 
-def _scorers(*models: Any) -> tuple[str, ...]:
+def _scorers(model: Any) -> tuple[str, ...]:
     """The paths of reward models: all members of a run's ensemble, or a path or hub name as given."""
-    found: list[str] = []
-    for model in models:
-        found += model.scorers() if isinstance(model, Run) else [as_model(model)]
-    return tuple(found)
+    return tuple(model.scorers()) if isinstance(model, Run) else (as_model(model),)
 
 
 def as_judge(judge: Any) -> JudgeSettings | None:

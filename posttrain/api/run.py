@@ -23,7 +23,7 @@ from posttrain.runs.layout import SUMMARY, Row
 from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
 from posttrain.stages.base import Stage, exported
-from posttrain.system.files import read_text
+from posttrain.system.files import is_reward_model
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -98,8 +98,6 @@ class Run:
         assert settings is not None and self._files is not None
         return partial(_train, settings, self._files)
 
-    finish = train
-
     def steps(self) -> Iterator[Figures]:
         """Train one step at a time and yield its metrics. Nothing runs between two steps: you may leave the loop, inspect the current
         policy by `sample` and `model`, and continue with `steps()` or `train()`."""
@@ -130,7 +128,7 @@ class Run:
     def extend(self, allow_code: bool = False, **settings: Any) -> Run:
         """Train for longer, as if it had been set so from the start: `extend(steps=200)` or, with several stages,
         `extend(**{"rl.steps": 200})`. Later stages that use the extended stage's model run again."""
-        stages = [str(stage["name"]) for stage in self._reader().config["stages"]]
+        stages = self._reader().configured
         bare = [key for key in settings if "." not in key]
         which = f"extend: say of which stage {', '.join(bare)} is: {', '.join(stages)}"
         require(not bare or len(stages) == 1, which)
@@ -224,20 +222,18 @@ class Run:
     @property
     def data(self) -> Path:
         """The file of rows that the last stage wrote, as `comparisons` does."""
-        stages = self._reader().config["stages"]
-        place = self.directory / "stages" / str(stages[-1]["name"]) / "data.jsonl"
+        place = self.directory / "stages" / self._reader().configured[-1] / "data.jsonl"
         require(place.is_file(), f"{self.directory} has written no data")
         return place
 
     def scorers(self) -> list[str]:
         """The paths of the reward models that the run trained: all members of an ensemble."""
-        config_of = self._reader().config
-        stage = exported(self.directory, [str(one["name"]) for one in config_of["stages"]])
-        require(stage is not None, f"{self.directory} has made no model yet")
-        assert stage is not None
+        stage = exported(self.directory, self._reader().configured)
+        if stage is None:
+            raise UserError(f"{self.directory} has made no model yet")
         places = [stage / "model", *sorted(stage.glob("model-*"))]
         other = f"{self.directory} has trained a language model, not a reward model"
-        require(is_scorer(places[0]), other)
+        require(is_reward_model(places[0]), other)
         return [str(place) for place in places]
 
     def policy(self) -> Policy:
@@ -246,7 +242,7 @@ class Run:
             found: Any = self._stepper.loop.trainer.policy
             return found  # type: ignore[no-any-return]
         mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
-        require(not is_scorer(self.export), mute)
+        require(not is_reward_model(self.export), mute)
         if self._loaded is None:
             from posttrain.commands.inspect import open_policy
 
@@ -264,7 +260,7 @@ class Run:
 
     def _network(self) -> Any:
         at_step = self._stepper is not None
-        return self.policy() if at_step or not is_scorer(self.export) else self.scorer()
+        return self.policy() if at_step or not is_reward_model(self.export) else self.scorer()
 
     @property
     def model(self) -> Any:
@@ -402,8 +398,3 @@ def in_memory(stages: Sequence[Stage]) -> list[str]:
     """The functions and modules in this process that stages refer to."""
     named = [value for stage in stages for _, value in inside(stage) if isinstance(value, str)]
     return [name.removeprefix(PREFIX) for name in dict.fromkeys(named) if name.startswith(PREFIX)]
-
-
-def is_scorer(place: Path) -> bool:
-    """Whether a checkpoint is a reward model."""
-    return "ForSequenceClassification" in read_text(place / "config.json")

@@ -66,8 +66,10 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
         require(named, f"{other}; {advice}")
         settings["base_model_name_or_path"] = base
         atomic_write(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
-    made = (Run(chosen.run), chosen.licence, base, chosen.adapter)
-    text = own_card(chosen.card) if chosen.card else model_card(*made)
+    if chosen.card:
+        text = own_card(chosen.card)
+    else:
+        text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter)
     atomic_write(folder / "README.md", text)
 
 

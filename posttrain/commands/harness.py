@@ -21,7 +21,7 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.commands.inspect import MachineOptions, open_policy
 from posttrain.data.safe_readers import render_template
 from posttrain.data.text import Decoder
-from posttrain.errors import Count, UserError, Whole, check_fields, require
+from posttrain.errors import Count, UserError, Whole, require
 from posttrain.evals.statistics import score_interval
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
@@ -47,10 +47,6 @@ class HarnessOptions(MachineOptions):
     chat: bool = False  # render prompts with the chat template
     # the most tokens of an input, if the model does not have fewer positions
     max_length: Count = POSITIONS
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self, "eval: ")
 
 
 def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[str, JSON]:

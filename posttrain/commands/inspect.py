@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from posttrain import catalogue, config, config_tree
-from posttrain.errors import UserError, refuse_unknown, require
+from posttrain.errors import Checked, Count, Seed, UserError, refuse_unknown, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
@@ -53,14 +53,15 @@ def open_policy(name: str, device: str = "auto") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
+class MachineOptions(Checked):
     """Where a model runs, and its seed."""
 
-    seed: int = 0
+    seed: Seed = 0
     device: str = "auto"
 
     def __post_init__(self) -> None:
         config.check_machine(self.seed, self.device)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,12 @@ class EvalOptions(MachineOptions):
     against: str = ""
     save: str = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def mistakes(self) -> Iterator[str]:
         place = Path(self.save)
         written = place if place.exists() else place.parent
         fine = place.parent.is_dir() and os.access(written, os.W_OK) and not place.is_dir()
-        require(not self.save or fine, f"save={self.save}: no file can be written there")
+        if self.save and not fine:
+            yield f"save={self.save}: no file can be written there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,7 @@ class SampleOptions(MachineOptions):
     """Options of `posttrain sample` that are not settings of sampling."""
 
     plain: bool = False
-    group: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.group >= 1, f"group must be at least 1, not {self.group}")
+    group: Count = 1
 
 
 @dataclass(frozen=True, slots=True)

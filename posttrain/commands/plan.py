@@ -161,7 +161,6 @@ def load_priced(stage: Stage, context: Context) -> Policy:
 class Estimate:
     """Seconds of a stage, expected and with every response at its limit; of a step and of an evaluation; peak memory."""
 
-    stage: str
     seconds: float
     longest: float
     step: float = 0.0
@@ -193,22 +192,22 @@ def measure_stage(stage: Stage, context: Context, lengths: dict[str, float]) -> 
     """Run a small version of a stage. A stage that samples during training runs twice: see the top of this file."""
     dry = stage.dry_run()
     if not dry.limit:
-        made = measure(stage.name, dry, dry.stage, context)
+        made = measure(dry, dry.stage, context)
         if dry.batch:
             rows = Run(context.directory).metrics(stage.name)
             lengths[stage.name] = rows[-1].figures["trained"] / dry.batch
         return made
     worst = dry.at_length(dry.limit, f"{stage.name}-longest")
-    longest = measure(stage.name, replace(dry, loops=(worst.name,)), worst, context)
+    longest = measure(replace(dry, loops=(worst.name,)), worst, context)
     length = min(dry.limit, round(lengths.get(stage.starts_from(), 0.0)))
     small = dry.at_length(length, stage.name) if length else dry.stage
-    usual = measure(stage.name, dry, small, context)
+    usual = measure(dry, small, context)
     lengths[stage.name] = length
     seconds, memory = max(usual.seconds, longest.seconds), max(usual.memory, longest.memory)
     return replace(usual, longest=seconds, memory=memory, length=float(length))
 
 
-def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
+def measure(dry: DryRun, small: Stage, context: Context) -> Estimate:
     """Run the small stage and compute what the whole one takes."""
     peak = Peak(context.device)
     began = time.perf_counter()
@@ -217,13 +216,13 @@ def measure(name: str, dry: DryRun, small: Stage, context: Context) -> Estimate:
     context.finish(small.name, result)
     runs = [rows for loop in dry.loops if (rows := Run(context.directory).metrics(loop))]
     if not runs:
-        return Estimate(name, dry.factor * seconds, dry.factor * seconds, memory=memory)
+        return Estimate(dry.factor * seconds, dry.factor * seconds, memory=memory)
     steps = dry.steps if dry.counted is None else dry.counted(int(result["trained_on"]))
     parts = [loop_seconds(rows, steps, dry.evaluate_every) for rows in runs]
     step, evaluation = (statistics.mean(part[n] for part in parts) for n in (1, 2))
     outside = max(0.0, seconds - sum(part[3] for part in parts))  # loading, saving
     total = outside + sum(part[0] for part in parts)
-    return Estimate(name, total, total, step, evaluation, memory)
+    return Estimate(total, total, step, evaluation, memory)
 
 
 def loop_seconds(rows: Sequence[Row], steps: int, every: int) -> tuple[float, float, float, float]:

@@ -30,7 +30,6 @@ from posttrain.config_tree import from_tree, meant, pair
 from posttrain.errors import refuse_unknown, require
 from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.base import Options, check
-from posttrain.rewards.compose import as_score
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks._judged import Judged
 from posttrain.tasks._turns import Environment
@@ -45,15 +44,13 @@ SAME = "the reward never differs between the answers to a problem"
 NO_SPREAD = f"{SAME}, so nothing can be learned from it"
 NUMBERS = "return a number for whatever a policy writes"
 ERRORS_MASK = f"{NUMBERS}: an error is masked, and hides this answer"
-Function = Callable[[str, str, str], Score | float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarded(Judged):
-    """The problems, prompts and demonstrations of a task, scored by another reward: one by name, or a function."""
+    """The problems, prompts and demonstrations of a task, scored by another reward: one by name, or the models of `batched`."""
 
     task: Task
-    function: Function | None = None
     batched: Callable[[Problem, Sequence[str]], list[Score]] | None = None
 
     def parts(self) -> Any:
@@ -74,15 +71,12 @@ class Rewarded(Judged):
     def score(self, problem: Problem, response: str) -> Score:
         if self.batched is not None:
             return self.batched(problem, [response])[0]
-        if self.function is None:
-            return super().score(problem, response)
-        found: Any = self.function(problem.question, response, problem.answer)
-        return found if hasattr(found, "__await__") else as_score(found)
+        return super().score(problem, response)
 
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
         if self.batched is not None:
             return self.batched(problem, responses)
-        return super().score_group(problem, responses) if self.function is None else None
+        return super().score_group(problem, responses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +166,8 @@ class Scored:
 
 
 def probe(
-    reward: str | Function | None = None,
-    task: str | Task = "arithmetic",
+    reward: str | None,
+    task: Task,
     *,
     options: Options | None = None,
     problems: int = 0,
@@ -181,26 +175,22 @@ def probe(
     examples: int = 5,
 ) -> Report:
     """Score many kinds of answers to some problems of a task with a reward: a name of `posttrain list rewards` with its
-    options, file.py:function, a function, the directory of a reward model, or None for the task's own."""
-    made: Task = from_tree({"name": task}, Task, "task") if isinstance(task, str) else task
-    judged = rewarded(made, reward, options or {})
+    options, file.py:function, the directory of a reward model, or None for the task's own."""
+    judged = rewarded(task, reward, options or {})
     asks = isinstance(judged, Judged) and any(name == "judge" for name, _ in judged.rewards())
     count = problems or (JUDGED_PROBLEMS if asks else PROBLEMS)
     require(count > 0, f"probe: problems is a positive number, not {problems}")
     judged.ready()
     with WorkerPool([judged], 1) as workers:
         found = run_to_end(_score(judged, _cases(judged, split, count), workers))
-    name = getattr(reward, "__name__", str(reward)) if reward is not None else "the task's own"
-    return _report(found, catalogue.name_of(made), name, examples)
+    return _report(found, catalogue.name_of(task), reward or "the task's own", examples)
 
 
-def rewarded(task: Task, reward: str | Function | None, options: Options) -> Task:
+def rewarded(task: Task, reward: str | None, options: Options) -> Task:
     """Return the task with another reward in place of its own."""
     if reward is None:
         require(not options, "probe: options are those of a reward; name one")
         return task
-    if not isinstance(reward, str):
-        return Rewarded(task=task, reward="math", function=reward)
     if Path(reward).is_dir():
         return Rewarded(task=task, reward="math", batched=_model(task, reward))
     check(reward, options)

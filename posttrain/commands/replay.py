@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,33 +78,20 @@ def replay(
     """Recompute the step `place` (STAGE/STEP) and analyse one of its updates: the parts of its gradient, the update `without`
     one of them, and the log-prob before and after it of an `answer` to a `prompt`, or of the rollout with that number. `say`
     gets lines of progress."""
-    began, run = time.monotonic(), Run(directory)
-    numbered = bool(answer) and not prompt
+    began, run, numbered = time.monotonic(), Run(directory), bool(answer) and not prompt
     both = "--answer needs the --prompt that it answers, or is the number of a rollout of the step"
     require(bool(answer) or not prompt, "--prompt needs the --answer whose log-prob is asked for")
     require(answer.isdigit() or not numbered, both)
     counts = f"--update and --top count from 1, not {update} and {top}"
     require(update >= 1 and top >= 1, counts)
-    owner = live_owner(run.directory / LOCK)
-    by = f"process {owner}" if owner else "a process on another machine"
-    stop = "replay it when that has ended or was stopped"
-    require(owner is None, f"{directory} is being written by {by}; {stop}")
+    _check_ended(run)
     name, step, rows = _step(run, place)
     settings, _ = settings_of(run, allow_code, ())
     stage, member = _stage(settings, name)
-    ahead = int(getattr(stage, "max_staleness", 0))
-    chance = f"{name} samples ahead (max_staleness={ahead}): which rollouts a step has is decided by the clock"
-    require(not ahead, f"{chance}, so that it cannot be computed again")
     _check_inputs(run, settings, stage)
-    notes = _notes(run, settings)
     path = _nearest(run, name, step)
     start = 0 if path is None else int(path.name.removeprefix("step-"))
-    seconds = [r.figures.get("seconds/total", 0.0) for r in rows if start < r.step <= step]
-    since = f"{name} from its start" if path is None else f"{name} from the checkpoint {path.name}"
-    kept = f" (no checkpoint at or before step {step - 1} was kept)" if path is None else ""
-    some = "1 step" if len(seconds) == 1 else f"{len(seconds)} steps"
-    took = f"its {some} took the run {duration(sum(seconds))}"
-    say(f"recomputes {since} to step {step}{kept}: {took}")
+    say(_announcement(name, path, step, [row for row in rows if start < row.step <= step]))
     question = Question(
         step=step,
         checkpoint=path,
@@ -117,8 +105,24 @@ def replay(
         top=top,
     )
     found = _recompute(run, settings, stage, member, question)
-    whole = f"{run.directory}", name, step, start, tuple(notes)
-    return Replay(*whole, time.monotonic() - began, found)
+    notes, seconds = tuple(_notes(run, settings)), time.monotonic() - began
+    return Replay(str(run.directory), name, step, start, notes, seconds, found)
+
+
+def _check_ended(run: Run) -> None:
+    owner = live_owner(run.directory / LOCK)
+    by = f"process {owner}" if owner else "a process on another machine"
+    stop = "replay it when that has ended or was stopped"
+    require(owner is None, f"{run.directory} is being written by {by}; {stop}")
+
+
+def _announcement(name: str, path: Path | None, step: int, rows: Sequence[Row]) -> str:
+    """Return what is recomputed, and how long the run took for it."""
+    since = "its start" if path is None else f"the checkpoint {path.name}"
+    kept = f" (no checkpoint at or before step {step - 1} was kept)" if path is None else ""
+    some = "1 step" if len(rows) == 1 else f"{len(rows)} steps"
+    took = duration(sum(row.figures.get("seconds/total", 0.0) for row in rows))
+    return f"recomputes {name} from {since} to step {step}{kept}: its {some} took the run {took}"
 
 
 def _recompute(
@@ -187,12 +191,13 @@ def _stage(settings: Settings, name: str) -> tuple[TrainStage, int]:
 
 
 def _check_inputs(run: Run, settings: Settings, stage: Stage) -> None:
-    """Raise an error if settings, files or code have changed since the stage was trained."""
-    folders = {}
-    for other in settings.recipe.stages:
-        if other.name == stage.name:
-            break
-        folders[other.name] = run.directory / "stages" / other.name
+    """Raise an error if settings, files or code have changed since the stage was trained, or if it cannot be trained in the same
+    way again."""
+    ahead = int(getattr(stage, "max_staleness", 0))
+    chance = f"{stage.name} samples ahead (max_staleness={ahead}): which rollouts a step has is decided by the clock"
+    require(not ahead, f"{chance}, so that it cannot be computed again")
+    earlier = takewhile(lambda other: other.name != stage.name, settings.recipe.stages)
+    folders = {other.name: run.directory / "stages" / other.name for other in earlier}
     before = _lineage.read(run.directory / "stages" / stage.name)
     now = _lineage.trace(stage, settings.seed, folders)
     changes = [] if before is None else now.changes(before)

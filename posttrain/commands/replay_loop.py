@@ -16,7 +16,7 @@ import torch
 
 from posttrain.data.demonstrations import completion_example
 from posttrain.data.text import Decoder
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.loop import Loop, manual_garbage_collection
 from posttrain.monitor.rules import ALWAYS, RULES
 from posttrain.stages._material import until_end
@@ -181,7 +181,8 @@ class Seen:
 
 @dataclass(eq=False)
 class ReplayLoop(Loop):
-    """See above. The rules of the monitor are off, except those about non-finite numbers: the run has passed them."""
+    """Recomputes the steps of a run up to the one that `question` asks about. Of the monitor's rules only those about non-finite
+    numbers are on: the run has passed the others."""
 
     question: Question = field(kw_only=True)
     updates: int = 0  # updates so far of the current step
@@ -339,9 +340,8 @@ class ReplayLoop(Loop):
         """Return the findings at the requested step, after its update."""
         asked, seen, many = self.question, self.seen, self.updates
         made = f"{self.where} made {many} update{'s' * (many != 1)}"
-        missing = f"{made}: there is no update {asked.update} to look at"
-        require(seen is not None, missing)
-        assert seen is not None
+        if seen is None:
+            raise UserError(f"{made}: there is no update {asked.update} to look at")
         without = None if asked.without is None else self.leave_out(seen, asked.without)
         items = tuple(self.item(seen, part) for part in seen.parts)
         finite = seen.norm == seen.norm

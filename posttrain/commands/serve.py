@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import config_tree
 from posttrain.commands.inspect import MachineOptions, open_policy, stage_models
-from posttrain.errors import Count, check_fields, require
+from posttrain.errors import Count, require
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.system.files import model_folder
@@ -35,10 +35,6 @@ class ServeOptions(MachineOptions):
     requests: Count = 1024
     max_new_tokens: Count = 2048  # if a request does not set it
     body_bytes: Count = 4 << 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self)
 
 
 def model_places(model: str) -> dict[str, str]:

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sqlite3
-import statistics
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +42,7 @@ CREATE TABLE IF NOT EXISTS log(
   seconds REAL, time REAL NOT NULL, nonce TEXT UNIQUE);
 CREATE INDEX IF NOT EXISTS log_item ON log(item, annotator);
 """
-# the last word of each annotator on each item, where that is a vote
+# the last entry of each annotator on each item, if that is a vote
 LAST = "id IN (SELECT max(id) FROM log GROUP BY item, annotator)"
 CURRENT = f"""SELECT item, annotator, choice, shown, coalesce(comment, ''), coalesce(seconds, 0.0), time FROM log
 WHERE {LAST} AND kind = 'vote' ORDER BY id"""
@@ -83,30 +79,6 @@ class Vote:
     comment: str
     seconds: float
     time: float
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A share with its 95% interval (Wilson) over `count` prompts."""
-
-    value: float
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The progress of labelling, and the agreement of annotators."""
-
-    items: int
-    labelled: int  # items on which somebody has voted
-    usable: int  # of which a preference follows
-    annotators: Mapping[str, int]
-    pace: float | None  # seconds a vote, in the middle
-    cohen: Mapping[str, float | None]  # kappa of each two
-    krippendorff: float | None  # alpha over all of them
-    first_side: Interval | None  # how often what was shown first was chosen
 
 
 @dataclass(slots=True)
@@ -224,6 +196,10 @@ class Labels:
             raise UserError("no such item in this file")
         return self.items[item]
 
+    def labelled(self) -> int:
+        """The number of items on which somebody has voted."""
+        return len({vote.item for vote in self.votes() if vote.choice != SKIP})
+
     def rows(self) -> Iterator[dict[str, JSON]]:
         """The annotators' preferences as rows for training: pairs or, for items with more responses, scores. Items without a
         preferred response are left out."""
@@ -249,32 +225,6 @@ class Labels:
             lines = [json.dumps(row) + "\n" for row in self.rows()]
             atomic_write(self.out, "".join(lines))
         return len(lines)
-
-    def report(self) -> Report:
-        votes = self.votes()
-        counted = [vote for vote in votes if vote.choice != SKIP]
-        people = Counter(vote.annotator for vote in counted)
-        said: dict[str, dict[str, str]] = {}  # annotator, item -> what
-        for vote in counted:
-            said.setdefault(vote.annotator, {})[vote.item] = _category(vote.choice)
-        sided: dict[str, list[bool]] = {}  # by prompt
-        for vote in counted:
-            if isinstance(vote.choice, list):
-                first = vote.shown.index(vote.choice[0]) == 0
-                sided.setdefault(str(self.items[vote.item].prompt), []).append(first)
-        even = all(len(item.responses) == 2 for item in self.items.values())
-        pairs = combinations(sorted(said), 2)
-        paces = [vote.seconds for vote in counted if vote.seconds > 0]
-        return Report(
-            items=len(self.items),
-            labelled=len({vote.item for vote in counted}),
-            usable=sum(1 for _ in self.rows()),
-            annotators=dict(people),
-            pace=statistics.median(paces) if paces else None,
-            cohen={f"{a} and {b}": cohen_kappa(said[a], said[b]) for a, b in pairs},
-            krippendorff=krippendorff_alpha(list(said.values())),
-            first_side=share([*sided.values()]) if even and sided else None,
-        )
 
 
 def _item(record: Mapping[str, Any], where: str) -> Item:
@@ -304,10 +254,6 @@ def annotator_name(annotator: str) -> str:
     return name
 
 
-def _category(choice: Choice) -> str:
-    return choice if isinstance(choice, str) else str(choice[0])
-
-
 def _scores(choices: Sequence[Choice], count: int) -> list[float] | None:
     """The mean score of each response over annotators who did not skip, from 0 for the worst to 1 for the best; None if all skipped."""
     voted = [choice for choice in choices if choice != SKIP]
@@ -325,55 +271,3 @@ def _scores(choices: Sequence[Choice], count: int) -> list[float] | None:
             totals = [total + (count - 1) / 2 for total in totals]
     low, high = min(totals), max(totals)
     return [(total - low) / (high - low) if high > low else 0.0 for total in totals]
-
-
-def share(marks: Sequence[Sequence[bool]]) -> Interval:
-    """The mean over prompts of the share of each one's marks, with its 95% interval by Wilson's score: several votes on one prompt are
-    one observation, whose variance is at most that of one vote.
-
-    >>> share([[True]] * 8 + [[False]] * 2)
-    Interval(value=0.8, low=0.4901625, high=0.9433178, count=10)
-    >>> share([[True, True]] * 8 + [[False, False]] * 2).count
-    10
-    """
-    z, count = 1.959964, len(marks)
-    value = sum(sum(own) / len(own) for own in marks) / count
-    middle = value + z * z / (2 * count)
-    width = z * math.sqrt(value * (1 - value) / count + z * z / (4 * count**2))
-    bottom = 1 + z * z / count
-    low, high = ((middle + side) / bottom for side in (-width, width))
-    return Interval(value, round(low, 7), round(high, 7), count)
-
-
-def cohen_kappa(first: Mapping[Any, str], second: Mapping[Any, str]) -> float | None:
-    """Agreement of two annotators beyond chance, (p - e) / (1 - e), on items that both labelled; None if it is undefined.
-
-    >>> cohen_kappa({"a": "0", "b": "1", "c": "0", "d": "1"}, {"a": "0", "b": "1", "c": "1", "d": "1"})
-    0.5
-    """
-    both = [(first[item], second[item]) for item in first if item in second]
-    if not both:
-        return None
-    observed = sum(a == b for a, b in both) / len(both)
-    ours, theirs = (Counter(side) for side in zip(*both, strict=True))
-    expected = sum(ours[word] * theirs[word] for word in ours) / len(both) ** 2
-    return None if expected == 1 else (observed - expected) / (1 - expected)
-
-
-def krippendorff_alpha(said: Sequence[Mapping[str, str]]) -> float | None:
-    """Agreement of any number of annotators, 1 - D_o / D_e for categories. Items with a single annotator do not count.
-
-    >>> krippendorff_alpha([{"a": "0", "b": "1", "c": "0"}, {"a": "0", "b": "1", "c": "1"}])
-    0.4444444444444444
-    """
-    items: dict[str, list[str]] = {}
-    for votes in said:
-        for item, word in votes.items():
-            items.setdefault(item, []).append(word)
-    shared = [words for words in items.values() if len(words) > 1]
-    total, apart = Counter(word for words in shared for word in words), 0.0
-    for words in shared:
-        apart += sum(a != b for a in words for b in words) / (len(words) - 1)
-    count = sum(total.values())
-    chance = sum(total[a] * total[b] for a in total for b in total if a != b)
-    return 1 - (count - 1) * apart / chance if chance else None

@@ -35,7 +35,6 @@ class Overlap:
     exact: tuple[tuple[int, int], ...]
     # (index in held out, share of its n-grams), without exact matches
     near: tuple[tuple[int, float], ...]
-    short: int  # held-out questions of fewer than n words: they have no n-gram and can only match exactly
 
     def lines(self) -> list[str]:
         """Lines of the report; none if nothing is shared."""
@@ -86,7 +85,7 @@ def overlap(
     open_ = [(place, own) for place, own in enumerate(wanted) if own and place not in taken]
     shares = [(place, len(own & seen) / len(own)) for place, own in open_]
     similar = tuple((place, share) for place, share in shares if share >= near)
-    return Overlap(len(train), len(held_out), tuple(exact), similar, sum(not own for own in wanted))
+    return Overlap(len(train), len(held_out), tuple(exact), similar)
 
 
 def sample(task: Task, split: str) -> list[Problem]:

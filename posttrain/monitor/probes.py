@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.monitor.series import START
+from posttrain.runs.metrics import GOLD_PARTS
 from posttrain.types import Group, Rollout
 
 MIN_LENGTH = 16  # tokens; shorter responses do not count in the mean repetition
@@ -40,7 +41,6 @@ TAIL, SHORT, LONG = 0.1, "short", "long"
 TAIL_PAID = 1.0  # standard errors by which the reward is for such lengths: one that is against them games nothing
 RARE = 0.02  # a word is measured where more than this share of responses have it, and more lack it
 MAX_WORDS = 60  # how many words are measured in a step
-GOLD_PARTS = ("task", "gold", "answer")  # parts of a score that say what the reward stands for
 WORD = 3  # letters, at least
 # every byte but the letters as a space
 LETTERS = bytes(b if chr(b).isalpha() and b < 128 else 32 for b in range(256))

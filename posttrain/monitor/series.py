@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.runs.metrics import GOLD
+
 START = 5  # steps that define what is normal
 KEPT = 400  # values of a series
-GOLD = ("reward/task", "reward/gold", "reward/answer")  # metrics of the gold reward, by step
 HELD_OUT = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
 SYMPTOMS = ("length", "reward/format", "repetition", "distinct", "keyword", "reward/disagreement")
 TRACKED = ("reward", *GOLD, *HELD_OUT, "kl", "entropy", "groups/zero_variance", *SYMPTOMS)

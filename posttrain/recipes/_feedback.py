@@ -1,15 +1,18 @@
-"""Shared by recipes that learn from preferences: comparisons of answers, a reward model, PPO against it, and the results."""
+"""Shared by recipes that learn from preferences: comparisons of answers, a reward model and PPO against it or DPO and its like,
+and the results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes.base import given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
@@ -59,8 +62,8 @@ class Scale:
         compared: int | None,
         beta: float | None,
         lr: float | None,
-    ) -> Scale:
-        """Return the same with the user's values."""
+    ) -> Self:
+        """Return these settings with the values that the user gave; None keeps a value."""
         return replace(
             self,
             steps=given(steps, self.steps),
@@ -103,6 +106,31 @@ def fit(
         batch=32,
         min_accuracy=min_accuracy,
         optimizer=scale.fit,
+    )
+
+
+def prefer(
+    algorithm: Algorithm, data: str, steps: int, lr: float, model: str = "sft"
+) -> PreferenceStage:
+    """Learn from preferences without a reward model. The stage has the name of its algorithm."""
+    return PreferenceStage(
+        name=algorithm.name,
+        model=model,
+        data=(data,),
+        steps=steps,
+        algorithm=algorithm,
+        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine"),
+    )
+
+
+def prefer_real(
+    algorithm: Algorithm, data: str, steps: int, lr: float, model: str
+) -> PreferenceStage:
+    """`prefer` for a real model on people's preferences, on one GPU: a quarter of the prompts is held out."""
+    stage = prefer(algorithm, data, steps, lr, model)
+    optimizer = replace(stage.optimizer, token_budget=16384)
+    return replace(
+        stage, optimizer=optimizer, held_out=0.25, evaluate_units=2000, evaluate_every=25
     )
 
 

@@ -30,7 +30,7 @@ def beginning(size: str) -> list[Stage]:
     ]
 
 
-def imitating(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
+def best_samples(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     """From that model, learn from the policy's own best samples by the score of the simulated annotator."""
     return [
         *beginning(size),

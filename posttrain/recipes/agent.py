@@ -104,8 +104,8 @@ def _tasks(
         sums = Arithmetic(level=2)
         return sums, ToolUse(sums, tools, format="call", max_turns=turns)
     alone, asked = Gsm8k(data=data, style="thinking"), Gsm8k(data=data, style="direct")
-    said = (INSTRUCTION, REMINDER)
-    return alone, ToolUse(asked, tools, calls, *said, max_turns=turns, max_output=500)
+    tool_use = ToolUse(asked, tools, calls, INSTRUCTION, REMINDER, max_turns=turns, max_output=500)
+    return alone, tool_use
 
 
 def _demonstrated(model: str, task: Task, count: int) -> SFTStage:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from posttrain.algorithms.best_of_n import BestOfN
-from posttrain.recipes._reviews import imitating
+from posttrain.recipes._reviews import best_samples
 from posttrain.recipes.base import Recipe
 
 
 def best_of_n(size: str = "nano", n: int = 8, steps: int = 100) -> Recipe:
     """Trains on tiny reviews, scored by the simulated annotator itself."""
-    stages = tuple(imitating(size, BestOfN(group=n), steps))
+    stages = tuple(best_samples(size, BestOfN(group=n), steps))
     return Recipe(stages, next_command="posttrain run best_of_n n=32")

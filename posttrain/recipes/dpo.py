@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import require
+from posttrain.recipes._feedback import prefer, prefer_real
 from posttrain.recipes._reviews import beginning, comparisons, versus
 from posttrain.recipes.base import Recipe, given
-from posttrain.stages.preference import PreferenceStage
-from posttrain.train.optimizer import Optimization
 
 
 def dpo(
@@ -28,37 +26,13 @@ def dpo(
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
         algorithm = DPO(beta=given(beta, 0.1))
-        stage = real("dpo", model, data, algorithm, given(steps, 75), given(lr, 2e-5))
+        stage = prefer_real(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
         again = f"posttrain run dpo model={model} data={data} beta=0.3"
         return Recipe((stage,), next_command=again)
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),
-        PreferenceStage(
-            name="dpo",
-            model="sft",
-            data=("comparisons",),
-            steps=given(steps, 150),
-            algorithm=DPO(beta=given(beta, 1.0)),
-            optimizer=Optimization(lr=given(lr, 1e-4), warmup=10, schedule="cosine"),
-        ),
+        prefer(DPO(beta=given(beta, 1.0)), "comparisons", given(steps, 150), given(lr, 1e-4)),
         versus("versus_sft", "dpo"),
     ]
     return Recipe(tuple(stages), next_command="posttrain run dpo beta=0.1")
-
-
-def real(
-    name: str, model: str, data: str, algorithm: Algorithm, steps: int, lr: float
-) -> PreferenceStage:
-    """Train a real model on people's preferences, on one GPU."""
-    return PreferenceStage(
-        name=name,
-        model=model,
-        data=(data,),
-        steps=steps,
-        algorithm=algorithm,
-        held_out=0.25,
-        evaluate_units=2000,
-        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine", token_budget=16384),
-        evaluate_every=25,
-    )

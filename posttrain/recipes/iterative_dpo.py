@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from posttrain.algorithms.dpo import DPO
 from posttrain.errors import require
+from posttrain.recipes._feedback import prefer
 from posttrain.recipes._reviews import beginning, comparisons, versus
 from posttrain.recipes.base import Recipe, best_round, given, repeat
 from posttrain.stages.base import Stage
-from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.preference import PreferenceStage
-from posttrain.stages.versus import VersusStage
 from posttrain.tasks.prompts import Prompts
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 PROMPTS = 1000  # a round
@@ -46,53 +45,27 @@ def iterative_dpo(
     the reward reads. At most `problems` prompts, a tenth of the file, are held out; on these each round is compared with the
     first model.
     """
-    rate = given(lr, 1e-6 if model else 1e-4)
-    settings = given(beta, 0.1 if model else 1.0), given(steps, 80), rate
+    asked, play = comparisons("comparisons", "previous dpo", prompts), versus("versus_sft", "dpo")
+    algorithm, rate = DPO(beta=given(beta, 0.1 if model else 1.0)), 1e-6 if model else 1e-4
+    train = prefer(algorithm, "comparisons", given(steps, 80), given(lr, rate), "previous dpo")
     if not model:
         alone = not (data or reward or reward_model)
         require(alone, "iterative_dpo: data and rewards are for a real model: give one as model")
-        asked = comparisons("comparisons", "previous dpo", PROMPTS)
-        one = [asked, learning(*settings), versus("versus_sft", "dpo")]
-        stages = [*beginning(size), *in_rounds(one, rounds, "sft", PROMPTS)]
+        stages = [*beginning(size), *in_rounds([asked, train, play], rounds, "sft", prompts)]
         return Recipe(tuple(stages), next_command="posttrain run iterative_dpo rounds=5")
     require(bool(data), "iterative_dpo: give prompts as data, a JSONL file")
     decides = "iterative_dpo: give what ranks answers: reward or reward_model, one of them"
     require(bool(reward) != bool(reward_model), decides)
     task = Prompts(data, reward=reward, style=style, answer_after=answer_after, held_out=0.1)
-    sampling = Sampling(tokens)
-    compare = ComparisonsStage(
-        name="comparisons",
-        model="previous dpo",
-        task=task,
-        prompts=prompts,
-        samples=samples,
-        noise=0.0,
-        reward_model=reward_model,
-        sampling=sampling,
-    )
-    play = VersusStage(
-        name="versus_sft",
-        model="dpo",
-        against=model,
-        task=task,
-        problems=problems,
-        reward_model=reward_model,
-        sampling=sampling,
-    )
-    stages = in_rounds([compare, learning(*settings), play], rounds, model, prompts)
+    both: dict[str, Any] = {
+        "task": task,
+        "sampling": Sampling(tokens),
+        "reward_model": reward_model,
+    }
+    asked = replace(asked, samples=samples, noise=0.0, **both)
+    play = replace(play, against=model, problems=problems, text=(), **both)
+    stages = in_rounds([asked, train, play], rounds, model, prompts)
     return Recipe(tuple(stages), next_command=f"posttrain run iterative_dpo model={model} rounds=5")
-
-
-def learning(beta: float, steps: int, lr: float) -> PreferenceStage:
-    """The training stage of each round."""
-    return PreferenceStage(
-        name="dpo",
-        model="previous dpo",
-        data=("comparisons",),
-        steps=steps,
-        algorithm=DPO(beta=beta),
-        optimizer=Optimization(lr=lr, warmup=10, schedule="cosine"),
-    )
 
 
 def in_rounds(one: Sequence[Stage], rounds: int, start: str, prompts: int) -> list[Stage]:

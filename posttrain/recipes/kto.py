@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from posttrain.algorithms.kto import KTO
 from posttrain.errors import require
+from posttrain.recipes._feedback import prefer, prefer_real
 from posttrain.recipes._reviews import SAMPLING, TASK, beginning, versus
 from posttrain.recipes.base import Recipe, given
-from posttrain.recipes.dpo import real
-from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.sample import SampleStage
-from posttrain.train.optimizer import Optimization
 
 LIKED = 0.6  # the simulated annotator likes a review from this score on
 
@@ -32,10 +30,10 @@ def kto(
     of pairs) a real model learns from this feedback, and is measured on a quarter of the prompts, which are held out.
     """
     require(bool(model) == bool(data), "kto: model and data, a file of feedback, go together")
-    settings = {"desirable": desirable, "undesirable": undesirable}
+    beta = given(beta, 0.1 if model else 0.3)
+    algorithm = KTO(beta=beta, desirable=desirable, undesirable=undesirable)
     if model:
-        algorithm = KTO(beta=given(beta, 0.1), **settings)
-        stage = real("kto", model, data, algorithm, given(steps, 75), given(lr, 2e-5))
+        stage = prefer_real(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
         again = f"posttrain run kto model={model} data={data} beta=0.3"
         return Recipe((stage,), next_command=again)
     stages = [
@@ -50,14 +48,7 @@ def kto(
             min_score=LIKED,
             sampling=SAMPLING,
         ),
-        PreferenceStage(
-            name="kto",
-            model="sft",
-            data=("feedback",),
-            steps=given(steps, 150),
-            algorithm=KTO(beta=given(beta, 0.3), **settings),
-            optimizer=Optimization(lr=given(lr, 1e-4), warmup=10, schedule="cosine"),
-        ),
+        prefer(algorithm, "feedback", given(steps, 150), given(lr, 1e-4)),
         versus("versus_sft", "kto"),
     ]
     return Recipe(tuple(stages), next_command="posttrain run kto beta=0.1")

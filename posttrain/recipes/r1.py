@@ -64,7 +64,7 @@ def r1(
 
 
 def with_requests(scale: Scale, toy: bool) -> Scale:
-    """Return the same with requests in the last stage. A toy model must first learn how to answer one."""
+    """Return these settings with requests in the last stage. A toy model must first learn how to answer one."""
     shown = Data(task=Requests("any"), counts={0: 2000}, weight=0.15)
     scale = replace(scale, requests=Requests())
     if not toy:

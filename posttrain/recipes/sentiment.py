@@ -7,69 +7,57 @@ from dataclasses import dataclass, replace
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes import _reviews
+from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
 from posttrain.recipes._toys import imitating
 from posttrain.recipes.base import Recipe, given, repeat
-from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.overoptimisation import OveroptimisationStage
-from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.reward_sources import RewardModels
-from posttrain.stages.rl import RLStage
-from posttrain.stages.versus import VersusStage
-from posttrain.tasks.base import Task
 from posttrain.tasks.reviews import Reviews
-from posttrain.tasks.sentiment import Sentiment
+from posttrain.tasks.sentiment import Sentiment, Style
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 SKIP = 10_000  # problems between the first ones of two rounds, so that no two rounds share any
+CURVE = 8  # points of a round's curve
+ALGORITHM = PPO(epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
-    """The settings that differ between a toy model and a real one."""
+class RoundScale(Scale):
+    """The settings of a round that differ between a toy model and a real one."""
 
-    start: str  # the model that is optimised; KL is measured from it
-    task: Task
-    sampling: Sampling
-    fit: Optimization  # of the reward model
-    fit_steps: int
-    fit_more: int  # more steps in each further round, which has more rankings
-    policy: Optimization
-    critic: Optimization
-    prompts: int
+    fit_more: int  # more steps of the reward model in each further round, which has more rankings
     measured: int  # held-out problems of each point of the curve
-    problems: int  # held-out problems of best of n
-    text: tuple[Data, ...] = ()  # text whose perplexity measures the cost
+    best_of: int  # held-out problems of best of n
 
 
-TOY = Scale(
-    start="sft",
+TOY = RoundScale(
     task=Reviews(strict=True),
     sampling=_reviews.SAMPLING,
+    algorithm=ALGORITHM,
+    steps=36,
     prompts=64,
     measured=200,
-    problems=40,
+    best_of=40,
     fit=Optimization(lr=1e-3, warmup=10, schedule="cosine"),
     fit_steps=60,
     fit_more=100,
     policy=Optimization(lr=2e-4, warmup=5),
-    critic=Optimization(lr=1e-3),
-    text=(_reviews.UNSEEN,),
+    unseen=(_reviews.UNSEEN,),
+    checkpoint_every=100,
 )
-REAL = Scale(
-    start="",
+REAL = replace(
+    TOY,
     task=Sentiment(strict=True),
     sampling=Sampling(64),
     prompts=256,
-    measured=500,
-    problems=100,
+    best_of=100,
     fit=Optimization(lr=2e-5, warmup=5, schedule="cosine"),
     fit_steps=40,
     fit_more=40,
     policy=Optimization(lr=1e-5, warmup=5),
     critic=Optimization(lr=2e-5),
+    unseen=(),
 )
 
 
@@ -85,7 +73,7 @@ def sentiment(
     prompts: int | None = None,
     lr: float | None = None,
     reward_lr: float | None = None,
-    style: str = "sentence",
+    style: Style = "sentence",
     tokens: int = 64,
     problems: int = 500,
 ) -> Recipe:
@@ -102,78 +90,43 @@ def sentiment(
     """
     usual = REAL if model else TOY
     scale = replace(
-        usual,
-        prompts=given(prompts, usual.prompts),
+        usual.changed(steps, prompts, problems, comparisons, beta, lr),
         fit=replace(usual.fit, lr=given(reward_lr, usual.fit.lr)),
-        policy=replace(usual.policy, lr=given(lr, usual.policy.lr)),
         critic=replace(usual.critic, lr=given(reward_lr, usual.critic.lr)),
     )
     first, again = [imitating(size, _reviews.PEOPLE)], "beta=0.2"
     if model:
         task, sampling = Sentiment(style, strict=True), Sampling(tokens)
         scale = replace(scale, start=model, task=task, sampling=sampling, measured=problems)
-        scale = replace(scale, problems=min(scale.problems, problems))
+        scale = replace(scale, best_of=min(scale.best_of, problems))
         first, again = [], f"model={model} beta=0.1"
-    one = one_round(scale, comparisons, beta, steps, problems)
-    stages = (*first, *optimised(scale, one, rounds, fresh, beta_increment))
+    stages = (*first, *optimised(scale, one_round(scale), rounds, fresh, beta_increment))
     return Recipe(stages, next_command=f"posttrain run sentiment {again}")
 
 
-def one_round(
-    scale: Scale, comparisons: int, beta: float, steps: int, problems: int
-) -> list[Stage]:
+def one_round(scale: RoundScale) -> list[Stage]:
     """Compare, fit and optimise, always from the first model."""
-    start, task, sampling = scale.start, scale.task, scale.sampling
     return [
-        ComparisonsStage(
-            name="comparisons",
+        replace(
+            compare(scale),
             model="previous rl",
-            against=start,
+            against=scale.start,
             before="previous comparisons",
-            task=task,
-            prompts=comparisons,
             samples=4,
-            sampling=sampling,
         ),
-        RewardModelStage(
-            name="reward",
-            model=start,
-            data=("comparisons",),
-            steps=scale.fit_steps,
-            optimizer=scale.fit,
-            evaluate_every=0,
-        ),
-        RLStage(
-            name="rl",
-            model=start,
-            task=task,
-            steps=steps,
-            prompts=scale.prompts,
-            sampling=sampling,
-            algorithm=PPO(beta=beta, epochs=2, mini_batches=2, critic_warmup=3, missing_eos=1.0),
-            reward=RewardModels(models=("reward",)),
-            critic="reward",
-            optimizer=scale.policy,
-            critic_optimizer=scale.critic,
-            evaluate_every=max(1, steps // 8),
+        replace(fit(scale, min_accuracy=0.0), batch=16, evaluate_every=0),
+        replace(
+            optimise(scale),
+            evaluate_every=max(1, scale.steps // CURVE),
             evaluate_problems=0,
             measure_problems=scale.measured,
-            checkpoint_every=100,
         ),
-        VersusStage(
-            name="versus_sft",
-            model="rl",
-            against=start,
-            task=task,
-            problems=problems,
-            sampling=sampling,
-            text=scale.text,
-        ),
+        versus(scale),
     ]
 
 
 def optimised(
-    scale: Scale, one: Sequence[Stage], rounds: int, fresh: int, beta_increment: float
+    scale: RoundScale, one: Sequence[Stage], rounds: int, fresh: int, beta_increment: float
 ) -> list[Stage]:
     """The rounds, and the curves of all of them."""
     stages = repeat(
@@ -194,7 +147,7 @@ def optimised(
         task=scale.task,
         trained=tuple(f"rl_{n}" for n in numbers),
         reward_models=tuple(f"reward_{n}" for n in numbers),
-        problems=scale.problems,
+        problems=scale.best_of,
         sampling=scale.sampling,
     )
     return [*stages, curves]

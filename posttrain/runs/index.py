@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import require
+from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.layout import EpisodeRow, EventRow, RolloutRow
 from posttrain.runs.read import History, Run, parse_event, parse_rollout, parse_row
@@ -355,8 +355,9 @@ class Index:
             with open_file(layout.rollout_file(self.run.directory, one.stage, one.step)) as file:
                 file.seek(start)
                 row = parse_rollout(json.loads(file.read(size)))
-            require(row is not None, f"{one.stage}/{one.step}/{one.number} cannot be read")
-            rows += [row] if row is not None else []
+            if row is None:
+                raise UserError(f"{one.stage}/{one.step}/{one.number} cannot be read")
+            rows.append(row)
         return rows
 
     def choices(self) -> dict[str, list[Any]]:

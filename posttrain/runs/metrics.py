@@ -34,7 +34,7 @@ class Figures(dict[str, float]):
         self.merged = merged
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the same as metrics that merge with others."""
+        """Return the totals and counts, which can be merged with other metrics."""
         return tuple(self.merged.values())
 
 
@@ -75,6 +75,9 @@ def _joined(before: Metric, metric: Metric) -> float:
     )
 
 
+# parts of a score that say what the reward stands for, and their metrics; the first that was measured counts
+GOLD_PARTS = ("task", "gold", "answer")
+GOLD = tuple(f"reward/{part}" for part in GOLD_PARTS)
 # the first of these that was measured counts; -1: lower is better
 SCORES = {"accuracy/test": 1.0, "reward/test": 1.0, "accuracy/held_out": 1.0, "loss/held_out": -1.0}
 

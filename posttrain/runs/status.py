@@ -112,14 +112,10 @@ def verdict(index: Index) -> Verdict:
     warned = [e for e in alarms(index.events()) if e.details.get("stage") == stage]
     if warned and found.answer != "no":
         last = str(warned[-1].details.get("text", ""))
-        said = f"Careful: {_lower(found.headline)} But an alarm was raised."
+        headline = found.headline[:1].lower() + found.headline[1:]
+        said = f"Careful: {headline} But an alarm was raised."
         return Verdict("careful", said, (last, *found.because), stage, found.figure)
     return found
-
-
-def _lower(text: str) -> str:
-    """Return a sentence in the form that follows a colon; KL and the like keep their capitals."""
-    return text[:1].lower() + text[1:]
 
 
 def _broken(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict | None:

@@ -83,7 +83,7 @@ class Guard:
 
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
-            self.check(scope, headers)
+            self.check(headers)
         except wire.Refused as error:
             more = {429: {"retry-after": "1"}, 413: {"connection": "close"}}.get(error.status)
             response = JSONResponse(error.body(), error.status, more)
@@ -97,7 +97,7 @@ class Guard:
         finally:
             self.busy -= 1
 
-    def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+    def check(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
         if not permitted(host, self.hosts):
             text = f"the host {host[:100]!r} is not this server's; name it with --name"

@@ -245,12 +245,12 @@ class Models:
         prompts = model.prompts(body)
         longest = max(len(prompt.ids) for prompt in prompts)
         tokens = body.tokens(longest, model.positions, self.max_new_tokens)
-        asked = Asked(self, model, body, prompts, tokens)
+        asked = ActiveRequest(self, model, body, prompts, tokens)
         return Answer(model.name, [prompt.ids for prompt in prompts], asked.deltas())
 
 
 @dataclass(eq=False)
-class Asked:
+class ActiveRequest:
     """A request in progress, with a ticket and a choice for each sample of each prompt."""
 
     models: Models

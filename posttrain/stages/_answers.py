@@ -21,7 +21,7 @@ from posttrain.models.policy import Policy
 from posttrain.stages._material import Data, gather
 from posttrain.stages._naming import ModelName
 from posttrain.stages._plan import DryRun, fewer
-from posttrain.stages.base import Context, Stage, load_reward_model, model_places
+from posttrain.stages.base import Context, Stage, load_reward_models
 from posttrain.tasks.base import Task
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_examples, pack_groups
@@ -80,7 +80,7 @@ class AskingStage(AnswerStage):
     leaves = "data"
     writes_responses: ClassVar[bool] = True  # whether its data holds responses, one turn each
 
-    prompts: Count = 1000
+    prompts: Count = 1000  # training problems to answer
     samples: Several = 4
     skip: Whole = 0  # problems to pass over, so that another round sees new ones
 
@@ -127,7 +127,7 @@ def assistant(rollout: Rollout) -> list[dict[str, JSON]]:
 
 def rated_by(context: Context, policy: Policy, name: str, groups: Sequence[Group]) -> list[Group]:
     """The groups with scores of the reward models called `name`."""
-    scorers = [load_reward_model(place, context) for place in model_places(name, context)]
+    scorers = load_reward_models(name, context)
     return rate_groups(ModelRating(scorers, tokenizer=policy.tokenizer), groups)
 
 

@@ -45,8 +45,7 @@ def check_stages(
         for stage in stages:
             if stage.name in due:
                 with prefixed(stage.name):
-                    stage.check_ready(device)
-                    stage.ready(names)
+                    stage.check_ready(device, names)
                 reader = check_models(stage, before, readers)
                 warnings[stage.name] = check_problems(stage, reader)
                 if stage.name in read:

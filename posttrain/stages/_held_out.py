@@ -18,7 +18,7 @@ from posttrain.types import Metric
 Piece = tuple[int, list[Metric]]  # index of the first prompt, and its metrics
 
 
-class Judge:
+class HeldOutEvaluation:
     """Computes the loss and the metrics of an algorithm on held-out units."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]):

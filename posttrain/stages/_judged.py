@@ -70,6 +70,7 @@ class JudgedStage(Stage):
     reward_model: ScorerName = ""
     judge: JudgeSettings | None = None
 
-    def ready(self, names: Collection[str]) -> None:
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         if self.judge is not None:
             self.judge.ready()

@@ -188,8 +188,10 @@ def memory_line(stage: DataStage, policy: Policy, longest: int) -> str:
     """The memory of a stage that learns from units of up to `longest` tokens."""
     way = planned_way(stage, policy, longest)
     tokens = min(max(way.tokens, longest), stage.batch * longest)
-    settings = (stage.optimizer, stage.lora, 0.0, stage.role_bytes(policy, tokens), way.layered)
-    return training_memory(policy, tokens, *settings).line()
+    others, lora = stage.role_bytes(policy, tokens), stage.lora
+    return training_memory(
+        policy, tokens, stage.optimizer, lora, others=others, layered=way.layered
+    ).line()
 
 
 def how_long(stage: DataStage, size: int = 0) -> str:
@@ -294,8 +296,9 @@ def rl_memory(
     released before training counts only as far as it exceeds the gradients and activations that take its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     others["weights of the sampler"] = stage.sampler_bytes(policy)
-    settings = (stage.optimizer, stage.lora, cache, others, layered, predicted)
-    made = training_memory(policy, tokens, *settings)
+    made = training_memory(
+        policy, tokens, stage.optimizer, stage.lora, cache, others, layered, predicted
+    )
     if not stage.release_cache:
         return made
     left = max(0.0, cache - made.sizes["gradients"] - made.sizes["activations"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +181,9 @@ def _segments(row: RolloutRow, own: Mapping[str, np.ndarray]) -> Iterator[Segmen
     """The given and the sampled segments, in order."""
     ids, logprob = own["ids"].astype(np.int64), own["logprob"].astype(np.float32)
     sampled = sampled_tokens(own, row.length)
-    for start, end in pairwise(_edges(sampled.tolist())):
+    changes = np.flatnonzero(np.diff(sampled)) + 1
+    for start, end in pairwise([0, *changes.tolist(), len(sampled)]):
         if sampled[start]:
             yield Segment(ids[start:end], "", True, logprob[start:end], finish=row.finish)
         else:
             yield Segment(ids[start:end], "", False)
-
-
-def _edges(values: Sequence[bool]) -> Iterable[int]:
-    """The start of each run of equal values, and the end of the last."""
-    sizes = [len(list(run)) for _, run in groupby(values)]
-    return [0, *np.cumsum(sizes).tolist()]

@@ -16,7 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.runs.layout import AnswerRow
 from posttrain.stages.base import Context, Stage, load_policy, temporary_context
 from posttrain.stages.train import DataStage
-from posttrain.system.files import read_text
+from posttrain.system.files import is_reward_model
 from posttrain.tasks.base import Task
 from posttrain.types import Message, Sampling
 
@@ -28,7 +28,7 @@ MAX_FILES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SharedPrompt:
     """A prompt, as turns of a task or as ids of a file, with its text and, if known, the answer."""
 
     text: str
@@ -43,12 +43,8 @@ def answering_models(
 ) -> dict[str, Path]:
     """The policies of a run by stage, in the order of the stages; without `answering`, its reward models."""
     folders = {name: directory / "stages" / name / "model" for name in stages}
-    configs = {name: folder / "config.json" for name, folder in folders.items()}
-    return {
-        name: folders[name]
-        for name, file in configs.items()
-        if file.is_file() and ("ForSequenceClassification" not in read_text(file)) == answering
-    }
+    made = {name: path for name, path in folders.items() if (path / "config.json").is_file()}
+    return {name: path for name, path in made.items() if is_reward_model(path) != answering}
 
 
 def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
@@ -59,7 +55,7 @@ def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
     if len(models) < 2 or size > MAX_MODELS[context.device.partition(":")[0]]:
         return []
     rows: list[AnswerRow] = []
-    asked: list[Asked] = []
+    asked: list[SharedPrompt] = []
     for name in models:
         policy = load_policy(name, context)
         asked = asked or find_prompts(context, stages, policy)
@@ -68,7 +64,7 @@ def stage_answers(context: Context, stages: Sequence[Stage]) -> list[AnswerRow]:
 
 
 def answers_of(
-    context: Context, stage: str, policy: Policy, asked: Sequence[Asked]
+    context: Context, stage: str, policy: Policy, asked: Sequence[SharedPrompt]
 ) -> list[AnswerRow]:
     """The answers of one model to each prompt."""
     ids = [one.ids or tuple(render_prompt(policy.tokenizer, one.turns)) for one in asked]
@@ -85,7 +81,7 @@ def answers_of(
     return rows
 
 
-def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> list[Asked]:
+def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> list[SharedPrompt]:
     """Held-out problems of the last stage with a task; without one, held-out prompts of the last stage with data files. If nothing
     was held out, training prompts."""
     for stage in reversed(stages):
@@ -95,7 +91,9 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
             problems = held_out if len(held_out) else task.problems("train")
             first = [problems[n] for n in range(min(PROMPTS, len(problems)))]
             known = len(held_out) > 0
-            return [Asked(p.question, tuple(task.prompt(p)), (), p.answer, known) for p in first]
+            return [
+                SharedPrompt(p.question, tuple(task.prompt(p)), (), p.answer, known) for p in first
+            ]
     for stage in reversed(stages):
         files = [*map(Path, chain(*stage.named("data").values()))]
         there = bool(files) and all(path.is_file() for path in files)
@@ -105,11 +103,11 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
     return []
 
 
-def from_files(context: Context, stage: DataStage, policy: Policy) -> list[Asked]:
+def from_files(context: Context, stage: DataStage, policy: Policy) -> list[SharedPrompt]:
     """Prompts from the data files of a stage, read again without messages."""
     with temporary_context(context.seed, context.device) as quiet:
         train, held_out = stage.examples(quiet, policy)
     decoder = Decoder(policy.tokenizer)
     prompts = [e.ids[: prompt_length(e)].tolist() for e in held_out or train]
     different = list(dict.fromkeys(tuple(ids) for ids in prompts if ids))[:PROMPTS]
-    return [Asked(decoder.decode(ids)[0], (), ids, "", bool(held_out)) for ids in different]
+    return [SharedPrompt(decoder.decode(ids)[0], (), ids, "", bool(held_out)) for ids in different]

@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from posttrain.data.labels import cohen_kappa
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
 from posttrain.errors import Count, GuardStop, Share, require
+from posttrain.evals.agreement import cohen_kappa
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
 from posttrain.rewards.judge import Verdict
@@ -79,8 +79,7 @@ class AgreementStage(JudgedStage):
         """How often the reward model gives the higher score to the response that people preferred."""
         scorer = load_reward_model(model_places(self.reward_model, context)[0], context)
         read = read_preferences(file, scorer.tokenizer, scorer.model.config.max_position_embeddings)
-        for line in read.lines():
-            context.announce(self.name, [line])
+        context.announce(self.name, read.lines())
         found = judge_pairs(scorer, read.units[: self.pairs], BUDGET)
         accuracy, judged = found.accuracy, len(found.margin_K)
         said = f"{self.reward_model} prefers what people preferred in {accuracy} of {judged} pairs"

@@ -220,13 +220,9 @@ class Stage(Naming, ABC):
     def run(self, context: Context) -> dict[str, JSON]:
         """Run the stage. The returned figures become its result."""
 
-    def ready(self, names: Collection[str]) -> None:
-        """Check the stage's files before the first stage runs. `names` are the stages of the run; the data of those may not exist
-        yet."""
-
-    def check_ready(self, device: str) -> None:
-        """Raise an error if something that the stage needs is missing (a package, a compiler) or impossible, before the first stage
-        runs."""
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        """Raise an error if something that the stage needs is missing (a package, a compiler, a file) or impossible, before the first
+        stage runs. `names` are the stages of the run; the data of those may not exist yet."""
         task = getattr(self, "task", None)
         if isinstance(task, Task):
             task.ready()
@@ -482,6 +478,11 @@ def load_reward_model(place: str, context: Context) -> Scorer:
     scorer = load_scorer(place, _dtype(context), context.device)
     scorer.events = context.events
     return scorer
+
+
+def load_reward_models(name: str, context: Context) -> list[Scorer]:
+    """Load the reward models called `name`: all members of a stage's ensemble, or the one in a directory or under a hub name."""
+    return [load_reward_model(place, context) for place in model_places(name, context)]
 
 
 def model_places(name: str, context: Context) -> list[str]:

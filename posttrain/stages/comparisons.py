@@ -126,16 +126,14 @@ class ComparisonsStage(JudgedStage, AskingStage):
         if not file.is_file():
             asked = [kept for g, _ in self.groups(context) if (kept := self.different(g, counts))]
             rows = [self.asked(kept) for kept in asked]
-            left = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            context.announce(
-                self.name, [f"{len(rows):,} prompts to compare; left out: {left or 'none'}"]
-            )
+            said = f"{len(rows):,} prompts to compare; left out: {listed(counts)}"
+            context.announce(self.name, [said])
             same = f"{self.name}: no two answers to a prompt differ; raise the temperature"
             require(bool(rows), same)
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
         labels = Labels.read(file)
-        done, every = labels.report().labelled, len(labels.items)
+        done, every = labels.labelled(), len(labels.items)
         needed = min(self.needed or every, every)
         if done < needed:
             text = f"waiting for labels: {done} of {needed}; compare the answers in 'posttrain studio' or with 'posttrain label {file}'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +16,7 @@ from posttrain.stages._naming import DataName
 from posttrain.stages._plan import DryRun, few_steps, many, planned_way, training_memory
 from posttrain.stages._saved_groups import Saved, read_saved
 from posttrain.stages.base import Context, Stage, data_place
-from posttrain.stages.train import MaxLength, ReferenceStage, trained
+from posttrain.stages.train import MaxLength, ReferenceStage, length_limit, trained
 from posttrain.types import JSON, Sampling
 
 UNKNOWN = (
@@ -56,19 +55,16 @@ class OfflineRLStage(ReferenceStage):
             yield "supervision=process needs the values of steps, which saved groups do not have"
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
-        there = [path for path in self.data if path not in before]
-        for path in there if reader.tokenizer is not None else ():
-            read_saved(path, reader.tokenizer, self.longest(reader), self.temperature)
-
-    def longest(self, reader: Policy | Reader) -> int:
-        """The most tokens of a prompt and a response together. An error if they exceed the model's positions."""
-        reader.check_length(self.max_length, f"lower {self.name}.max_length")
-        return self.max_length or reader.positions or sys.maxsize
+        if reader.tokenizer is None:
+            return
+        longest = length_limit(self.name, self.max_length, reader)
+        for path in (path for path in self.data if path not in before):
+            read_saved(path, reader.tokenizer, longest, self.temperature)
 
     def read(self, context: Context, policy: Policy) -> list[Saved]:
         places = [data_place(path, context) for path in self.data]
-        how = (policy.tokenizer, self.longest(policy), self.temperature)
-        saved = [read_saved(place, *how) for place in places]
+        tokenizer, longest = policy.tokenizer, length_limit(self.name, self.max_length, policy)
+        saved = [read_saved(place, tokenizer, longest, self.temperature) for place in places]
         alike = len({one.known for one in saved}) == 1
         require(alike, f"{self.name}: some files of data have logprobs; give them in all, or none")
         return saved
@@ -84,8 +80,9 @@ class OfflineRLStage(ReferenceStage):
         way = planned_way(self, policy, max(sizes))
         tokens = min(way.tokens, self.batch * sum(sizes) // groups)
         others = self.role_bytes(policy, tokens)
-        settings = (self.optimizer, self.lora, 0.0, others, way.layered)
-        memory = training_memory(policy, tokens, *settings)
+        memory = training_memory(
+            policy, tokens, self.optimizer, self.lora, others=others, layered=way.layered
+        )
         return [step, *chain(*(one.lines() for one in saved)), memory.line()]
 
     def dry_run(self) -> DryRun:

@@ -73,8 +73,8 @@ class OveroptimisationStage(AnswerStage):
     def best_of_n(self, context: Context) -> dict[str, Curve]:
         """The points of best-of-n: one set of samples, ordered by each reward model in turn."""
         policy, problems = self.load(context), self.task.problems("test")[: self.problems]
-        drawn = (self.samples, seeds(context, 64), BATCH)
-        groups = list(self.ask(context, policy, problems, *drawn))
+        seed = seeds(context, 64)
+        groups = list(self.ask(context, policy, problems, self.samples, seed, batch=BATCH))
         ns = [2**power for power in range(self.samples.bit_length())]
         curves = {}
         for name in self.reward_models:

@@ -12,7 +12,7 @@ from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels,
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
-from posttrain.stages._held_out import Judge, by_count
+from posttrain.stages._held_out import HeldOutEvaluation, by_count
 from posttrain.stages._material import measured_units
 from posttrain.stages._naming import DataName
 from posttrain.stages.base import Context
@@ -51,7 +51,8 @@ class PreferenceStage(UnitStage, ReferenceStage):
     def measures(self) -> bool:
         return self.evaluate_every > 0 and (self.held_out > 0 or bool(self.held_out_data))
 
-    def ready(self, names: Collection[str]) -> None:
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         there = all(path not in names and Path(path).is_file() for path in self.data)
         if self.algorithm.learns_from == "labels" and there:
             good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))
@@ -71,10 +72,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
 
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         if not self.held_out_data:
-            train, held_out = super().split(context, tokenizer)
-        else:
-            places = (self.data, self.held_out_data)
-            train, held_out = (self.read(context, tokenizer, paths) for paths in places)
+            return super().split(context, tokenizer)
+        places = (self.data, self.held_out_data)
+        train, held_out = (self.read(context, tokenizer, paths) for paths in places)
         return train, held_out
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
@@ -102,10 +102,10 @@ class PreferenceStage(UnitStage, ReferenceStage):
         train, held_out = limited.material(context, policy.tokenizer)
         return limited.learn(context, policy, [train], [1.0], held_out)
 
-    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+    def held_out_result(self, context: Context, evaluation: HeldOutEvaluation) -> dict[str, JSON]:
         """The figures on held-out preferences at the end. The pairs of one ranking share its responses, so the interval is over
         prompts."""
-        pieces = judge.pieces(by_unit=True)
+        pieces = evaluation.pieces(by_unit=True)
         figures = merge([metric for _, metrics in pieces for metric in metrics])
         right = by_count(pieces, "accuracy")
         marks, prompts = zip(*right, strict=True)

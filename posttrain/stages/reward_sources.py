@@ -29,7 +29,7 @@ from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
 from posttrain.rewards.judge import read_rubric
 from posttrain.stages._naming import ModelName, Naming, ScorerName
-from posttrain.stages.base import Context, load_policy, load_reward_model, model_places
+from posttrain.stages.base import Context, load_policy, load_reward_models
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
@@ -158,17 +158,18 @@ class FunctionRating:
         text = f"the reward {labels} has not returned for {len(rollouts)} responses after {SLOW:g} s; nothing ends it in this process"
         timer = Timer(SLOW, self.events.emit, ("slow_reward", text, "warning"))
         with no_running_loop(), _cancelling(timer):
-            given = [r.problem for r in rollouts], [r.judged for r in rollouts]
-            found: list[Score] = finished(self.function.scores(*given))
+            problems, responses = [r.problem for r in rollouts], [r.judged for r in rollouts]
+            found: list[Score] = finished(self.function.scores(problems, responses))
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scorers(RewardSource):
-    """Reward models, each a stage (which may have trained several) or a directory, combined as in rewards/_models.py: mean, worst,
-    or the mean minus `k` standard deviations. `weights`, one for each of `models`, weight mean and deviation; models of one stage
-    share its weight. `device=cpu` keeps them on the CPU between calls."""
+class RewardModels(RewardSource):
+    """Outcome reward models: one score for a whole response. Each is a stage (which may have trained several) or a directory. They are
+    combined as in rewards/_models.py: mean, worst, or the mean minus `k` standard deviations. `weights`, one for each of `models`,
+    weight mean and deviation; models of one stage share its weight. `device=cpu` keeps them on the CPU between calls."""
 
+    name: ClassVar[str] = "models"
     makes: ClassVar[type[ModelRating]] = ModelRating
 
     models: tuple[ScorerName, ...]
@@ -192,10 +193,10 @@ class _Scorers(RewardSource):
         return replace(self, device="cpu")
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
-        by_name = [model_places(name, context) for name in self.models]
-        scorers = [load_reward_model(place, context) for places in by_name for place in places]
-        shared = zip(self.weights, by_name, strict=False)
-        weights = tuple(w / len(places) for w, places in shared for _ in places)
+        ensembles = [load_reward_models(name, context) for name in self.models]
+        shared = zip(self.weights, ensembles, strict=False)
+        weights = tuple(weight / len(members) for weight, members in shared for _ in members)
+        scorers = [*chain(*ensembles)]
         for scorer in scorers:
             same_vocabulary(where, policy, scorer)
             scorer.model.requires_grad_(False)
@@ -209,22 +210,15 @@ class _Scorers(RewardSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModels(_Scorers):
-    """Outcome reward models: one score for a whole response."""
-
-    name: ClassVar[str] = "models"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessRewardModels(_Scorers):
-    """Process reward models: a value for every step; the value of a response is that of its worst step. `steps` says what ends a
-    step: a text, pattern:REGEX (as in 'pattern:\n(?=Step [0-9]+)'), or token:TEXT, one token."""
+class ProcessRewardModels(RewardModels):
+    r"""Process reward models, combined like outcome reward models: a value for every step; the value of a response is that of its
+    worst step. `steps` says what ends a step: a text, pattern:REGEX (as in 'pattern:\n(?=Step [0-9]+)'), or token:TEXT, one token."""
 
     name: ClassVar[str] = "process"
     gives_steps: ClassVar[bool] = True
     makes = ProcessRating
 
-    steps: str = "\n"
+    steps: str = "\n"  # what ends a step: a text, pattern:REGEX, or token:TEXT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,7 +300,7 @@ class Weighted(Naming):
     label: str = ""
 
     @property
-    def part(self) -> str:
+    def key(self) -> str:
         return self.label or self.reward.name
 
 
@@ -321,10 +315,10 @@ class MixedReward(RewardSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
-        labels = [part.part for part in self.parts]
+        labels = [part.key for part in self.parts]
         alike = f"parts: {', '.join(labels)} must differ; give each a label of its own"
         require(len(set(labels)) == len(labels), alike)
-        nested = ", ".join(part.part for part in self.parts if part.reward.rated)
+        nested = ", ".join(part.key for part in self.parts if part.reward.rated)
         require(not nested, f"parts: {nested}: set rated of the mix, not of a part of it")
 
     def reads_ids(self) -> tuple[str, ...]:
@@ -385,8 +379,8 @@ class MixedRating:
         return [self.score(scores) for scores in zip(*by_part, strict=True)]
 
     def score(self, scores: Sequence[Score]) -> Score:
-        named = {part.part: score for part, score in zip(self.parts, scores, strict=True)}
-        value = sum(part.weight * (named[part.part].value or 0.0) for part in self.parts)
+        named = {part.key: score for part, score in zip(self.parts, scores, strict=True)}
+        value = sum(part.weight * (named[part.key].value or 0.0) for part in self.parts)
         inner = {name: value for score in scores for name, value in score.parts.items()}
         found = combined(named, value)
         return replace(found, parts={**inner, **found.parts}) if found.valid else found

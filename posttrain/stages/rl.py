@@ -212,8 +212,8 @@ class RLStage(ReferenceStage):
         held_out = max(self.evaluate_problems if self.measures() else 0, self.measure_problems)
         return problems[:held_out] if split == "test" else problems
 
-    def check_ready(self, device: str) -> None:
-        super().check_ready(device)
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         alike = "on a CPU the sampler and the trainer compute in float32 and choose alike"
         text = f"router_replay is for a GPU: {alike}; leave it out"
         require(device.startswith("cuda") or not self.router_replay, text)

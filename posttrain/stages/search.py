@@ -20,7 +20,7 @@ from posttrain.models.policy import Policy
 from posttrain.stages._answers import AnswerStage, seeds
 from posttrain.stages._continued import Continued, beginning, cut, joined
 from posttrain.stages._naming import ScorerName
-from posttrain.stages.base import Context, load_reward_model, model_places
+from posttrain.stages.base import Context, load_reward_models
 from posttrain.train.rating import ProcessRating
 from posttrain.types import JSON, Group, Problem, Rollout, Score
 
@@ -94,7 +94,7 @@ class SearchStage(AnswerStage):
         return {"model": self.model, "problems": len(groups), "accuracy": found, "tokens": spent}
 
     def rating(self, context: Context, policy: Policy, name: str) -> ProcessRating:
-        scorers = [load_reward_model(place, context) for place in model_places(name, context)]
+        scorers = load_reward_models(name, context)
         return ProcessRating(scorers, tokenizer=policy.tokenizer, separator=self.steps)
 
     def beam_search(

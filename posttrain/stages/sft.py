@@ -14,7 +14,7 @@ from posttrain.models.policy import Policy
 from posttrain.runs.console import duration
 from posttrain.runs.read import Run
 from posttrain.stages._contamination import guard_training
-from posttrain.stages._held_out import Judge
+from posttrain.stages._held_out import HeldOutEvaluation
 from posttrain.stages._material import Data, Material, check_lengths, gather, measured_units, placed
 from posttrain.stages._naming import StageName
 from posttrain.stages._plan import DryRun, few_steps, sft_plan
@@ -81,14 +81,14 @@ class SFTStage(DataStage):
         sets, weights = material.sets, material.weights
         return self.learn(context, policy, sets, weights, measured, self.seconds(context))
 
-    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+    def held_out_result(self, context: Context, evaluation: HeldOutEvaluation) -> dict[str, JSON]:
         """The held-out loss after training, with its interval, and before it if it was measured."""
         rows = [row for row in Run(context.directory).metrics(self.name) if not row.step]
         before = rows[0].figures.get("loss/held_out") if rows else None
-        after = judge.loss()
+        after = evaluation.loss()
         was = "" if before is None else f", {before:.4f} before training"
         context.announce(self.name, [f"held-out loss {after}{was}"])
-        return {"held_out": len(judge.units), "loss": {"before": before, "after": after.row()}}
+        return {"held_out": len(evaluation.units), "loss": {"before": before, "after": after.row()}}
 
     def seconds(self, context: Context) -> float:
         if not self.as_long_as:

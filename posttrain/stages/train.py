@@ -20,7 +20,7 @@ from posttrain.models.lora import Lora, add_adapters, share_weights
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
-from posttrain.stages._held_out import Judge
+from posttrain.stages._held_out import HeldOutEvaluation
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._naming import DataName, ModelName
 from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
@@ -96,8 +96,8 @@ class TrainStage(Stage):
         """The settings of its optimizers, by their key."""
         return {"optimizer": self.optimizer}
 
-    def check_ready(self, device: str) -> None:
-        super().check_ready(device)
+    def check_ready(self, device: str, names: Collection[str]) -> None:
+        super().check_ready(device, names)
         for settings in self.optimizers().values():
             settings.ready(device)
         if self.lora is not None:
@@ -316,17 +316,17 @@ class DataStage(TrainStage):
         longest = max(sum(len(example.ids) for example in unit) for unit in items)
         roles = self.make_roles(context, policy)
         trainer = self.make_trainer(context, policy, roles, longest=longest)
-        judge = Judge(trainer, held_out)
+        evaluation = HeldOutEvaluation(trainer, held_out)
         source = Examples(sets, weights, stage.batch, context.seed, policy.device)
         schedule = stage.schedule(self.evaluate_every if held_out else 0, seconds)
-        loop = stage.train(context, trainer, source, schedule, evaluate=judge.evaluate)
+        loop = stage.train(context, trainer, source, schedule, evaluate=evaluation.evaluate)
         result = {**trained(loop), "trained_on": len(items)}
         if held_out:  # before adapters are merged into weights that the reference shares
-            result |= self.verdict(context, judge)
+            result |= self.held_out_result(context, evaluation)
         context.save_model(self.name, policy, self.lora)
         return result
 
-    def verdict(self, context: Context, judge: Judge) -> dict[str, JSON]:
+    def held_out_result(self, context: Context, evaluation: HeldOutEvaluation) -> dict[str, JSON]:
         """The figures on the held-out units after training, for the result of the stage."""
         raise NotImplementedError
 
@@ -391,15 +391,19 @@ class UnitStage(DataStage):
         return [unit[0] for unit in train], [unit[0] for unit in held_out]
 
     def limited(self, reader: Policy | Reader) -> Self:
-        """The stage with the model's positions as `max_length` if it has none. An error if `max_length` exceeds them."""
-        reader.check_length(self.max_length, f"lower {self.name}.max_length")
-        limit = self.max_length or reader.positions or sys.maxsize
-        return replace(self, max_length=limit)
+        """The stage with the model's positions as `max_length` if it has none."""
+        return replace(self, max_length=length_limit(self.name, self.max_length, reader))
 
     plan = preference_plan
 
     def dry_run(self) -> DryRun:
         return few_steps(self, self.evaluate_every, self.makes())
+
+
+def length_limit(stage: str, max_length: int, reader: Policy | Reader) -> int:
+    """The most tokens of a sequence: `max_length` or, if that is 0, the model's positions. An error if it exceeds them."""
+    reader.check_length(max_length, f"lower {stage}.max_length")
+    return max_length or reader.positions or sys.maxsize
 
 
 def trained(loop: Loop) -> dict[str, JSON]:

@@ -19,9 +19,9 @@ from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
 from posttrain.monitor.rules import ADVICE, SYMPTOMS
-from posttrain.monitor.series import GOLD, Change, change
+from posttrain.monitor.series import Change, change
 from posttrain.rewards.judge import SHARES, Verdict
-from posttrain.runs.metrics import group_metrics, merge
+from posttrain.runs.metrics import GOLD, group_metrics, merge
 from posttrain.stages._answers import UNLIMITED, AnswerStage, kl_known, kl_to, perplexity, rated_by
 from posttrain.stages._judged import JudgedStage
 from posttrain.stages._material import Data, check_sources, placed

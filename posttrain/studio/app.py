@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from posttrain.errors import UserError
 from posttrain.runs import layout
-from posttrain.runs.index import FOLDER
+from posttrain.runs.index import FOLDER, Index
 from posttrain.studio import pages_label, pages_replay, pages_review, pages_rollouts, pages_runs
 from posttrain.studio.guard import LOOPBACK, Guard
 from posttrain.studio.jobs import Jobs
@@ -66,6 +66,10 @@ class Studio:
         if stage and run in self.library.runs():
             return self.models.of_run(self.library.index(run).run.directory), stage
         return self.models.named(), model
+
+    def index(self, request: Request) -> Index:
+        """The index of the run that the address of a request names."""
+        return self.library.index(request.path_params["run"])
 
     @property
     def home(self) -> Path:

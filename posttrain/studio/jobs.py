@@ -65,9 +65,9 @@ class Jobs:
     def stop(self, directory: Path) -> None:
         """Ask the process of a run to stop after its current step. It writes a checkpoint."""
         process = live_owner(directory / layout.LOCK)
-        require(bool(process), f"{directory.name} is not running on this machine")
-        if process:
-            os.kill(process, signal.SIGINT)
+        if not process:
+            raise UserError(f"{directory.name} is not running on this machine")
+        os.kill(process, signal.SIGINT)
 
     def replay(self, words: list[str], result: Path) -> None:
         """Recompute a step with `posttrain replay`, which writes the file `result`. If that is already running, do nothing."""
@@ -93,11 +93,11 @@ class Jobs:
     def stop_replay(self, result: Path) -> None:
         """Stop a replay that was started here."""
         job = self.started.get(result)
-        require(job is not None and job.poll() is None, "no such replay is running")
-        if job is not None:
-            job.terminate()
-            with _log(result).open("a") as log:
-                log.write("stopped from the page\n")
+        if job is None or job.poll() is not None:
+            raise UserError("no such replay is running")
+        job.terminate()
+        with _log(result).open("a") as log:
+            log.write("stopped from the page\n")
 
     def _make_room(self) -> None:
         """Forget processes that have ended. Refuse if too many are running."""
@@ -170,4 +170,4 @@ def _last_line(log: Path) -> str:
     with suppress(OSError):
         lines = log.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1][:500] if lines else "it said nothing"
-    raise UserError("it did not start, and left no word")
+    raise UserError("it did not start, and wrote no log")

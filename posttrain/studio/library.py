@@ -25,7 +25,7 @@ from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
 from posttrain.runs.status import Status, alarms, status, verdict
 from posttrain.studio.replies import Missing
-from posttrain.system.files import MAX_JSON, read_bytes
+from posttrain.system.files import is_reward_model
 from posttrain.types import JSON
 
 DEPTH = 4  # depth below a root to which runs are searched for
@@ -37,7 +37,6 @@ LABELS = "labels"  # folder of comparison files
 VERSION = 1  # of the saved rows
 OPEN = 16  # indexes kept open: each has three files open in every thread that reads it
 LISTED = 50  # runs whose models are listed
-HEAD = b"ForSequenceClassification"  # marks the configuration of a reward model
 SPARK = 40  # points of the small curve in a row
 FILES = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.ROLLOUTS)
 
@@ -165,7 +164,7 @@ class Library:
         found = []
         for name, path in islice(self.runs().items(), LISTED):
             for file in sorted(path.glob("stages/*/model/config.json")):
-                if (HEAD not in read_bytes(file, MAX_JSON)) == answering:
+                if is_reward_model(file.parent) != answering:
                     found.append((name, file.parts[-3]))
         return found
 

@@ -206,7 +206,7 @@ def _start(directory: Path) -> Server:
             if not line:
                 break
     Server("", process).end()
-    why = said[:500] or "no word within the time"
+    why = said[:500] or f"no address within {START_SECONDS:.0f} s"
     raise UserError(f"the models of {directory.name} cannot be served: {why}")
 
 

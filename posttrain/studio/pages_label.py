@@ -18,6 +18,7 @@ from starlette.responses import Response
 from posttrain.data.labels import Labels, Order, annotator_name
 from posttrain.data.preferences import spoken
 from posttrain.errors import UserError, require
+from posttrain.evals.agreement import report
 from posttrain.runs.index import Index
 from posttrain.runs.status import WAITING, status
 from posttrain.studio.library import LABELS, path_id, require_stage
@@ -98,7 +99,7 @@ def _list(desk: Desk, request: Request) -> Response:
     for source in desk.sources().values():
         row: dict[str, Any] = {"id": source.id, "name": source.name, "run": source.run}
         try:
-            row["report"] = desk.labels(source.id)[1].report()
+            row["report"] = report(desk.labels(source.id)[1])
         except (UserError, OSError) as error:
             row["error"] = str(error)
         rows.append(row)
@@ -175,7 +176,7 @@ def _waits_no_longer(desk: Desk, source: Source, labels: Labels) -> Path | None:
     asked = [e for e in events if e.kind == WAITING and e.details.get("file") == source.file.name]
     if not asked or status(run, events).kind != "waiting":
         return None
-    return run.directory if labels.report().labelled >= asked[-1].details.get("needed", 0) else None
+    return run.directory if labels.labelled() >= asked[-1].details.get("needed", 0) else None
 
 
 async def _undo(desk: Desk, request: Request) -> Response:
@@ -188,7 +189,7 @@ def _report(desk: Desk, request: Request) -> Response:
     source, labels = desk.labels(request.path_params["file"])
     written = labels.write()
     made = {"rows": written, "run": source.run, "file": labels.out.name}
-    return reply({"report": labels.report(), **made})
+    return reply({"report": report(labels), **made})
 
 
 def _download(desk: Desk, request: Request) -> Response:

@@ -33,7 +33,7 @@ def routes(studio: Studio) -> list[Any]:
 
 def _words(studio: Studio, request: Request, asked: Mapping[str, JSON]) -> tuple[list[str], Path]:
     """Arguments of `posttrain replay` for a request, and the file of its result."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     stage = require_stage(index, str(asked["stage"]))
     require(not stage.startswith("-"), "the page cannot name this stage; use the command line")
     words = [str(index.run.directory), f"{stage}/{asked['step']}", f"--update={asked['update']}"]

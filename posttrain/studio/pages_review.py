@@ -17,6 +17,7 @@ from posttrain.data.stream import permutation
 from posttrain.errors import require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.index import Filter, Found, Index
+from posttrain.runs.metrics import GOLD
 from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
@@ -66,7 +67,7 @@ def _reviews(index: Index) -> list[tuple[Any, ...]]:
 
 def _next(studio: Studio, request: Request) -> Response:
     """The next rollout to review: the highest reward, the newest, or a random one."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     index.read_rollouts(INDEX_SECONDS)
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
@@ -81,7 +82,7 @@ def _next(studio: Studio, request: Request) -> Response:
 
 
 async def _judge(studio: Studio, request: Request) -> Response:
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     sent = await body(request)
     stage = require_stage(index, text_of(sent, "stage", 100))
     place = [whole_of(sent, "step"), whole_of(sent, "number")]
@@ -104,7 +105,7 @@ def _find(index: Index, stage: str, step: int, place: int) -> Found:
 def _report(studio: Studio, request: Request) -> Response:
     """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
     problems."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     rows = _reviews(index)
     said: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
@@ -122,7 +123,7 @@ def _report(studio: Studio, request: Request) -> Response:
 
 def _flagged(studio: Studio, request: Request) -> Response:
     """Flagged rollouts as test cases of a reward: problem, response, reward, and the person's verdict."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     lines = []
     for _, stage, step, place, agrees, flagged, note, who, *_ in _reviews(index):
         if flagged:
@@ -139,13 +140,12 @@ def _flagged(studio: Studio, request: Request) -> Response:
 def _hacking(studio: Studio, request: Request) -> Response:
     """Signs of reward hacking: the reward against the gold reward, both against KL, drifts, and the rollouts behind each
     alarm."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     index.read_metrics()
     rewarded = [s for s in index.stage_names() if "reward" in index.figures(s)]
     stage = word(request, "stage") or (rewarded or [""])[-1]
     figures = index.figures(stage) if stage else {}
-    golds = ("reward/task", "reward/gold", "reward/answer")
-    gold = next((name for name in golds if name in figures), "")
+    gold = next((name for name in GOLD if name in figures), "")
     names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS.split()]
     buckets = min(int(number(request, "buckets", int, 300) or 300), 2000)
     series = {name: index.series(stage, name, buckets) for name in names if name in figures}
@@ -159,7 +159,7 @@ def _hacking(studio: Studio, request: Request) -> Response:
 
 def _export(studio: Studio, request: Request) -> Response:
     """The run as one HTML file, without scripts and without external resources."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     index.read_metrics()
     while index.read_rollouts(2.0):
         pass

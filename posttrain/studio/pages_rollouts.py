@@ -59,7 +59,7 @@ def filter_of(request: Request) -> Filter:
 
 
 def _rollouts(studio: Studio, request: Request) -> Response:
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     left = index.read_rollouts(INDEX_SECONDS)
     wanted = filter_of(request)
     sort, down = word(request, "sort", "step"), word(request, "down") == "true"
@@ -91,7 +91,7 @@ def shown(found: Found, row: RolloutRow, limit: int) -> JSON:
 
 def _export(studio: Studio, request: Request) -> Response:
     """The rollouts that match a filter, as JSONL, as they stand in the run's files."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     wanted = filter_of(request)
 
     def lines() -> Iterator[str]:
@@ -108,7 +108,7 @@ def _export(studio: Studio, request: Request) -> Response:
 
 def _rollout(studio: Studio, request: Request) -> Response:
     """One rollout with its tokens, and the other rollouts of its group."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     place = request.path_params
     stage = require_stage(index, place["stage"])
     index.read_rollouts(INDEX_SECONDS, (stage, place["step"]))
@@ -116,8 +116,7 @@ def _rollout(studio: Studio, request: Request) -> Response:
     mine = numbered(found, place["number"])
     group = [one for one in found if (one.problem, one.role) == (mine.problem, mine.role)][:64]
     rows = index.text(group)
-    where = (mine.stage, mine.step, mine.number, mine.length)
-    tokens = rollout_tokens(index.run, *where, len(found))
+    tokens = rollout_tokens(index.run, mine.stage, mine.step, mine.number, mine.length, len(found))
     return reply(
         {
             "rollout": shown(mine, rows[group.index(mine)], LONGEST),
@@ -132,7 +131,7 @@ def _rollout(studio: Studio, request: Request) -> Response:
 def _pipeline(studio: Studio, request: Request) -> Response:
     """Answers to the same prompts from every stage that answered them, as the run saved them: held-out problems of evaluate
     stages, and rollouts of rl stages, step by step."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     left = index.read_rollouts(INDEX_SECONDS)
     found, config = [], stages(index.run.config)
     for settings in config:
@@ -225,7 +224,7 @@ async def _ask(studio: Studio, request: Request) -> Response:
     sent = await body(request)
     prompt, gold = text_of(sent, "prompt", 4000), text_of(sent, "gold", 4000, "")
     require(bool(prompt.strip()), "type a prompt")
-    directory = studio.library.index(request.path_params["run"]).run.directory
+    directory = studio.index(request).run.directory
     return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt, gold)})
 
 

@@ -133,7 +133,7 @@ def _short(result: Mapping[str, JSON]) -> JSON:
 
 def _series(studio: Studio, request: Request) -> Response:
     """Figures of one run. `figure` may be given several times; they are of one stage, or of all stages that recorded them."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     index.read_metrics(seconds=0.5)
     stage, asked = word(request, "stage"), request.query_params.getlist("figure")[:FIGURES]
     buckets = max(1, whole(request, "buckets", 600, BUCKETS))
@@ -147,7 +147,7 @@ def _series(studio: Studio, request: Request) -> Response:
 
 def _settings(studio: Studio, request: Request) -> Response:
     """The resolved settings, and those that differ from the recipe's defaults or from another run."""
-    index = studio.library.index(request.path_params["run"])
+    index = studio.index(request)
     ours = flatten(index.run.config)
     other, name = word(request, "against"), str(index.run.config.get("name", ""))
     if other:

@@ -124,6 +124,11 @@ def model_folder(path: Path) -> Path:
     return next((folder for folder in inside if folder.is_dir()), path)
 
 
+def is_reward_model(folder: Path) -> bool:
+    """Whether the model in a folder is a reward model, by the class that its configuration names."""
+    return b"ForSequenceClassification" in read_bytes(folder / "config.json", MAX_JSON)
+
+
 def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Write a file (text as UTF-8) so that readers see the old or the new one, never a part. `durable` makes it survive a power
     cut; without it, a file that is written at every step does not wait for the disk."""

@@ -94,10 +94,10 @@ class Judged(_questions.Questions):
         return test.problems
 
     def _read(self, part: Part) -> _questions.Pool:
-        fields = (self.question, self.answer, self.answer_after)
         own = code_place(self.reward) is not None or self.reward.startswith(PREFIX)
         single = next((name for name, _ in self.rewards() if name in CERTAIN), "")
-        return _read(part, type(self).make, single, *fields, own)
+        question, answer, after = self.question, self.answer, self.answer_after
+        return _read(part, type(self).make, single, question, answer, after, own)
 
     @property
     def form(self) -> str | None:

@@ -244,8 +244,8 @@ class Published(Questions):
     files: ClassVar[dict[str, tuple[str, ...]]]  # possible names of a split's file
     styles: ClassVar[tuple[str, ...]] = ("direct", "thinking", "boxed")
 
-    data: str = ""
-    test_data: str = ""
+    data: str = ""  # a folder with the published files, or the training file; "": the hub's copy
+    test_data: str = ""  # the held-out file, if data is a file
     # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     style: str = "boxed"
     system: str = ""

@@ -67,8 +67,10 @@ class Remote:
 
     def session(self, role: str) -> Remote:
         self.notes.append(["session", role])
-        place = (self.notes, len(self.siblings), role, self.siblings)
-        return Remote(self.exchange, self.problem, self.template, *place)
+        number, siblings = len(self.siblings), self.siblings
+        return Remote(
+            self.exchange, self.problem, self.template, self.notes, number, role, siblings
+        )
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None

@@ -28,7 +28,7 @@ Answered = tuple[list[tuple[int, ...]], list[Delta]]  # prompts, and the complet
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class RecordedRequest:
     """A request of the program: its answer, and whether the program has read it."""
 
     answered: asyncio.Future[Answered]
@@ -47,7 +47,7 @@ class ServedEpisode:
     ended: str = ""  # the limit that was exceeded
     turns: list[Turn] = field(default_factory=list)
     final: str = ""  # the text of the last answer
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, RecordedRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.loop, self.lock = asyncio.get_running_loop(), asyncio.Lock()
@@ -77,7 +77,7 @@ class ServedEpisode:
             yield replace(choice)
         asked.read = True
 
-    async def _ask(self, body: Body, retry: bool) -> Asked:
+    async def _ask(self, body: Body, retry: bool) -> RecordedRequest:
         """Return the record of a request, or of the earlier one that it repeats: one marked as a retry, or one whose answer was
         not read."""
         digest = body.model_dump_json()
@@ -88,7 +88,7 @@ class ServedEpisode:
         task = asyncio.ensure_future(self._complete(body))
         self.work.add(task)
         task.add_done_callback(self.work.discard)
-        asked = self.asked[digest] = Asked(task)
+        asked = self.asked[digest] = RecordedRequest(task)
         return asked
 
     async def _complete(self, body: Body) -> Answered:
@@ -175,7 +175,7 @@ class ServedEpisode:
         return found
 
 
-async def _result(asked: Asked) -> Answered:
+async def _result(asked: RecordedRequest) -> Answered:
     return await asyncio.shield(asked.answered)
 
 

@@ -22,7 +22,7 @@ class HumanEval(Hub):
     dataset: str = "openai/openai_humaneval"
     train_split: str = "test"
     test_split: str = ""
-    data: str = ""
+    data: str = ""  # a file in place of the hub's copy, or a folder that holds it
     reward: str = "code"
     held_out: float = 0.5
 

@@ -29,7 +29,7 @@ class IFEval(Task):
     """A response is right if it follows every instruction of its prompt, strictly. Parts of the score are the loose verdict,
     and the share of instructions that it follows; these are averaged over instructions, not over prompts."""
 
-    data: str = ""
+    data: str = ""  # the published file, or a folder that holds it; "": the hub's copy
     system: str = ""
 
     def problems(self, split: str, level: int | None = None) -> tuple[Problem, ...]:

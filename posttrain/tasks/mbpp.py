@@ -21,7 +21,7 @@ class Mbpp(Hub):
 
     dataset: str = "google-research-datasets/mbpp"
     config: str = "sanitized"
-    data: str = ""
+    data: str = ""  # a file in place of the hub's copy, or a folder that holds it
     reward: str = "code"
     shown: int = 0  # assertions that the prompt shows; they show the form of the arguments
 

@@ -43,6 +43,7 @@ class Outside(Nested):
 
     command: str
     task: Task
+    # the task's own score of the last answer, or the number that the program prints last
     reward: Literal["task", "printed"] = "task"
     max_calls: Count = 64
     max_seconds: Positive = 300.0

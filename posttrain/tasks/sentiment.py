@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.errors import require
 from posttrain.tasks._packaged import packaged
@@ -24,7 +24,8 @@ SUBJECTS = words("""
     film book song play poem game town garden kitchen train teacher neighbour doctor market river winter dog cat bridge school
     museum hotel phone bicycle jacket meal cake beach concert painting forest journey""")
 KINDS = ("", *words("new old small large local famous quiet busy cheap first last", after=" "))
-STYLES = {
+Style = Literal["sentence", "review", "complete", "story", "continue"]
+STYLES: dict[Style, str] = {
     "sentence": "Write one sentence about {what}.",
     "review": "Write a review of {what} in two sentences.",
     "complete": "Complete this sentence: The {thing} is",
@@ -134,13 +135,9 @@ def subject_of(problem: Problem) -> str:
 class Sentiment(Task):
     """`style` is how the model is asked; `story` and `continue` are for models that continue a text."""
 
-    style: str = "sentence"
+    style: Style = "sentence"
     # a stricter annotator, whose rules show little in ordinary answers: see `strict_factors`
     strict: bool = False
-
-    def __post_init__(self) -> None:
-        known = ", ".join(STYLES)
-        require(self.style in STYLES, f"sentiment: style is one of {known}, not {self.style!r}")
 
     def ready(self) -> tuple[str, ...]:
         # raises an error if the lexicon is missing, before anything is sampled: later, an answer that cannot be scored is only

@@ -65,7 +65,7 @@ class ToolUse(Nested):
             return ()
         code, printed = found
         prompt, call = self.prompt(problem), Message("assistant", f"<python>\n{code}\n</python>")
-        form: Format = "hermes" if self.by_template else "tag"
+        form: Format = "tag" if self.format == "tag" else "hermes"
         if form == "tag":
             prompt = tuple(explained(form, prompt, [*map(_signature, self.tools)]))
         else:  # as the chat template writes it
@@ -75,11 +75,6 @@ class ToolUse(Nested):
         after = [Message("user", self.reminder)] if self.reminder else []
         said = Message("assistant", f"\\boxed{{{problem.answer}}}")
         return (*prompt, call, observation(form, f"{printed}\n"), *after, said)
-
-    @property
-    def by_template(self) -> bool:
-        """Whether calls may be in the form of the chat template."""
-        return self.format == "auto" or shows_tools(self.format)
 
     def _form(self, template: str) -> Format:
         return format_of(template) if self.format == "auto" else self.format

@@ -347,10 +347,10 @@ def test_vllm_that_is_not_there_is_refused_before_the_first_stage(monkeypatch: p
     with pytest.raises(
         UserError, match=r"needs vLLM, which is not installed: pip install 'posttrain\[vllm\]', or name a Python"
     ):
-        stage.check_ready("cpu")
+        stage.check_ready("cpu", ())
     monkeypatch.setenv(VLLM_PYTHON, "/nowhere/python")
     with pytest.raises(UserError, match="POSTTRAIN_VLLM_PYTHON=/nowhere/python is no program"):
-        stage.check_ready("cpu")
+        stage.check_ready("cpu", ())
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_python_without_vllm_is_refused_before_the_first_stage(monkeypatch: py
     for named in ("/bin/true", sys.executable):
         monkeypatch.setenv(VLLM_PYTHON, named)
         with pytest.raises(UserError, match=f"{named} is no Python that has vLLM"):
-            stage.check_ready("cpu")
+            stage.check_ready("cpu", ())
 
 
 def test_a_mixture_of_experts_is_not_sampled_by_vllm() -> None:

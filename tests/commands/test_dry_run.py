@@ -73,13 +73,13 @@ def test_the_stages_of_a_recipe_one_after_the_other(tmp_path: Path, monkeypatch:
 
 
 def test_the_words_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = plan.Estimate("rl", 100.0, 230.0, 0.5, 1.25, 3 * 2**20, 18.0)
+    seen = plan.Estimate(100.0, 230.0, 0.5, 1.25, 3 * 2**20, 18.0)
     line = plan.dry_run_line(seen)
     assert line == (
         "dry run: about 1m40s with responses of 18 tokens, as in its examples, at most 3m50s where every response reaches its limit; "
         "a step takes 0.5 s, an evaluation 1.25 s, memory 3.0 MiB at its peak"
     )
-    monkeypatch.setattr(plan, "estimate", lambda stages, *rest: {s.name: replace(seen, stage=s.name) for s in stages})
+    monkeypatch.setattr(plan, "estimate", lambda stages, *rest: {s.name: seen for s in stages})
     lines = plan.describe(config.parse("quickstart", []), dry=True)
     assert (
         lines[-1]

@@ -156,6 +156,12 @@ def test_without_the_package_one_line_says_what_to_install(
     assert "pip install 'posttrain[harness]'" in capsys.readouterr().err
 
 
+def test_options_are_checked_by_their_types(capsys: pytest.CaptureFixture[str]) -> None:
+    assert harness.HarnessOptions(seed=2**40).seed == 2**40, "a seed may be larger than a count"
+    assert cli.main(["eval", "m", "--harness", "x", "limit=-1"]) == 2
+    assert capsys.readouterr().err == "posttrain: eval: limit must be at least 0, not -1\n"
+
+
 def test_documents_with_the_same_prompt_are_one_observation() -> None:
     """29 prompts that were asked 17 times are 29; a figure that is no mean has no interval."""
     samples = [{"doc_id": n, "prompt_hash": str(n % 29), "filter": "none", "acc": float(n % 2 == 0)} for n in range(29)]

@@ -11,6 +11,7 @@ import pytest
 from lexicon_for_tests import WordLexicon
 
 from posttrain import catalogue, cli, config
+from posttrain.api.inputs import as_probed
 from posttrain.commands.probe import Report, lines, probe, probe_named
 from posttrain.commands.probe_answers import KINDS, Case, answers, changed, lookup_program, read_program_tests
 from posttrain.errors import UserError
@@ -88,7 +89,7 @@ TASKS: dict[str, Callable[[Path], Task]] = {
 @pytest.mark.parametrize("name", TASKS)
 def test_nothing_pays_that_should_not_in_a_shipped_task(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentiment, "lexicon", lambda: WordLexicon(PRAISE))
-    report = probe(task=TASKS[name](folder), problems=16)
+    report = probe(None, TASKS[name](folder), problems=16)
     assert report.passed, "\n".join(lines(report))
     assert not report.failures and report.spread > 0
 
@@ -100,7 +101,7 @@ def test_nothing_pays_that_should_not_in_a_shipped_recipe(name: str, folder: Pat
     stages = config.parse(name, keys).recipe.stages
     tasks = {repr(task): task for stage in stages if isinstance(task := getattr(stage, "task", None), Task)}
     for task in tasks.values():
-        report = probe(task=task, problems=8)
+        report = probe(None, task, problems=8)
         assert report.passed, "\n".join(lines(report))
 
 
@@ -113,7 +114,7 @@ def contains(prompt: str, response: str, answer: str) -> float:
 
 
 def test_a_reward_that_looks_for_the_answer_anywhere_pays_what_only_contains_it() -> None:
-    found = verdicts(probe(contains, Arithmetic(), problems=8))
+    found = verdicts(probe(as_probed(contains, None), Arithmetic(), problems=8))
     pays = {"every candidate at once", "right or wrong", "right, then wrong", "ten times the number", "sign flipped"}
     assert {kind for kind, verdict in found.items() if verdict == "pays"} == pays
     assert found["gold answer"] == found["empty"] == found["keywords"] == "ok"
@@ -133,7 +134,7 @@ def test_a_reward_that_looks_for_the_answer_anywhere_pays_what_only_contains_it(
     ],
 )
 def test_a_fault_is_named_by_the_kind_of_answer_that_shows_it(reward: Any, verdict: str, kinds: set[str]) -> None:
-    report = probe(reward, Arithmetic(), problems=8)
+    report = probe(as_probed(reward, None), Arithmetic(), problems=8)
     found = verdicts(report)
     assert not report.passed and {kind for kind in kinds if found[kind] == verdict} == kinds
     assert all(any(line.startswith(f"{kind}: ") for line in report.findings) for kind in kinds)
@@ -142,7 +143,7 @@ def test_a_fault_is_named_by_the_kind_of_answer_that_shows_it(reward: Any, verdi
 
 
 def test_a_reward_that_never_differs_teaches_nothing() -> None:
-    report = probe(lambda prompt, response, answer: 1.0, Arithmetic(), problems=4)
+    report = probe(as_probed(lambda prompt, response, answer: 1.0, None), Arithmetic(), problems=4)
     assert not report.passed and report.without_spread == 1.0 and report.spread == 0.0
     assert any("nothing can be learned" in line for line in report.findings)
 
@@ -153,7 +154,7 @@ def test_failures_are_counted_by_name_and_an_unreadable_gold_answer_is_the_datas
             return Score.failed("gold answer cannot be read")
         return float(response.endswith(f"#{answer}"))
 
-    report = probe(reward, Arithmetic(level=2, min_level=2), problems=24)
+    report = probe(as_probed(reward, None), Arithmetic(level=2, min_level=2), problems=24)
     assert report.passed and set(report.failures) == {"gold answer cannot be read"}
 
 

@@ -17,6 +17,7 @@ from posttrain.data import labels as labels_module
 from posttrain.data.labels import BAD, SKIP, TIE, Choice, Labels
 from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
+from posttrain.evals.agreement import report
 from posttrain.models.tiny import character_tokenizer
 
 
@@ -45,8 +46,8 @@ def test_the_majority_decides_and_what_nobody_prefers_is_left_out(tmp_path: Path
             say(found, who, f"p{number}", choice)
     rows = {row["prompt"]: row for row in found.rows()}
     assert {prompt: row["chosen"] for prompt, row in rows.items()} == {"p0": "r00", "p2": "r20", "p3": "r31"}
-    report = found.report()
-    assert (report.labelled, report.usable, report.annotators) == (4, 3, {"a": 4, "b": 4, "c": 4})
+    said = report(found)
+    assert (said.labelled, said.usable, said.annotators) == (4, 3, {"a": 4, "b": 4, "c": 4})
 
 
 def test_two_who_write_at_once_lose_no_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +99,12 @@ def test_a_bias_for_a_side_shows(tmp_path: Path) -> None:
     found = labels(tmp_path, 40)
     for item in found.items.values():
         found.vote("lazy", item.id, [0])
-    side = found.report().first_side
+    side = report(found).first_side
     assert side is not None and side.value == 1.0 and side.low > 0.9
     for other in range(9):  # the same prompts, shown to more people
         for item in found.items.values():
             found.vote(f"lazy{other}", item.id, [0])
-    assert found.report().first_side == side
+    assert report(found).first_side == side
     shown = [item.order("lazy")[0] for item in found.items.values()]
     assert 10 < sum(shown) < 30  # so that it costs nothing but noise
 

@@ -48,7 +48,7 @@ def test_people_judge_what_they_have_not_labelled() -> None:
 def test_the_harmless_reward_model_of_safety_has_its_weight_and_its_test_by_people() -> None:
     toy = named(safety(harmless_weight=3.0).stages)
     assert list(toy) == ["sft", "before", "helps", "harms", "helpful", "harmless", "rl", "after"]
-    assert {part.part: part.weight for part in toy["rl"].reward.parts} == {"helpful": 1.0, "harmless": 3.0}
+    assert {part.key: part.weight for part in toy["rl"].reward.parts} == {"helpful": 1.0, "harmless": 3.0}
     real = named(safety(model="m", pairs="h.jsonl").stages)
     assert real["agreement"].reward_model == "harmless" and real["before"].model == "m" and "sft" not in real
 

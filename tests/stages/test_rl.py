@@ -233,11 +233,11 @@ def test_a_sampler_in_fp8_sets_a_correction_and_a_wider_limit_unless_they_were_c
 def test_a_gpu_without_fp8_is_refused_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    stage().check_ready("cuda")
+    stage().check_ready("cuda", ())
     with pytest.raises(UserError, match=r"sampler_quantization=fp8 needs a GPU of compute capability 8\.9 or more .* has 8\.0"):
-        stage(sampler_quantization="fp8").check_ready("cuda")
+        stage(sampler_quantization="fp8").check_ready("cuda", ())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    stage(sampler_quantization="fp8").check_ready("cuda")
+    stage(sampler_quantization="fp8").check_ready("cuda", ())
 
 
 def test_a_run_with_a_sampler_in_fp8_shows_its_mismatch_and_weighs_it(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
 
 def test_experts_are_replayed_on_a_gpu_and_by_a_model_that_has_some() -> None:
     with pytest.raises(UserError, match="router_replay is for a GPU: on a CPU the sampler and the trainer compute in float32"):
-        stage(router_replay=True).check_ready("cpu")
+        stage(router_replay=True).check_ready("cpu", ())
     with pytest.raises(UserError, match="router_replay: LlamaForCausalLM has no routers like those of Qwen3-MoE; leave it out"):
         stage(router_replay=True)._replays(small_policy())
 

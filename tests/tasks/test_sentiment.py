@@ -91,7 +91,7 @@ def test_problems_are_asked_in_one_style_and_the_sides_are_apart() -> None:
     assert not train & test and len(task.problems("test")) >= 500
     assert all(question.startswith("Write a review of a") for question in train)
     assert any(" an old " in question for question in train) and not any(" a old " in question for question in train)
-    with pytest.raises(UserError, match="style is one of"):
+    with pytest.raises(UserError, match="style must be sentence, review"):
         Sentiment("shout")
 
 

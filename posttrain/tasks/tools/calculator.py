@@ -12,7 +12,7 @@ from posttrain.tasks.tools.base import Tool, ToolError
 
 @dataclass(frozen=True)
 class Calculator(Tool):
-    """`name` is the tool's name for the model; short ones suit tiny models."""
+    """`called` is the tool's name for the model; short ones suit tiny models."""
 
     called: Literal["calculator", "calc"] = "calculator"
 

@@ -92,8 +92,7 @@ class Toolbox:
     async def result(self, tool: Tool, function: Callable[..., Any], arguments: JSON) -> str:
         try:
             async with asyncio.timeout(tool.seconds) as limit:
-                call = _in_thread if tool.blocks else _here
-                found = call(function, arguments)
+                found = _in_thread(function, arguments) if tool.blocks else function(**arguments)
                 return _as_text(await found if isawaitable(found) else found)
         except (*STOPS, ToolFailure):
             raise
@@ -120,10 +119,6 @@ def _named(error: BaseException) -> str:
 
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _here(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    return function(**arguments)
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

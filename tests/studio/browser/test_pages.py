@@ -15,6 +15,7 @@ from runs_for_tests import STAGES, add_step, hostile_run, make_run
 
 from posttrain import cli
 from posttrain.data.labels import Labels
+from posttrain.evals.agreement import report
 from posttrain.runs.write import RunWriter
 from posttrain.studio.library import path_id
 
@@ -176,7 +177,7 @@ def test_two_annotators_at_once_do_not_meet(tmp_path: Path, serve: Any, visit: A
         visitor.page.wait_for_selector("text=All are labelled")
         assert visitor.wrong == []
     labels = Labels.read(tmp_path / "labels" / "ranks.jsonl")
-    assert labels.report().annotators == {"ann": 8, "bob": 8} and all(len(vote.choice) == 3 for vote in labels.votes())
+    assert report(labels).annotators == {"ann": 8, "bob": 8} and all(len(vote.choice) == 3 for vote in labels.votes())
 
 
 def test_sixty_payloads_are_text_on_every_page(tmp_path: Path, serve: Any, visit: Any) -> None:
