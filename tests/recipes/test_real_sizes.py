@@ -134,7 +134,7 @@ def test_sizes() -> None:
     assert [s.task.held_out for s in settings.recipe.stages] == [0.0, 0.05, 0.0], "the curve is not of the test"
     chosen = (training.prompts, training.algorithm.group, training.algorithm.clip_high, training.steps)
     assert chosen == (128, 8, 0.28, 280)
-    assert config.parse("gsm8k", []).recipe.stages[1].optimizer.lr == 5e-6
+    assert config.parse("gsm8k", []).recipe.stages[1].optimizer.lr == 3e-6
     assert training.optimizer.token_budget == "auto"
 
 
