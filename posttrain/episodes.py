@@ -145,6 +145,8 @@ class Episode:
         max_new_tokens: int = 0,
     ) -> Segment:
         episodes, turn = self.episodes, self.turn
+        if turn > self.first and not self.kept:  # a turn after the one that was called the last
+            self.restart()
         sampling = self.sampling(max_new_tokens)
         segment = episodes.given(self, given, tools)
         # all samples of the task's own prompt share one tuple of ids, which compares fast
