@@ -20,7 +20,7 @@ from typing import Any
 
 from posttrain.errors import UserError, require, unknown
 from posttrain.system.processes import on_import
-from posttrain.trust import active, code_place
+from posttrain.trust import PREFIX, active, code_place
 
 HOME = Path(__file__).parent
 KINDS = {
@@ -83,6 +83,11 @@ def _constant(owner: ast.stmt, name: str) -> str:
 
 def check_name(kind: str, name: str) -> None:
     """Raise an error for a name that is not in the catalogue. Imports nothing, so a mistyped name is reported at once."""
+    require(
+        not name.startswith(PREFIX),
+        f"the {kind} {name.removeprefix(PREFIX)} is a class of another Python process, and no directory holds it: call the "
+        "function that began the run again, with its out= and again=True; or put the class into a file and name it FILE.py:NAME",
+    )
     if code_place(name) is None and name not in names(kind):
         raise unknown(kind, name, names(kind), [kind])
 
@@ -136,11 +141,14 @@ def make(kind: str, text: str, base: type) -> Any:
 
 
 def name_of(thing: type | object) -> str:
-    """The catalogue name of a shipped class or instance, or `file.py:Name` for a user's."""
+    """The catalogue name of a shipped class or instance; of a user's, `file.py:Name`, or `python:Name` for a class that a program
+    defines."""
     cls = thing if isinstance(thing, type) else type(thing)
     origin = getattr(sys.modules.get(cls.__module__), "__posttrain_file__", None)
     if origin:
         return f"{origin}:{cls.__name__}"
+    if not cls.__module__.startswith("posttrain."):
+        return f"{PREFIX}{cls.__qualname__}"
     module = cls.__module__.rsplit(".", 1)[-1]
     return str(getattr(cls, "name", module)) if module == "reward_sources" else module
 

@@ -28,6 +28,7 @@ HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # hosts that may receive texts and the
 ADDRESS = re.compile(
     r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?"
 )
+PREFIX = "python:"  # begins the name of what exists only in the process of a program
 WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
 TRUST_IT = "pass --allow-code if you trust it (in Python allow_code=True)"
 

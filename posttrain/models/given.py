@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import hashlib
+import json
+from typing import Any
+
+import torch
 
 from posttrain.errors import require
 from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
+from posttrain.trust import PREFIX
 
-if TYPE_CHECKING:
-    import torch
-
-PREFIX = "python:"
 _given: dict[str, tuple[Any, Any]] = {}
 
 
@@ -42,6 +43,17 @@ def reader(name: str) -> Reader:
     model, tokenizer = _known(name)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Reader(tokenizer, name, limit)
+
+
+def content(name: str) -> str:
+    """A hash of the module's weights and of its tokenizer."""
+    model, tokenizer = _known(name)
+    reads = [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)]
+    found = hashlib.sha256(json.dumps(reads).encode())
+    for key, tensor in model.state_dict().items():
+        found.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _known(name: str) -> tuple[Any, Any]:

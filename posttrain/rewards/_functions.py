@@ -15,6 +15,7 @@ import ast
 import asyncio
 import inspect
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,9 +28,9 @@ from typing import Any
 from posttrain.errors import GuardStop, UserError, require
 from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
+from posttrain.trust import PREFIX
 from posttrain.types import JSON, Problem, Score
 
-PREFIX = "python:"
 # the order of the arguments if a function names none of them
 TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
@@ -319,6 +320,12 @@ def fingerprint(call: Any) -> JSON:
     return [_text(function), kept, _plain(getattr(function, "__defaults__", None)), _plain(named)]
 
 
+def class_code(kind: type) -> JSON:
+    """Return the source of a user's class and of the classes of the user's that it is based on."""
+    foreign = (*sys.stdlib_module_names, "posttrain")
+    return [_text(base) for base in kind.__mro__ if base.__module__.split(".")[0] not in foreign]
+
+
 def _text(function: Any) -> JSON:
     """Return the source of a function or a class; for a lambda, without the code around it. Without source, return the compiled
     code."""
@@ -326,10 +333,19 @@ def _text(function: Any) -> JSON:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
+        if isinstance(function, type):  # in a notebook, methods have a source and classes have none
+            return [name, *_methods(function)]
         parts = () if code is None else (code.co_code, code.co_names, code.co_consts)
         return [name, _plain(parts)]
     inner = [one for one in ast.walk(tree) if isinstance(one, ast.Lambda)]
     return [ast.unparse(one) for one in (inner if name.endswith("<lambda>") else [tree])]
+
+
+def _methods(kind: type) -> list[JSON]:
+    """Return the source of the methods in the body of a class. Those that `dataclass` adds come from no file."""
+    inner = (getattr(one, "fget", getattr(one, "__func__", one)) for one in vars(kind).values())
+    made = [one for one in inner if inspect.isfunction(one)]
+    return [_text(one) for one in made if one.__code__.co_filename != "<string>"]
 
 
 def _plain(value: Any) -> JSON:

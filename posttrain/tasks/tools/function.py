@@ -10,9 +10,8 @@ from posttrain import catalogue
 from posttrain.errors import Positive, require
 from posttrain.rewards._functions import note, same_function
 from posttrain.tasks.tools.base import Signature, Tool
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place
 
-PREFIX = "python:"
 _given: dict[str, Any] = {}  # this process's functions, by their name in settings
 
 
