@@ -10,7 +10,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -33,6 +33,7 @@ KINDS = {
     "command": "cli",
     "reward_source": "stages/reward_sources.py",
 }
+UNDECORATED = "write @dataclass(frozen=True) above the class, so that its settings are known"
 NOT_ENTRIES = ("base", "reward_sources", "toolbox", "train")
 
 
@@ -103,6 +104,7 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         fits = base is None or (isinstance(found, type) and issubclass(found, base))
         made = getattr(base, "__name__", "")
         require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
+        require(base is None or is_dataclass(found), f"{name}: {UNDECORATED}")
         return found
     check_name(kind, name)
     if KINDS[kind].endswith(".py"):
