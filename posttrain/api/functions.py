@@ -29,7 +29,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import ROWS, Data, until_end
 from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.evaluate import EvaluateStage, told
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
@@ -300,9 +300,7 @@ def evaluate(
             policy = _policy(model, tokenizer)
             none = partial(_policy, stage.reference)
             result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
-    # accuracy has no meaning for a reward that does not tell right from wrong
-    left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
-    found = {name: value for name, value in result.items() if name not in left_out}
+    found = told(result, stage.task.verifiable)
     return found if own is None else {**found, "task_source": own.source(stage.task)}
 
 

@@ -116,9 +116,9 @@ class EvalReport:
         from posttrain.runs.console import BeforeAfter
 
         assert self.paired is not None
-        after, before = (one.figures["accuracy"] for one in self.models)
-        many = self.models[0].figures["problems"]
-        return BeforeAfter(name, before, after, self.paired.difference.row(), many)
+        right, many = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
+        after, before = (one.figures["accuracy" if right else "reward"] for one in self.models)
+        return BeforeAfter(name, before, after, self.paired.difference.row(), many, percent=right)
 
     def tree(self) -> JSON:
         """Return the report as `posttrain eval --json` prints it."""
@@ -237,7 +237,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
-    from posttrain.stages.evaluate import EvaluateStage, rows, seen
+    from posttrain.stages.evaluate import EvaluateStage, rows, seen, told
     from posttrain.stages.versus import decided, tally, won_text
 
     task = str(tree["name"])
@@ -266,6 +266,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  warning: {line}" for line in warnings]
             notes += [f"  contamination: {contamination}"] if contamination else []
+            figures = told(figures, stage.task.verifiable)
             figures = {"model": name, "task": task, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
             evaluations.append(evaluation)
@@ -277,7 +278,8 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     if not options.against:
         return stage, EvalReport(many, models)
     asked = prompts(ours.groups)
-    paired = compare(theirs.solved(), ours.solved(), asked)
+    right = stage.task.verifiable
+    paired = compare(theirs.by_problem(right), ours.by_problem(right), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
     return stage, EvalReport(many, models, paired, won, [line])

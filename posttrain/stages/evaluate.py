@@ -144,6 +144,12 @@ class EvaluateStage(AnswerStage):
         return evaluation, result
 
 
+def told(figures: Mapping[str, JSON], verifiable: bool) -> dict[str, JSON]:
+    """The figures without accuracies, which have no meaning for a reward that does not tell right from wrong."""
+    left_out = () if verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
+    return {name: value for name, value in figures.items() if name not in left_out}
+
+
 def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[dict[str, JSON], str]:
     """How many of the problems the model was trained on, by the `hashes` of its training problems, and its accuracy on the others;
     and a line about it, "" if there are none."""
