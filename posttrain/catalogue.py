@@ -20,7 +20,7 @@ from typing import Any
 
 from posttrain.errors import UserError, require, unknown
 from posttrain.system.processes import on_import
-from posttrain.trust import PREFIX, active, code_place
+from posttrain.trust import PREFIX, active, code_place, elsewhere
 
 HOME = Path(__file__).parent
 KINDS = {
@@ -84,11 +84,7 @@ def _constant(owner: ast.stmt, name: str) -> str:
 
 def check_name(kind: str, name: str) -> None:
     """Raise an error for a name that is not in the catalogue. Imports nothing, so a mistyped name is reported at once."""
-    require(
-        not name.startswith(PREFIX),
-        f"the {kind} {name.removeprefix(PREFIX)} is a class of another Python process, and no directory holds it: call the "
-        "function that began the run again, with its out= and again=True; or put the class into a file and name it FILE.py:NAME",
-    )
+    require(not name.startswith(PREFIX), elsewhere(kind, name, "class"))
     if code_place(name) is None and name not in names(kind):
         raise unknown(kind, name, names(kind), [kind])
 

@@ -183,11 +183,10 @@ def check_fields(settings: Any, where: str = "") -> None:
     beyond `LARGEST`, also inside an optional field, a tuple or a mapping. `where` precedes the field's name in the message."""
     kind: type = type(settings)
     own = kind.__module__.startswith("posttrain.")
-    lost = ", ".join(_lost(kind))
-    unread = f"{where}{kind.__name__} sets {lost} in a way that dataclasses do not read"
-    require(
-        not lost, f"{unread}: write @dataclass(frozen=True) above the class, and NAME: TYPE = VALUE"
-    )
+    ignored = ", ".join(_ignored(kind))
+    unread = f"{where}{kind.__name__} sets {ignored} in a way that dataclasses do not read"
+    hint = "write @dataclass(frozen=True) above the class, and NAME: TYPE = VALUE"
+    require(not ignored, f"{unread}: {hint}")
     for name, hint in field_types(kind):
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
@@ -224,7 +223,7 @@ def field_types(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 @cache
-def _lost(kind: type) -> list[str]:
+def _ignored(kind: type) -> list[str]:
     """Fields whose default a subclass changes without effect: it is no dataclass itself, or gives no type."""
     values = [(f, getattr(kind, f.name, f.default)) for f in fields(kind)]
     slots = MemberDescriptorType

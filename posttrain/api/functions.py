@@ -22,21 +22,20 @@ from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
 from posttrain.errors import called_here, require
 from posttrain.recipes.base import Recipe, as_recipe
-from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
 from posttrain.rewards.compose import Reward
 from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import ROWS, Data, until_end
 from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.evaluate import EvaluateStage, told
+from posttrain.stages.evaluate import EvaluateStage, reported
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
-from posttrain.trust import active, trusting
+from posttrain.trust import PREFIX, active, trusting
 from posttrain.types import JSON, Problem, Sampling
 
 if TYPE_CHECKING:
@@ -300,7 +299,7 @@ def evaluate(
             policy = _policy(model, tokenizer)
             none = partial(_policy, stage.reference)
             result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
-    found = told(result, stage.task.verifiable)
+    found = reported(result, stage.task.verifiable)
     return found if own is None else {**found, "task_source": own.source(stage.task)}
 
 
@@ -387,7 +386,7 @@ def _policy(model: Any, tokenizer: Any) -> Any:
     name = inputs.as_model(model, tokenizer)
     from posttrain.models import given
 
-    if not name.startswith(given.PREFIX):
+    if not name.startswith(PREFIX):
         return Model(name).policy()
     from posttrain.models.policy import wrap_model
 

@@ -97,8 +97,8 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
         if both:
             count = len(results[0][one]) + len(results[1][other])
-            told = [run.stage_rows(n, RESULT) for run, n in zip(runs, (one, other), strict=True)]
-            right = all(rows[0].get("verifiable", True) for rows in told if rows)
+            found = [*runs[0].stage_rows(one, RESULT), *runs[1].stage_rows(other, RESULT)]
+            right = all(row.get("verifiable", True) for row in found)
             matched.append(_match(both, count, one, other, right))
         else:
             notes.append(f"{words}, and cannot be compared in pairs")

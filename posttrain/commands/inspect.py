@@ -118,7 +118,7 @@ class EvalReport:
         assert self.paired is not None
         right, many = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
         after, before = (one.figures["accuracy" if right else "reward"] for one in self.models)
-        return BeforeAfter(name, before, after, self.paired.difference.row(), many, percent=right)
+        return BeforeAfter(name, before, after, self.paired.difference.row(), many, right)
 
     def tree(self) -> JSON:
         """Return the report as `posttrain eval --json` prints it."""
@@ -237,7 +237,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
-    from posttrain.stages.evaluate import EvaluateStage, rows, seen, told
+    from posttrain.stages.evaluate import EvaluateStage, reported, rows, seen
     from posttrain.stages.versus import decided, tally, won_text
 
     task = str(tree["name"])
@@ -266,7 +266,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  warning: {line}" for line in warnings]
             notes += [f"  contamination: {contamination}"] if contamination else []
-            figures = told(figures, stage.task.verifiable)
+            figures = reported(figures, stage.task.verifiable)
             figures = {"model": name, "task": task, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
             evaluations.append(evaluation)

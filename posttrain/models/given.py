@@ -11,7 +11,7 @@ import torch
 
 from posttrain.errors import require
 from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
-from posttrain.trust import PREFIX
+from posttrain.trust import elsewhere, known_as
 
 _given: dict[str, tuple[Any, Any]] = {}
 
@@ -29,11 +29,7 @@ def give(model: Any, tokenizer: Any) -> str:
         f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)",
     )
     check_vocabulary(model, tokenizer, kind)
-    number = 1
-    while (name := f"{PREFIX}{kind}" + (f" #{number}" if number > 1 else "")) in _given:
-        if _given[name][0] is model and _given[name][1] is tokenizer:
-            return name
-        number += 1
+    name = known_as(_given, kind, lambda one: one[0] is model and one[1] is tokenizer)
     _given[name] = model, tokenizer
     return name
 
@@ -57,11 +53,8 @@ def content(name: str) -> str:
 
 
 def _known(name: str) -> tuple[Any, Any]:
-    require(
-        name in _given,
-        f"the model {name.removeprefix(PREFIX)} is a module of another Python process, and no directory holds it: call the "
-        "function that began the run again, with its out= and again=True; or save the model and give its path",
-    )
+    saved = "save the model and give its path"
+    require(name in _given, elsewhere("model", name, "module", saved))
     return _given[name]
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from posttrain.errors import GuardStop, UserError, require
 from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
-from posttrain.trust import PREFIX
+from posttrain.trust import PREFIX, elsewhere, known_as
 from posttrain.types import JSON, Problem, Score
 
 # the order of the arguments if a function names none of them
@@ -272,13 +272,13 @@ def answer_of(problem: Problem) -> JSON:
 def give(mix: Mix) -> str:
     """Register a reward in this process and return the name for settings. Different functions with the same name are numbered;
     a function that is defined again unchanged, as when a notebook cell runs twice, is the same."""
-    place, number = ", ".join(map(str, mix.functions)), 1
-    while (name := f"{PREFIX}{place}" + (f" #{number}" if number > 1 else "")) in _given:
-        before = _given[name]
+
+    def same(before: Mix) -> bool:
         pairs = zip(before.functions, mix.functions, strict=True)
-        if before.weights == mix.weights and all(same_function(a.call, b.call) for a, b in pairs):
-            break
-        number += 1
+        alike = all(same_function(a.call, b.call) for a, b in pairs)
+        return alike and before.weights == mix.weights
+
+    name = known_as(_given, ", ".join(map(str, mix.functions)), same)
     _given[name] = mix
     note(name, [function.call for function in mix.functions])
     return name
@@ -370,11 +370,7 @@ def code_of(name: str) -> JSON:
 
 def given(name: str) -> Mix:
     """Return the reward registered under a name with `PREFIX`."""
-    require(
-        name in _given,
-        f"the reward {name.removeprefix(PREFIX)} is a function of another Python process, and no directory holds it: call the "
-        "function that began the run again, with its out= and again=True; or put the reward into a file and name it FILE.py:NAME",
-    )
+    require(name in _given, elsewhere("reward", name, "function"))
     return _given[name]
 
 

@@ -128,8 +128,9 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
             inputs[word] = given.content(word)
         if (own := functions.code_of(word)) is not None:
             inputs[f"{functions.without_places(word)} (code)"] = digest({"code": own})
-    for kind in _own_classes(stage):
-        inputs[f"{catalogue.name_of(kind)} (code)"] = digest({"code": functions.class_code(kind)})
+    for kind in dict.fromkeys(type(value) for _, value in inside(stage) if is_dataclass(value)):
+        if (name := catalogue.name_of(kind)).startswith(PREFIX):
+            inputs[f"{name} (code)"] = digest({"code": functions.class_code(kind)})
     code = _code(stage)
     alike = Counter(path.name for path in code)
     for path in code:
@@ -223,12 +224,6 @@ def inside(value: object, field: str = "") -> Iterator[tuple[str, object]]:
 def _words(stage: object) -> Iterator[tuple[str, str]]:
     """Every text in a stage's settings, with its field."""
     return ((field, value) for field, value in inside(stage) if isinstance(value, str) and value)
-
-
-def _own_classes(stage: object) -> list[type]:
-    """The classes of a stage's settings that the user's program defines."""
-    kinds = dict.fromkeys(type(value) for _, value in inside(stage) if is_dataclass(value))
-    return [kind for kind in kinds if catalogue.name_of(kind).startswith(PREFIX)]
 
 
 def _code(stage: object) -> list[Path]:

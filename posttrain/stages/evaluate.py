@@ -144,7 +144,7 @@ class EvaluateStage(AnswerStage):
         return evaluation, result
 
 
-def told(figures: Mapping[str, JSON], verifiable: bool) -> dict[str, JSON]:
+def reported(figures: Mapping[str, JSON], verifiable: bool) -> dict[str, JSON]:
     """The figures without accuracies, which have no meaning for a reward that does not tell right from wrong."""
     left_out = () if verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
     return {name: value for name, value in figures.items() if name not in left_out}
