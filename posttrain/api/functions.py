@@ -28,7 +28,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.stages._material import ROWS, Data, until_end
 from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.evaluate import EvaluateStage, reported
+from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
@@ -299,8 +299,7 @@ def evaluate(
             policy = _policy(model, tokenizer)
             none = partial(_policy, stage.reference)
             result: dict[str, JSON] = stage.measure(policy, none, seed, workers=workers)[1]
-    found = reported(result, stage.task.verifiable)
-    return found if own is None else {**found, "task_source": own.source(stage.task)}
+    return result if own is None else {**result, "task_source": own.source(stage.task)}
 
 
 def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun | None:

@@ -237,7 +237,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     from posttrain.stages._check import check_problems
     from posttrain.stages._contamination import made_by, noted
     from posttrain.stages.base import worker_pool
-    from posttrain.stages.evaluate import EvaluateStage, reported, rows, seen
+    from posttrain.stages.evaluate import EvaluateStage, rows, seen
     from posttrain.stages.versus import decided, tally, won_text
 
     task = str(tree["name"])
@@ -261,12 +261,12 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
                 options.seed,
                 workers=workers,
             )
-            counted, contamination = seen(evaluation, name, noted(made_by(name)))
+            known = noted(made_by(name))
+            counted, contamination = seen(evaluation, stage.task.verifiable, name, known)
             failed = f"{evaluation.failed} could not be scored"
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  warning: {line}" for line in warnings]
             notes += [f"  contamination: {contamination}"] if contamination else []
-            figures = reported(figures, stage.task.verifiable)
             figures = {"model": name, "task": task, **figures, **counted}
             models.append(Evaluated(name, figures, notes))
             evaluations.append(evaluation)
@@ -278,7 +278,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     if not options.against:
         return stage, EvalReport(many, models)
     asked = prompts(ours.groups)
-    right = stage.task.verifiable
+    right = "accuracy" in models[0].figures
     paired = compare(theirs.by_problem(right), ours.by_problem(right), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"

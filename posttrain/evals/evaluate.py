@@ -78,10 +78,13 @@ class Evaluation:
         """The mean score over problems; None if nothing was scored."""
         return self._averaged([g.rewards for g in self.groups])
 
+    def tells(self, verifiable: bool) -> bool:
+        """Whether scores tell right from wrong: by the task, or by the outcomes that they name."""
+        return verifiable or any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
+
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
         """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, else the mean reward."""
-        judged = any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
-        found = {"accuracy": self.accuracy} if verifiable or judged else {}
+        found = {"accuracy": self.accuracy} if self.tells(verifiable) else {}
         return found if verifiable or self.reward is None else {**found, "reward": self.reward}
 
     @property
