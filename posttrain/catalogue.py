@@ -10,7 +10,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from posttrain.errors import UserError, require, unknown
 from posttrain.system.processes import on_import
-from posttrain.trust import active, code_place
+from posttrain.trust import PREFIX, active, code_place, elsewhere
 
 HOME = Path(__file__).parent
 KINDS = {
@@ -33,6 +33,7 @@ KINDS = {
     "command": "cli",
     "reward_source": "stages/reward_sources.py",
 }
+UNDECORATED = "write @dataclass(frozen=True) above the class, so that its settings are known"
 NOT_ENTRIES = ("base", "reward_sources", "toolbox", "train")
 
 
@@ -83,6 +84,7 @@ def _constant(owner: ast.stmt, name: str) -> str:
 
 def check_name(kind: str, name: str) -> None:
     """Raise an error for a name that is not in the catalogue. Imports nothing, so a mistyped name is reported at once."""
+    require(not name.startswith(PREFIX), elsewhere(kind, name, "class"))
     if code_place(name) is None and name not in names(kind):
         raise unknown(kind, name, names(kind), [kind])
 
@@ -106,6 +108,7 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         fits = base is None or (isinstance(found, type) and issubclass(found, base))
         made = getattr(base, "__name__", "")
         require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
+        require(base is None or is_dataclass(found), f"{name}: {UNDECORATED}")
         return found
     check_name(kind, name)
     if KINDS[kind].endswith(".py"):
@@ -144,11 +147,14 @@ def make(kind: str, text: str, base: type) -> Any:
 
 
 def name_of(thing: type | object) -> str:
-    """The catalogue name of a shipped class or instance, or `file.py:Name` for a user's."""
+    """The catalogue name of a shipped class or instance; of a user's, `file.py:Name`, or `python:Name` for a class that a program
+    defines."""
     cls = thing if isinstance(thing, type) else type(thing)
     origin = getattr(sys.modules.get(cls.__module__), "__posttrain_file__", None)
     if origin:
         return f"{origin}:{cls.__name__}"
+    if not cls.__module__.startswith("posttrain."):
+        return f"{PREFIX}{cls.__qualname__}"
     module = cls.__module__.rsplit(".", 1)[-1]
     return str(getattr(cls, "name", module)) if module == "reward_sources" else module
 

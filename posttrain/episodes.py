@@ -145,6 +145,8 @@ class Episode:
         max_new_tokens: int = 0,
     ) -> Segment:
         episodes, turn = self.episodes, self.turn
+        if turn > self.first and not self.kept:  # a turn after the one that was called the last
+            self.restart()
         sampling = self.sampling(max_new_tokens)
         segment = episodes.given(self, given, tools)
         # all samples of the task's own prompt share one tuple of ids, which compares fast
@@ -159,12 +161,10 @@ class Episode:
         session_turn = turn - self.first
         request = Request(ids, seed, sampling, self.number, session_turn, group, keep=not last)
         place = (self.draw, self.sample)
-        found = await episodes.turns.ask(request, place, shared, self.restart)
-        self.kept, self.routes = not last, found.routes
-        text, offsets = episodes.decoder.decode(found.ids)
-        reply = Segment(
-            found.ids, text, True, found.logprobs, offsets, found.versions, found.finish
-        )
+        made = await episodes.turns.ask(request, place, shared, self.restart)
+        self.kept, self.routes = not last, made.routes
+        text, offsets = episodes.decoder.decode(made.ids)
+        reply = Segment(made.ids, text, True, made.logprobs, offsets, made.versions, made.finish)
         self.segments += [segment, reply]
         self.check_limits(reply)
         return reply

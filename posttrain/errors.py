@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MemberDescriptorType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST_LINE = 2000  # characters of an error
@@ -198,6 +198,10 @@ def check_fields(settings: Any, where: str = "") -> None:
     beyond `LARGEST`, also inside an optional field, a tuple or a mapping. `where` precedes the field's name in the message."""
     kind: type = type(settings)
     own = kind.__module__.startswith("posttrain.")
+    ignored = ", ".join(_ignored(kind))
+    unread = f"{where}{kind.__name__} sets {ignored} in a way that dataclasses do not read"
+    hint = "write @dataclass(frozen=True) above the class, and NAME: TYPE = VALUE"
+    require(not ignored, f"{unread}: {hint}")
     for name, hint in field_types(kind):
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
@@ -231,6 +235,14 @@ def field_types(kind: type) -> tuple[tuple[str, Any], ...]:
     """The fields of a dataclass with their types."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple((f.name, hints[f.name]) for f in fields(kind))
+
+
+@cache
+def _ignored(kind: type) -> list[str]:
+    """Fields whose default a subclass changes without effect: it is no dataclass itself, or gives no type."""
+    values = [(f, getattr(kind, f.name, f.default)) for f in fields(kind)]
+    slots = MemberDescriptorType
+    return [f.name for f, v in values if v is not f.default and not isinstance(v, slots)]
 
 
 def _accepted(hint: Any, value: object) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import UserError, require
 
@@ -28,8 +28,26 @@ HOSTS_VARIABLE = "POSTTRAIN_JUDGE_HOSTS"  # hosts that may receive texts and the
 ADDRESS = re.compile(
     r"(https?)://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?(/[A-Za-z0-9._~/%+-]*)?"
 )
+PREFIX = "python:"  # begins the name of what exists only in the process of a program
 WANDB_SETTINGS = ("wandb/settings", ".wandb/settings")
 TRUST_IT = "pass --allow-code if you trust it (in Python allow_code=True)"
+
+
+def known_as(given: Mapping[str, Any], base: str, same: Callable[[Any], bool]) -> str:
+    """The name of something that a program gives: that of the same thing in `given`, or one that is free."""
+    name, number = f"{PREFIX}{base}", 1
+    while name in given and not same(given[name]):
+        name, number = f"{PREFIX}{base} #{number + 1}", number + 1
+    return name
+
+
+def elsewhere(what: str, name: str, kind: str, instead: str = "") -> str:
+    """The error about a name whose process has ended."""
+    gone = f"the {what} {name.removeprefix(PREFIX)} is a {kind} of another Python process, and no directory holds it"
+    again = "call the function that began the run again, with its out= and again=True"
+    return (
+        f"{gone}: {again}; or {instead or f'put the {what} into a file and name it FILE.py:NAME'}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

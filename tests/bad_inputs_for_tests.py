@@ -54,6 +54,7 @@ VERSUS = {"stage": "versus", "name": "versus", "model": "tiny:nano", "against": 
 BEST = {"stage": "best", "name": "best", "models": ["sft"], "measured": ["eval"]}
 TOOLS = {"name": "tool_use", "task": ARITHMETIC, "tools": ["calculator"]}
 SILENT = 'def silent(x: int) -> int:\n    return x\n\n\ndef untyped(x):\n    """Say x."""\n    return x\n'
+BARE = "from posttrain.tasks.base import Task\nclass Bare(Task): pass\n"
 LIVE = "from posttrain.tasks.arithmetic import Arithmetic\n\n\nclass Live(Arithmetic):\n    resettable = False\n"
 CURVE = {"stage": "overoptimisation", "name": "curve", "model": "tiny:nano", "task": ARITHMETIC, "trained": ["rl"]}
 AGREE = {"stage": "agreement", "name": "agree", "data": "pairs.jsonl", "judge": {"model": "tiny:nano"}}
@@ -610,6 +611,7 @@ REWARDS = [
     ),
     case("models-none", [RL | {"reward": {"name": "models", "models": []}}], "models: name at least one reward model"),
     case("task-file-no-class", [RL | {"task": {"name": "mine.py:Tusk"}}], "unknown name in", "mine.py 'Tusk'"),
+    case("task-file-undecorated", [RL | {"task": {"name": "mine.py:Bare"}}], "mine.py:Bare: write @dataclass", mine_py=BARE),
     case("task-file-function", [RL | {"task": {"name": "mine.py:short"}}], "mine.py:short is no task"),
     case(
         "algorithm-file-raises",

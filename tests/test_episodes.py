@@ -198,6 +198,21 @@ def test_rounds_are_ordered_whatever_time_tools_take() -> None:
     assert time.perf_counter() - began < 0.4, "tools run at once, not one after the other"
 
 
+def test_a_turn_after_the_one_called_the_last_begins_a_session_with_the_whole_history() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate("a", last=True)
+        await generate("b")
+        await generate("c", last=True)
+        return generate.rollout()
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"), samples=1)
+    first, second, third = (r for r in sampler.requests if r.session in (0, 3))
+    assert (first.session, first.turn, first.keep) == (0, 0, False)
+    assert second.ids == (*encoded("ax"), END, *encoded("b")) and second.turn == 0 and second.session == third.session == 3
+    assert third.ids == encoded("c") and third.turn == 1
+    assert [g.rollouts[0].response for g in found] == ["xxx"] * 3
+
+
 def test_without_order_a_turn_is_submitted_as_soon_as_it_is_asked_for() -> None:
     answered: list[tuple[int, int]] = []
 

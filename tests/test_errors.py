@@ -34,6 +34,25 @@ class Settings(Checked):
     free: str = ""
 
 
+class Undecorated(Settings):
+    count: Count = 5
+    more: int = 3
+
+
+@dataclass(frozen=True)
+class Untyped(Settings):
+    rate = 2.0
+
+
+@pytest.mark.parametrize(("kind", "field"), [(Undecorated, "count"), (Untyped, "rate")])
+def test_a_default_that_dataclasses_do_not_read_is_refused(kind: type[Settings], field: str) -> None:
+    """It would be ignored: `Undecorated().count` would be 1."""
+    with pytest.raises(
+        UserError, match=f"{kind.__name__} sets {field} in a way that dataclasses do not read: write @dataclass"
+    ):
+        kind()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -22,7 +22,6 @@ from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
 from posttrain.errors import called_here, refuse_unknown, require
 from posttrain.recipes.base import Recipe, as_recipe
-from posttrain.rewards._functions import PREFIX
 from posttrain.rewards.base import check, resolve
 from posttrain.rewards.compose import Reward
 from posttrain.runs.layout import CONFIG
@@ -36,7 +35,7 @@ from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
-from posttrain.trust import active, trusting
+from posttrain.trust import PREFIX, active, trusting
 from posttrain.types import JSON, Problem, Sampling
 
 if TYPE_CHECKING:
@@ -301,10 +300,7 @@ def evaluate(
             policy = _policy(model, tokenizer)
             reference = partial(_policy, stage.reference)
             result: dict[str, JSON] = stage.measure(policy, reference, seed, workers=workers)[1]
-    # accuracy has no meaning for a reward that does not tell right from wrong
-    left_out = () if stage.task.verifiable else ("accuracy", "pass_at", "avg_at", "majority_at")
-    found = {name: value for name, value in result.items() if name not in left_out}
-    found["sampling"] = asdict(stage.sampling)
+    found = {**result, "sampling": asdict(stage.sampling)}
     return found if own is None else {**found, "task_source": own.source(stage.task)}
 
 
@@ -391,7 +387,7 @@ def _policy(model: Any, tokenizer: Any = None) -> Any:
     name = inputs.as_model(model, tokenizer)
     from posttrain.models import given
 
-    if not name.startswith(given.PREFIX):
+    if not name.startswith(PREFIX):
         return Model(name).policy()
     from posttrain.models.policy import wrap_model
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain import config_tree
 from posttrain.api.run import Model, Run
+from posttrain.catalogue import UNDECORATED
 from posttrain.data.records import check_whole, load_hub
 from posttrain.errors import UserError, called_here, refuse_unknown, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
@@ -169,6 +170,7 @@ def as_model(model: Any, tokenizer: Any = None) -> str:
 def as_task(task: Any) -> Task:
     """A task from its name (arithmetic, prompts:FILE), its settings, or a Task."""
     if isinstance(task, Task):
+        require(is_dataclass(task), f"task {type(task).__name__}: {UNDECORATED}")
         return task
     fine = isinstance(task, str | Mapping)
     require(fine, f"task: a name, settings or a Task, not {type(task).__name__}")

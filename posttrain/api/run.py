@@ -6,16 +6,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from posttrain import config, pipeline
+from posttrain import catalogue, config, pipeline
 from posttrain.api.display import Rollouts, rollouts
 from posttrain.errors import Interrupted, UserError, require
-from posttrain.rewards._functions import PREFIX
 from posttrain.runs import read
 from posttrain.runs.html import run_html
 from posttrain.runs.index import Index
@@ -24,6 +23,7 @@ from posttrain.runs.plot import draw
 from posttrain.stages._lineage import inside
 from posttrain.stages.base import Stage, exported
 from posttrain.system.files import is_reward_model
+from posttrain.trust import PREFIX
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -395,6 +395,8 @@ def _figures(row: Row) -> Figures:
 
 
 def in_memory(stages: Sequence[Stage]) -> list[str]:
-    """The functions and modules in this process that stages refer to."""
-    named = [value for stage in stages for _, value in inside(stage) if isinstance(value, str)]
+    """The functions, classes and modules in this process that stages refer to."""
+    values = [value for stage in stages for _, value in inside(stage)]
+    named = [v for v in values if isinstance(v, str)]
+    named += [catalogue.name_of(v) for v in values if is_dataclass(v)]
     return [name.removeprefix(PREFIX) for name in dict.fromkeys(named) if name.startswith(PREFIX)]

@@ -4,6 +4,7 @@ A command file has a docstring (its help), `EXAMPLE`, `add_arguments(parser)` an
 """
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("interrupted", 130)
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return fail(f"{error.filename or 'a file'} cannot be written: no space left on its disk", 2)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -24,8 +24,8 @@ ROUTINE = ("out", "next_command", "trackers")  # settings that do not affect wha
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """One evaluation in both runs: the share of solved samples over the problems that both answered, and the paired
-    difference."""
+    """One evaluation in both runs: the share of solved samples over the problems that both answered, or their mean reward if
+    no score tells right from wrong, and the paired difference."""
 
     stage: str
     other_stage: str
@@ -34,6 +34,7 @@ class Matched:
     first: Interval
     second: Interval
     paired: Comparison
+    verifiable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,10 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
         words = f"{names} about different problems{' in each' if one == other else ''}"
         require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
         if both:
-            matched.append(_match(both, len(results[0][one]) + len(results[1][other]), one, other))
+            count = len(results[0][one]) + len(results[1][other])
+            found = [*runs[0].stage_rows(one, RESULT), *runs[1].stage_rows(other, RESULT)]
+            right = all(row.get("verifiable", True) for row in found)
+            matched.append(_match(both, count, one, other, right))
         else:
             notes.append(f"{words}, and cannot be compared in pairs")
     for run, have in zip(runs, results, strict=True):
@@ -160,13 +164,17 @@ def _pairs(
     return [(one, other)]
 
 
-def _match(pairs: Sequence[evaluate.Pair], rows: int, one: str, other: str) -> Matched:
+def _match(
+    pairs: Sequence[evaluate.Pair], rows: int, one: str, other: str, verifiable: bool
+) -> Matched:
     scored = [pair for pair in pairs if not any(isnan(evaluate.solved_share(row)) for row in pair)]
-    paired = evaluate.compare_rows(pairs)
+    paired = evaluate.compare_rows(pairs, verifiable)
     if paired is None:
         raise UserError(f"{one} and {other}: no problem was scored in both runs")
-    first, second = (evaluate.shares_interval([pair[side] for pair in scored]) for side in (0, 1))
-    return Matched(one, other, len(scored), rows - 2 * len(pairs), first, second, paired)
+    sides = ([pair[side] for pair in scored] for side in (0, 1))
+    first, second = (evaluate.rows_interval(own, verifiable) for own in sides)
+    left_out = rows - 2 * len(pairs)
+    return Matched(one, other, len(scored), left_out, first, second, paired, verifiable)
 
 
 def differences(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> list[Difference]:
@@ -188,7 +196,8 @@ def lines(report: Report) -> list[str]:
         same = one.stage == one.other_stage
         name = one.stage if same else f"{one.stage} against {one.other_stage}"
         more = f"; {one.left_out} that only one run answered are left out" if one.left_out else ""
-        text.append(f"{name}: share solved of {one.problems} held-out problems{more}")
+        what = "share solved of" if one.verifiable else "mean reward on"
+        text.append(f"{name}: {what} {one.problems} held-out problems{more}")
         text += [f"  A        {one.first}", f"  B        {one.second}"]
         text.append(f"  B less A {one.paired}")
     for figure in report.measured:

@@ -113,9 +113,9 @@ class EvalReport:
         from posttrain.runs.console import BeforeAfter
 
         assert self.paired is not None
-        after, before = (one.figures["accuracy"] for one in self.models)
-        many = self.models[0].figures["problems"]
-        return BeforeAfter(name, before, after, self.paired.difference.row(), many)
+        right, many = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
+        after, before = (one.figures["accuracy" if right else "reward"] for one in self.models)
+        return BeforeAfter(name, before, after, self.paired.difference.row(), many, right)
 
     def tree(self) -> JSON:
         """Return the report as `posttrain eval --json` prints it."""
@@ -267,7 +267,8 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
                 options.seed,
                 workers=workers,
             )
-            counted, contamination = seen(evaluation, name, noted(made_by(name)))
+            known = noted(made_by(name))
+            counted, contamination = seen(evaluation, stage.task.verifiable, name, known)
             failed = f"{evaluation.failed} could not be scored"
             notes = [f"  length {evaluation.length:.1f} tokens; {failed}"]
             notes += [f"  warning: {line}" for line in warnings]
@@ -284,7 +285,8 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     if not options.against:
         return stage, EvalReport(many, models)
     asked = prompts(ours.groups)
-    paired = compare(theirs.solved(), ours.solved(), asked)
+    right = "accuracy" in models[0].figures
+    paired = compare(theirs.by_problem(right), ours.by_problem(right), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
     return stage, EvalReport(many, models, paired, won, [line])

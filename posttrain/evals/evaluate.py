@@ -78,10 +78,13 @@ class Evaluation:
         """The mean score over problems; None if nothing was scored."""
         return self._averaged([g.rewards for g in self.groups])
 
+    def tells(self, verifiable: bool) -> bool:
+        """Whether scores tell right from wrong: by the task, or by the outcomes that they name."""
+        return verifiable or any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
+
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
         """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, else the mean reward."""
-        judged = any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
-        found = {"accuracy": self.accuracy} if verifiable or judged else {}
+        found = {"accuracy": self.accuracy} if self.tells(verifiable) else {}
         return found if verifiable or self.reward is None else {**found, "reward": self.reward}
 
     @property
@@ -116,9 +119,12 @@ class Evaluation:
         parts = (r.score.parts for g in self.groups for r in g.rollouts)
         return tuple(sorted({name for own in parts for name in own}))
 
-    def solved(self) -> list[float]:
-        """The share of solved samples of each problem, for a paired comparison; NaN if one has no score."""
-        return [sum(solved(g)) / len(g.rollouts) if scored(g) else nan for g in self.groups]
+    def by_problem(self, verifiable: bool = True) -> list[float]:
+        """The share of solved samples of each problem, for a paired comparison, or the mean reward if no score tells right from
+        wrong; NaN if a sample has no score."""
+        values = [solved(g) if verifiable else g.rewards for g in self.groups]
+        pairs = zip(self.groups, values, strict=True)
+        return [sum(own) / len(own) if scored(group) else nan for group, own in pairs]
 
 
 def _mean_interval(
@@ -187,19 +193,25 @@ def _place(row: Row) -> tuple[JSON, ...]:
     return row["problem"], row["question"], row.get("role", "")
 
 
-def compare_rows(pairs: Sequence[Pair]) -> Comparison | None:
+def row_value(row: Row, verifiable: bool = True) -> float:
+    """The share of solved samples of a saved row or, if no score tells right from wrong, their mean reward; NaN if one has none."""
+    share, values = solved_share(row), row.get("values", ())
+    return share if verifiable or isnan(share) else sum(values) / len(values)
+
+
+def compare_rows(pairs: Sequence[Pair], verifiable: bool = True) -> Comparison | None:
     """Compare the second of two models with the first, on saved rows of the same problems; None if none was scored on both sides."""
-    first, second = ([solved_share(pair[side]) for pair in pairs] for side in (0, 1))
+    first, second = ([row_value(pair[side], verifiable) for pair in pairs] for side in (0, 1))
     if all(isnan(a) or isnan(b) for a, b in zip(first, second, strict=True)):
         return None
     return statistics.compare(first, second, [_asked(row) for row, _ in pairs])
 
 
-def shares_interval(rows: Sequence[Row]) -> Interval:
-    """The accuracy over saved rows that were all scored."""
+def rows_interval(rows: Sequence[Row], verifiable: bool = True) -> Interval:
+    """The accuracy, or the mean reward, over saved rows that were all scored."""
     several = any(len(row["outcomes"]) > 1 for row in rows)
-    shares, asked = [solved_share(row) for row in rows], [_asked(row) for row in rows]
-    return statistics.share_interval(shares, asked, several)
+    values, asked = [row_value(row, verifiable) for row in rows], [_asked(row) for row in rows]
+    return statistics.score_interval(values, asked, several)
 
 
 def _asked(row: Row) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import hashlib
+import json
+from typing import Any
+
+import torch
 
 from posttrain.errors import require
 from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
+from posttrain.trust import elsewhere, known_as
 
-if TYPE_CHECKING:
-    import torch
-
-PREFIX = "python:"
 _given: dict[str, tuple[Any, Any]] = {}
 
 
@@ -28,11 +29,7 @@ def give(model: Any, tokenizer: Any) -> str:
         f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)",
     )
     check_vocabulary(model, tokenizer, kind)
-    number = 1
-    while (name := f"{PREFIX}{kind}" + (f" #{number}" if number > 1 else "")) in _given:
-        if _given[name][0] is model and _given[name][1] is tokenizer:
-            return name
-        number += 1
+    name = known_as(_given, kind, lambda one: one[0] is model and one[1] is tokenizer)
     _given[name] = model, tokenizer
     return name
 
@@ -44,12 +41,20 @@ def reader(name: str) -> Reader:
     return Reader(tokenizer, name, limit)
 
 
+def content(name: str) -> str:
+    """A hash of the module's weights and of its tokenizer."""
+    model, tokenizer = _known(name)
+    reads = [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)]
+    found = hashlib.sha256(json.dumps(reads).encode())
+    for key, tensor in model.state_dict().items():
+        found.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def _known(name: str) -> tuple[Any, Any]:
-    require(
-        name in _given,
-        f"the model {name.removeprefix(PREFIX)} is a module of another Python process, and no directory holds it: call the "
-        "function that began the run again, with its out= and again=True; or save the model and give its path",
-    )
+    saved = "save the model and give its path"
+    require(name in _given, elsewhere("model", name, "module", saved))
     return _given[name]
 
 

@@ -22,13 +22,8 @@ KEPT = 400  # values of a series
 HELD_OUT = ("accuracy/test", "accuracy/test_low", "accuracy/test_high")
 SYMPTOMS = ("length", "reward/format", "repetition", "distinct", "keyword", "reward/disagreement")
 TRACKED = ("reward", *GOLD, *HELD_OUT, "kl", "entropy", "groups/zero_variance", *SYMPTOMS)
-COMPARED = (
-    "entropy",
-    "length",
-    "truncated",
-    "reward_spread",
-    "mismatch",
-)  # with the mean of the first steps
+# compared with the mean of the first steps
+COMPARED = ("entropy", "length", "truncated", "reward_spread", "mismatch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

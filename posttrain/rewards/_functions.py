@@ -15,6 +15,7 @@ import ast
 import asyncio
 import inspect
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,9 +28,9 @@ from typing import Any
 from posttrain.errors import GuardStop, UserError, require
 from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
+from posttrain.trust import PREFIX, elsewhere, known_as
 from posttrain.types import JSON, Problem, Score
 
-PREFIX = "python:"
 # the order of the arguments if a function names none of them
 TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
@@ -271,13 +272,13 @@ def answer_of(problem: Problem) -> JSON:
 def give(mix: Mix) -> str:
     """Register a reward in this process and return the name for settings. Different functions with the same name are numbered;
     a function that is defined again unchanged, as when a notebook cell runs twice, is the same."""
-    place, number = ", ".join(map(str, mix.functions)), 1
-    while (name := f"{PREFIX}{place}" + (f" #{number}" if number > 1 else "")) in _given:
-        before = _given[name]
+
+    def same(before: Mix) -> bool:
         pairs = zip(before.functions, mix.functions, strict=True)
-        if before.weights == mix.weights and all(same_function(a.call, b.call) for a, b in pairs):
-            break
-        number += 1
+        alike = all(same_function(a.call, b.call) for a, b in pairs)
+        return alike and before.weights == mix.weights
+
+    name = known_as(_given, ", ".join(map(str, mix.functions)), same)
     _given[name] = mix
     note(name, [function.call for function in mix.functions])
     return name
@@ -319,6 +320,12 @@ def fingerprint(call: Any) -> JSON:
     return [_text(function), kept, _plain(getattr(function, "__defaults__", None)), _plain(named)]
 
 
+def class_code(kind: type) -> JSON:
+    """Return the source of a user's class and of the classes of the user's that it is based on."""
+    foreign = (*sys.stdlib_module_names, "posttrain")
+    return [_text(base) for base in kind.__mro__ if base.__module__.split(".")[0] not in foreign]
+
+
 def _text(function: Any) -> JSON:
     """Return the source of a function or a class; for a lambda, without the code around it. Without source, return the compiled
     code."""
@@ -326,10 +333,19 @@ def _text(function: Any) -> JSON:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
+        if isinstance(function, type):  # in a notebook, methods have a source and classes have none
+            return [name, *_methods(function)]
         parts = () if code is None else (code.co_code, code.co_names, code.co_consts)
         return [name, _plain(parts)]
     inner = [one for one in ast.walk(tree) if isinstance(one, ast.Lambda)]
     return [ast.unparse(one) for one in (inner if name.endswith("<lambda>") else [tree])]
+
+
+def _methods(kind: type) -> list[JSON]:
+    """Return the source of the methods in the body of a class. Those that `dataclass` adds come from no file."""
+    inner = (getattr(one, "fget", getattr(one, "__func__", one)) for one in vars(kind).values())
+    made = [one for one in inner if inspect.isfunction(one)]
+    return [_text(one) for one in made if one.__code__.co_filename != "<string>"]
 
 
 def _plain(value: Any) -> JSON:
@@ -354,11 +370,7 @@ def code_of(name: str) -> JSON:
 
 def given(name: str) -> Mix:
     """Return the reward registered under a name with `PREFIX`."""
-    require(
-        name in _given,
-        f"the reward {name.removeprefix(PREFIX)} is a function of another Python process, and no directory holds it: call the "
-        "function that began the run again, with its out= and again=True; or put the reward into a file and name it FILE.py:NAME",
-    )
+    require(name in _given, elsewhere("reward", name, "function"))
     return _given[name]
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from posttrain import catalogue
 from posttrain.errors import UserError, refuse_unknown, require, unknown
-from posttrain.rewards._functions import PREFIX, Function, Mix, columns_of, given, of_file
+from posttrain.rewards._functions import Function, Mix, columns_of, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place
 from posttrain.types import JSON, Problem
 
 Options = Mapping[str, JSON]

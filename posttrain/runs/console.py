@@ -319,7 +319,7 @@ def figures_table(figures: Mapping[str, JSON]) -> Table:
 
 
 def _number(value: float, percent: bool = True, sign: str = "") -> str:
-    return f"{100 * value:{sign}.1f}%" if percent else f"{value:.3f}"
+    return f"{100 * value:{sign}.1f}%" if percent else f"{value:{sign}.3f}"
 
 
 def _interval(bounds: Bounds, style: str = "bold", sign: str = "", percent: bool = True) -> Text:
@@ -333,7 +333,7 @@ def _change(row: BeforeAfter) -> Text:
         return Text(_number(row.after[0] - row.before[0], row.percent, "+"), style="bold")
     _, low, high = row.difference
     colour = " green" if low > 0 else " red" if high < 0 else ""
-    return _interval(row.difference, f"bold{colour}", "+")
+    return _interval(row.difference, f"bold{colour}", "+", row.percent)
 
 
 def side_by_side(problems: Sequence[Answers]) -> Table:

@@ -18,6 +18,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.tiny import MAX_POSITIONS, SIZES, character_tokenizer
 from posttrain.stages.base import Stage, check_names, temporary_context
 from posttrain.tasks.base import Task
+from posttrain.trust import PREFIX
 from posttrain.types import Problem
 
 PROMPTS = 256  # how many of the first prompts, and of the longest, are compared with the model's positions and vocabulary
@@ -152,7 +153,7 @@ def find_reader(
     if name.startswith("tiny:") and not score:
         alphabet = stage.alphabet()
         make = partial(tiny_reader, name, alphabet)
-    elif name.startswith(given.PREFIX):
+    elif name.startswith(PREFIX):
         make = partial(given.reader, name)
     key = (name, alphabet, score)
     if key not in readers:

@@ -25,9 +25,9 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
     assert before is not None and after is not None
     old, new = problems(context, first), problems(context, second)
     pairs = same_problems(old, new)
-    paired, left = compare_rows(pairs), len(old) + len(new) - 2 * len(pairs)
     was, now, right = score_of(before), score_of(after), before.get("verifiable", True)
-    change = paired.difference.row() if paired and right else None
+    paired, left = compare_rows(pairs, right), len(old) + len(new) - 2 * len(pairs)
+    change = paired.difference.row() if paired else None
     name = "answer right" if right else "reward"
     rows = [console.BeforeAfter(name, was, now, change, len(pairs), percent=right)]
     for part, value in before["parts"].items():

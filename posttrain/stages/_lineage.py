@@ -21,11 +21,12 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.algorithms.base import Algorithm
 from posttrain.errors import require
+from posttrain.models import given
 from posttrain.rewards import _functions as functions
 from posttrain.runs.layout import dump_line
 from posttrain.runs.resume_policy import HARMLESS, MEASURED, WHOLE, flatten, short
 from posttrain.system.files import model_folder, read_json
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place
 from posttrain.types import JSON
 
 # settings of how the work is done, which do not change its outcome; "name" here is that of the run, and `evaluate_units` does change
@@ -122,9 +123,14 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
         if word not in folders and (path := place(word, field)) is not None:
             path = model_folder(path) if field in MODELS else path
             inputs[word] = sha256(path) if path.is_file() else content(path)
-    for _, word in _words(stage):
+    for field, word in dict.fromkeys(_words(stage)):
+        if field in MODELS and word.startswith(PREFIX):
+            inputs[word] = given.content(word)
         if (own := functions.code_of(word)) is not None:
             inputs[f"{functions.without_places(word)} (code)"] = digest({"code": own})
+    for kind in dict.fromkeys(type(value) for _, value in inside(stage) if is_dataclass(value)):
+        if (name := catalogue.name_of(kind)).startswith(PREFIX):
+            inputs[f"{name} (code)"] = digest({"code": functions.class_code(kind)})
     code = _code(stage)
     alike = Counter(path.name for path in code)
     for path in code:

@@ -45,6 +45,7 @@ from posttrain.tasks.base import Task
 from posttrain.train.parts import gathering, plain_network
 from posttrain.train.saving import Saving, Store
 from posttrain.train.torch_settings import use_threads
+from posttrain.trust import PREFIX
 from posttrain.types import JSON, Problem, Sampler
 
 PRINTABLE = string.printable[:95] + "\n"
@@ -435,7 +436,7 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
         policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer, name), name)
     else:
         found, device = model_places(name, context)[0], place or context.device
-        read = given.copied if name.startswith(given.PREFIX) else load
+        read = given.copied if name.startswith(PREFIX) else load
         loaded = read(found, dtype=_dtype(context), device=device)
         use_threads(loaded.model.num_parameters(), context.threads)
         policy = wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)

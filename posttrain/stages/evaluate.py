@@ -108,7 +108,9 @@ class EvaluateStage(AnswerStage):
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
         said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
-        counted, said = seen(evaluation, self.model, trained_on(context, self.model))
+        counted, said = seen(
+            evaluation, self.task.verifiable, self.model, trained_on(context, self.model)
+        )
         if said:
             data = {"rule": "contamination"}
             context.events.emit("alarm", said, "warning", stage=self.name, data=data)
@@ -134,7 +136,7 @@ class EvaluateStage(AnswerStage):
         evaluation = answer_problems(
             self.task, sampler, tokenizer, asked, self.samples, self.sampling, seed, workers
         )
-        result = summarise(evaluation)
+        result = summarise(evaluation, self.task.verifiable)
         if self.reference:
             other = reference()
             same_vocabulary(self.name, policy, other)
@@ -144,32 +146,39 @@ class EvaluateStage(AnswerStage):
         return evaluation, result
 
 
-def seen(evaluation: Evaluation, model: str, hashes: frozenset[str]) -> tuple[dict[str, JSON], str]:
-    """How many of the problems the model was trained on, by the `hashes` of its training problems, and its accuracy on the others;
-    and a line about it, "" if there are none."""
+def seen(
+    evaluation: Evaluation, verifiable: bool, model: str, hashes: frozenset[str]
+) -> tuple[dict[str, JSON], str]:
+    """How many of the problems the model was trained on, by the `hashes` of its training problems, and its accuracy on the others,
+    or reward if no score tells right from wrong; and a line about it, "" if there are none."""
     marks = known([g.problem for g in evaluation.groups], hashes)
     if not any(marks):
         return {"contaminated": 0}, ""
     clean, others, row = evaluation.without(marks), "no other problem is left", None
-    if clean is not None:
-        others = f"accuracy on the other {clean.problems}: {clean.accuracy}"
-        row = clean.accuracy.row()
+    what = "accuracy" if evaluation.tells(verifiable) else "reward"
+    if clean is not None and (found := getattr(clean, what)) is not None:
+        others = f"{what} on the other {clean.problems}: {found}"
+        row = found.row()
     said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {others}"
-    return {"contaminated": sum(marks), "accuracy_clean": row}, said
+    return {"contaminated": sum(marks), f"{what}_clean": row}, said
 
 
-def summarise(evaluation: Evaluation) -> dict[str, JSON]:
-    """The figures of an evaluation, each with its interval: accuracy, the parts of the score, and the accuracy of each role."""
+def summarise(evaluation: Evaluation, verifiable: bool = True) -> dict[str, JSON]:
+    """The figures of an evaluation, each with its interval: accuracy, the parts of the score, and the accuracy of each role. Without
+    accuracies if no score tells right from wrong."""
     samples, reward = len(evaluation.groups[0].rollouts), evaluation.reward
     ks = [k for k in KS if k <= samples]
     parts = {name: evaluation.part(name) for name in evaluation.part_names} | evaluation.roles
     majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
-    return {
-        "problems": evaluation.problems,
+    right: dict[str, JSON] = {
         "accuracy": evaluation.accuracy.row(),
         "pass_at": {str(k): evaluation.passed(k).row() for k in ks},
         "avg_at": {str(samples): evaluation.accuracy.row()},
         "majority_at": {str(k): share.row() for k, share in majorities.items() if share},
+    }
+    return {
+        "problems": evaluation.problems,
+        **(right if evaluation.tells(verifiable) else {}),
         "parts": {n: part.row() for n, part in parts.items() if part and isfinite(part.low)},
         "reward": reward.row() if reward and evaluation.problems > 1 else None,
         "length": evaluation.length,

@@ -23,7 +23,7 @@ from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating
 from posttrain.rewards._asking import EndpointSettings, endpoint
-from posttrain.rewards._functions import PREFIX, Mix, finished
+from posttrain.rewards._functions import Mix, finished
 from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
@@ -34,7 +34,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
 from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place
 from posttrain.types import JSON, Rating, Rollout, Score
 
 Device = Literal["same", "cpu"]

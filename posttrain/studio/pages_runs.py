@@ -82,16 +82,19 @@ def _run(studio: Studio, request: Request) -> Response:
             "alarms": [{"time": e.time, **e.details} for e in alarms(events)],
             "timeline": timeline(events),
             "figures": index.figures(),
-            "summary": _summary(run.summary),
+            "summary": _summary(run.summary, run.config),
             "indexing": index.behind(),
             "tags": studio.tags().get(name, []),
         }
     )
 
 
-def _summary(found: Mapping[str, JSON] | None) -> JSON:
+def _summary(found: Mapping[str, JSON] | None, config: Mapping[str, JSON]) -> JSON:
+    """The summary of a finished run. `percent`: its scores before and after are shares, not rewards."""
     kept = ("before", "after", "seconds", "versions", "seed")
-    return {key: found.get(key) for key in kept} if found else None
+    results = (found or {}).get("stages") or {}
+    shares = (results.get(config.get(k), {}).get("verifiable", True) for k in ("before", "after"))
+    return {**{key: found.get(key) for key in kept}, "percent": all(shares)} if found else None
 
 
 def _stages(index: Index, kind: str) -> list[JSON]:

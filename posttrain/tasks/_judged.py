@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import PREFIX, given, then
+from posttrain.rewards._functions import given, then
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.code import patience
@@ -18,7 +18,7 @@ from posttrain.rewards.judge import check_judge, judged
 from posttrain.rewards.math import MathReward, final_answer
 from posttrain.rewards.sandbox import isolation
 from posttrain.tasks import _questions
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place
 from posttrain.types import JSON, Problem, Score
 
 # rewards that decide right or wrong

@@ -101,9 +101,8 @@ class Task(ABC):
     """A frozen dataclass whose fields are its settings. Its own gold answers must score 1; `validate` checks that."""
 
     def __post_init__(self) -> None:
-        with suppress(
-            NameError
-        ):  # a user's annotation may name a type imported for type checking only
+        # a user's annotation may name a type imported for type checking only
+        with suppress(NameError):
             check_fields(self, f"{self.known_as()}: ")
 
     @classmethod

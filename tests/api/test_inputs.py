@@ -139,6 +139,14 @@ def letters(prompts: list[str], completions: list[str]) -> list[float]:
     return [0.0] * (len(completions) - 1)
 
 
+class Undecorated(pt.Task):
+    def problems(self, split: str, level: int | None = None) -> list[Any]:
+        return []
+
+    def score(self, problem: Any, response: str) -> Any:
+        return 1.0
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "grop": 4}, "unknown setting 'grop'; did you mean 'group'"),
     ({"prompts": ["a"], "reward": len, "steps": 0}, "steps must be at least 1, not 0"),
@@ -166,6 +174,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": {"a": len}, "weights": {"b": 1}}, "unknown reward in weights: 'b'"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
+    ({"task": Undecorated()}, r"task Undecorated: write @dataclass\(frozen=True\) above the class"),
     ({"prompts": ["a"], "reward": len, "model": 3}, "int is no plain causal language model"),
     ({"prompts": ["a"], "reward": len, "algorithm": "dpo"}, "dpo learns from pairs; use a preference stage"),
     ({"prompts": ["a"], "reward": len, "algorithm": "grpoo"}, "unknown algorithm 'grpoo'"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import linecache
 import os
 import runpy
+import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +348,49 @@ def test_a_reward_with_state_keeps_what_was_done_with_it() -> None:
         assert steps[:2] == [1, 2] and 1 not in steps[2:] and steps[-1] == 3, "it goes on from its checkpoint"
         pt.grpo(prompts=FOUR, reward=reward, out=name, callback=stop, **how)
         assert steps[-1] == 3 and steps.count(3) == 1, "and is kept when it is done"
+
+
+def test_a_class_of_a_program_is_compared_by_its_code_and_named_as_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in a module with the name of a shipped algorithm, which a resume would otherwise take in its place."""
+    source = (
+        "import posttrain as pt\nfrom dataclasses import dataclass\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Mine(pt.GRPO):\n"
+        "    def advantages(self, step, mask_T, state):\n        return 1.0 * super().advantages(step, mask_T, state)\n"
+    )
+    how = {key: value for key, value in SMALL.items() if key not in ("group", "beta", "evaluate_every")}
+
+    def called(source: str) -> list[float]:
+        Path("grpo.py").write_text(source)
+        sys.modules.pop("grpo", None)
+        linecache.checkcache()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(".")
+            patch.setattr(sys, "dont_write_bytecode", True)
+            mine = importlib.import_module("grpo").Mine(group=4, beta=0.0)
+        run = pt.rl(algorithm=mine, prompts=FOUR, reward="length", min_new_tokens=1, out="mine", again=True, **how).train()
+        return [row["grad_norm"] for row in run.metrics]
+
+    first, made = called(source), Path("mine/stages/rl/result.json")
+    assert "not resumable from its directory, which does not hold Mine;" in capsys.readouterr().out
+    before = made.stat().st_mtime_ns
+    assert called("# a comment\n" + source) == first and made.stat().st_mtime_ns == before
+    assert called(source.replace("1.0 *", "3.0 *"))[0] == pytest.approx(3 * first[0])
+    assert "runs again: its input python:Mine (code) has changed" in capsys.readouterr().out
+    assert cli.main(["resume", "mine", "rl.steps=3", "--allow-code"]) == 2
+    assert "the algorithm Mine is a class of another Python process" in capsys.readouterr().err
+
+
+def test_a_module_with_other_weights_runs_again() -> None:
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    module = tiny_model(tokenizer, "nano", seed=3)
+    called = partial(pt.grpo, prompts=FOUR, reward="length", out="mine", again=True, **{**SMALL, "model": (module, tokenizer)})
+    called()
+    made = Path("mine/stages/rl/result.json")
+    before = made.stat().st_mtime_ns
+    called()
+    assert made.stat().st_mtime_ns == before
+    with torch.no_grad():
+        next(module.parameters()).mul_(2.0)
+    called()
+    assert made.stat().st_mtime_ns > before

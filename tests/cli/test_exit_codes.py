@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.runs.read import Run
 from posttrain.train.trainer import Trainer
 
-CODES = {UserError("bad"): 2, GuardStop("stopped"): 3, Interrupted("asked"): 130, KeyboardInterrupt(): 130}
+CODES = {
+    UserError("bad"): 2,
+    GuardStop("stopped"): 3,
+    Interrupted("asked"): 130,
+    KeyboardInterrupt(): 130,
+    OSError(ENOSPC, "full", "a.png"): 2,
+}
 SMALL = """
 threads: 1
 stages:

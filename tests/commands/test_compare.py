@@ -61,6 +61,21 @@ def test_the_paired_difference_by_hand(tmp_path: Path) -> None:
     assert "p = 0.219 (5 better, 1 worse, 2 equal)" in text and "rl.optimizer.lr  0.1 | 0.2" in text
 
 
+def test_rewards_that_tell_no_right_from_wrong_are_compared_as_they_are(tmp_path: Path) -> None:
+    """None of them reaches 1, the reward of a solved problem."""
+    for name, values in (("one", [0.25, 0.5, 0.5]), ("two", [0.75, 0.75, 0.5])):
+        folder = make(tmp_path / name, {"after": single("000")}) / "stages/after"
+        rows = [json.loads(line) | {"outcomes": [None], "solved": [False]} for line in (folder / "problems.jsonl").open()]
+        rows = [row | {"values": [value]} for row, value in zip(rows, values, strict=True)]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "result.json").write_text(json.dumps({"verifiable": False}))
+    found = compare_runs(tmp_path / "one", tmp_path / "two", tmp_path / "both.png")
+    (after,) = found.evaluations
+    assert (after.paired.wins, after.paired.losses, after.paired.ties, after.paired.difference.value) == (2, 0, 1, 0.25)
+    assert isclose(after.first.value, 1.25 / 3) and isclose(after.second.value, 2 / 3)
+    assert "after: mean reward on 3 held-out problems" in str(found)
+
+
 def test_several_samples_are_shares_and_problems_of_one_run_alone_are_left_out(tmp_path: Path) -> None:
     one = make(tmp_path / "one", {"check": [[1, 0], [0, 0], [1, 1]]})
     two = make(tmp_path / "two", {"check": [[1, 1], [1, 1], [0, 0]]}, first=1, metrics=False)  # p1, p2, p3

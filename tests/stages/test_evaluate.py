@@ -257,6 +257,50 @@ def test_eval_lets_a_judge_or_a_reward_model_decide_who_wins(
     assert "samples" in capsys.readouterr().err
 
 
+def test_a_reward_that_tells_no_right_from_wrong_has_no_accuracy(tmp_path: Path) -> None:
+    """Neither in the result of the stage, which tables and model cards are made from, nor on problems that were not trained on."""
+
+    @dataclass(frozen=True)
+    class Graded(Given):
+        verifiable = False
+
+    (tmp_path / "more.jsonl").write_text('{"prompt": " 8+0=", "completion": "8"}\n')
+    context = run(
+        tmp_path / "run",
+        SFTStage(name="sft", model="tiny:nano", data=(Data(file=str(tmp_path / "more.jsonl")),), steps=1, batch=1),
+        EvaluateStage(name="e", model="sft", task=Graded(6), problems=4, sampling=Sampling(2, temperature=0.0)),
+    )
+    found = context.result("e")
+    assert found is not None and found["contaminated"] == 1 and len(found["reward"]) == len(found["reward_clean"]) == 3
+    assert not {"accuracy", "accuracy_clean", "pass_at", "avg_at", "majority_at"} & found.keys()
+
+
+def test_eval_by_a_reward_that_tells_no_right_from_wrong_compares_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, name in enumerate(("one", "two")):
+        model(seed, tmp_path / name)
+    rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def share(response): return sum(map(ord, response)) / 1e6\n")
+    settings = [f"task.file={tmp_path}/rows.jsonl", "task.held_out=1", f"task.reward={tmp_path}/mine.py:share", "temperature=1"]
+    asked = [
+        "eval",
+        str(tmp_path / "one"),
+        "--task",
+        "jsonl",
+        *settings,
+        "max_new_tokens=6",
+        "--against",
+        str(tmp_path / "two"),
+    ]
+    assert cli.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["problems"] == 8 and not {"accuracy", "pass_at", "avg_at"} & found.keys()
+    difference = found["reward"][0] - found["against"]["reward"][0]
+    assert found["paired"]["difference"]["value"] == pytest.approx(difference) and found["paired"]["ties"] < 8
+
+
 def test_eval_of_a_task_that_needs_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model(0, tmp_path / "one")
     rows = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(60)]

@@ -120,7 +120,7 @@ def test_seed_and_kind_of_stage_are_part_of_it(tmp_path: Path) -> None:
         pass
 
     other = Other(name="a", word="x")
-    assert ran(tmp_path, (other,), seed=1) == [], "classes of one module have one name there"
+    assert ran(tmp_path, (other,), seed=1) == ["a"], "another class of the same module"
     best = BestStage(name="a", models=("m",), measured=("n",))
     with pytest.raises(UserError, match="measured nothing"):
         ran(tmp_path, (best,), seed=1)
@@ -256,7 +256,8 @@ def test_a_pipeline_run_again_into_its_directory(tmp_path: Path) -> None:
     pipeline.start(settings(tmp_path / "run", CHAIN))
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert set(summary["lineage"]) == {"a", "b", "c", "d"}
-    assert set(summary["lineage"]["b"]["inputs"]) == {"a"}
+    code = {"python:Note (code)", "python:Inner (code)"}
+    assert set(summary["lineage"]["b"]["inputs"]) == {"a", *code}
     assert summary["lineage"]["b"]["inputs"]["a"] == summary["lineage"]["a"]["made_sha256"]
     assert "lineage" not in summary["stages"]["b"]
     RAN.clear()

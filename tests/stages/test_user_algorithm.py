@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,29 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
         config.parse(str(path), [])
     stage = config.parse(str(path), ["rl.strength=3.0"], allow_code=True).recipe.stages[0]
     assert stage.algorithm.strength == 3.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "def advantages(self, step, mask_T, state): return step.reward_N",
+            r"Mine: advantages are one for each token, of shape \[\d+\], not \[8\]",
+        ),
+        (
+            "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -(ratio_T * advantage_T).mean(), ratio_T > 2",
+            r"loss/policy has the shape \[\] and its weights \[\d+\]; give the loss of each unit, not their mean",
+        ),
+    ],
+)
+def test_a_mean_or_values_of_responses_in_place_of_tokens_are_refused(
+    method: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean of a micro-batch is a loss that depends on how the step is cut."""
+    mine, recipe = tmp_path / "mine.py", tmp_path / "small.yaml"
+    mine.write_text(f"{MINE}\n    {method}\n")
+    recipe.write_text(SMALL)
+    assert (
+        cli.main(["run", str(recipe), "threads=1", f"rl.algorithm={mine}:Mine", "rl.group=4", f"out={tmp_path / 'run'}"]) == 2
+    )
+    assert re.search(message, capsys.readouterr().err)

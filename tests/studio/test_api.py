@@ -40,6 +40,20 @@ def test_the_table_says_what_each_run_is(studio: Studio) -> None:
     assert [row["name"] for row in studio.get("/api/runs", status="finished")["runs"]] == ["one"]
 
 
+def test_scores_before_and_after_are_percent_only_where_they_are_shares(tmp_path: Path) -> None:
+    """A mean reward of 6 is not 600%."""
+    directory = make_run(tmp_path / "one") or tmp_path / "one"
+    config, summary = directory / "config.yaml", directory / "summary.json"
+    config.write_text(
+        "".join(line for line in config.open() if not line.startswith(("before:", "after:"))) + "before: a\nafter: b\n"
+    )
+    studio, page = Studio(tmp_path), f"/api/runs/{path_id(directory)}"
+    for results, percent in (({}, True), ({"a": {"verifiable": False}, "b": {"verifiable": False}}, False)):
+        whole = json.loads(summary.read_text()) | {"before": [3.0, 2.0, 4.0], "after": [6.0, 5.0, 7.0], "stages": results}
+        summary.write_text(json.dumps(whole))
+        assert studio.get(page)["summary"]["percent"] is percent
+
+
 def test_runs_that_were_never_looked_at_do_not_hold_up_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         make_run(tmp_path / f"run-{number}", 3, finish=number % 2 == 0)

@@ -10,9 +10,8 @@ from posttrain import catalogue
 from posttrain.errors import Positive, require
 from posttrain.rewards._functions import note, same_function
 from posttrain.tasks.tools.base import Signature, Tool
-from posttrain.trust import code_place
+from posttrain.trust import PREFIX, code_place, elsewhere, known_as
 
-PREFIX = "python:"
 _given: dict[str, Any] = {}  # this process's functions, by their name in settings
 
 
@@ -37,9 +36,7 @@ class Function(Tool):
     def made(self) -> Any:
         """Return the function, or the tool."""
         if self.function.startswith(PREFIX):
-            elsewhere = f"the tool {self.function.removeprefix(PREFIX)} is a function of another Python process"
-            hint = "put it into a file and name it FILE.py:NAME"
-            require(self.function in _given, f"{elsewhere}, and no directory holds it; {hint}")
+            require(self.function in _given, elsewhere("tool", self.function, "function"))
             return _given[self.function]
         named = code_place(self.function) is not None
         require(named, f"a tool of yours is FILE.py:NAME, not {self.function!r}")
@@ -65,11 +62,9 @@ def give(function: Any) -> Function:
     require(fine, f"a tool is a function, not {function!r}")
     place = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "")
-    number = 1
-    while (name := f"{PREFIX}{module}.{place}" + (f" #{number}" if number > 1 else "")) in _given:
-        if _given[name] == function or same_function(_given[name], function):
-            break
-        number += 1
+    name = known_as(
+        _given, f"{module}.{place}", lambda one: one == function or same_function(one, function)
+    )
     _given[name] = function
     note(name, [function])
     return Function(name)

@@ -50,7 +50,7 @@ function verdict(run) {
   const facts = [];
   if (score && score[0] !== null) facts.push([explain(score[3]).title, number(score[0], score[3].startsWith("accuracy"))]);
   if (run.progress?.steps) facts.push([`Step of ${run.stage}`, `${number(run.progress.step)} of ${number(run.progress.steps)}`]);
-  if (run.summary?.before && run.summary?.after) facts.push(["Before and after training", [run.summary.before, run.summary.after].map((b) => number(Array.isArray(b) ? b[0] : b, true)).join(" → ")]);
+  if (run.summary?.before && run.summary?.after) facts.push(["Before and after training", [run.summary.before, run.summary.after].map((b) => number(Array.isArray(b) ? b[0] : b, run.summary.percent)).join(" → ")]);
   facts.push(["Alarms", run.alarms.length ? String(run.alarms.length) : "none"]);
   return h("section", { class: `card verdict ${v.answer}`, "aria-label": "Is the run learning?" },
     h("div", { class: "mark", "aria-hidden": "true" }, MARKS[v.answer]),

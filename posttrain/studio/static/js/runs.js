@@ -42,7 +42,8 @@ export async function page(main) {
 /** @param {any} r @param {Set<string>} chosen @param {() => void} changed */
 function row(r, chosen, changed) {
   const pick = h("input", { type: "checkbox", "aria-label": `Choose ${r.name}`, checked: chosen.has(r.id), onchange: () => (pick.checked ? chosen.add(r.id) : chosen.delete(r.id), changed()) });
-  const score = r.score && r.score[0] !== null ? [h("b", {}, number(r.score[0], r.score[3].startsWith("accuracy"))), r.score[1] !== null && h("span", { class: "dim tiny" }, ` ${number(r.score[1], true)} – ${number(r.score[2], true)}`)] : h("span", { class: "dim" }, "–");
+  const share = r.score?.[3]?.startsWith("accuracy");
+  const score = r.score && r.score[0] !== null ? [h("b", {}, number(r.score[0], share)), r.score[1] !== null && h("span", { class: "dim tiny" }, ` ${number(r.score[1], share)} – ${number(r.score[2], share)}`)] : h("span", { class: "dim" }, "–");
   const steps = r.progress?.steps ? ` ${r.progress.step}/${r.progress.steps}` : r.progress?.step ? ` ${r.progress.step}` : "";
   return h("tr", {},
     h("td", {}, pick),
