@@ -134,7 +134,7 @@ PAIR_ROWS = [
     ("no-prompt", {"chosen": "ho", "rejected": "no"}, "no prompt"),
     ("empty-prompt", {"prompt": "", "chosen": "ho", "rejected": "no"}, "no prompt, or an empty one"),
     ("margin-text", PAIR | {"margin": "big"}, "margin must be a finite number"),
-    ("margin-nan", PAIR | {"margin": float("nan")}, "margin must be a finite number"),
+    ("margin-nan", PAIR | {"margin": float("nan")}, "NaN is not JSON"),
     ("demonstration", {"prompt": "hi", "completion": "ho"}, "use the stage sft for it"),
 ]
 

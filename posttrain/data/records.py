@@ -37,8 +37,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def _refuse_constant(name: str) -> None:
+    """Python reads NaN and Infinity, which are no JSON: as an answer, nothing would be equal to them."""
+    raise UserError(f"{name} is not JSON; write null for a missing value")
+
+
 # made once: functions of `json` with arguments make them anew at each call
-_decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant).decode
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 

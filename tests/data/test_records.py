@@ -74,6 +74,14 @@ def test_a_key_that_is_there_twice_is_refused(row: str, key: str, tmp_path: Path
         read(tmp_path / "x.json", f"[{row}]".encode())
 
 
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_does_not_have_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(f'{{"prompt": "a", "answer": 1}}\n{{"prompt": "b", "answer": {name}}}\n')
+    with pytest.raises(UserError, match=f"x.jsonl line 2: {name} is not JSON; write null for a missing value"):
+        list(read_jsonl(file))
+
+
 def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     table = tmp_path / "a.csv"
     table.write_text('prompt,answer\n"a\nb",1\nc,"x,y"\n')
