@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from pathlib import Path
 
 from posttrain.cli.base import add_address
@@ -37,5 +38,13 @@ def call(options: argparse.Namespace) -> None:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     address = Address(options.host, options.port, hosts=options.name)
     every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
-    require(options.host not in ("0.0.0.0", "::") or bool(options.name), every)
+    require(not unspecified(options.host) or bool(options.name), every)
     serve(roots, address, options.serve, options.demo, options.open)
+
+
+def unspecified(host: str) -> bool:
+    """Whether an address stands for all addresses of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
