@@ -22,6 +22,7 @@ from posttrain import cli
         (["--port", "x"], "invalid int value"),
         (["--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0 listens at every address"),
         (["--host", "::", "--port", "0"], "listens at every address"),
+        (["--host", "0:0:0:0:0:0:0:0", "--port", "0"], "listens at every address"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen"),
     ],
 )
