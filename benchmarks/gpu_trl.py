@@ -4,8 +4,8 @@
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6    # the recipe gsm8k: 128 x 8 answers
-    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --steps 280 --stop 75 --save OUT # a run, with models
-                                                              # to evaluate every 25 steps: posttrain eval OUT/25 task=gsm8k
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --steps 280 --stop 75 --save OUT # a run; its models
+    posttrain eval OUT/25 --task gsm8k task.data=FOLDER       # are evaluated like this
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
 Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON
