@@ -39,7 +39,7 @@ from posttrain.trust import PREFIX, active, trusting
 from posttrain.types import JSON, Problem, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.commands.inspect import TaskOfRun
+    from posttrain.commands.evaluate import TaskOfRun
 
 # files of runs that may not have begun yet, so that no other run takes their directories
 _waiting: WeakSet[inputs.Files] = WeakSet()
@@ -239,7 +239,7 @@ def sample(
     """Sample `n` answers to a prompt and return their texts. A prompt is a text or a list of messages. For a list of prompts, return a
     list of texts for each."""
     from posttrain.collect import Prompt
-    from posttrain.commands.inspect import answers, prompt_ids
+    from posttrain.commands.sample import answers, prompt_ids
 
     policy = _policy(model, tokenizer)
     how = inputs.built(Sampling, {}, sampling, "sample")
@@ -306,7 +306,7 @@ def evaluate(
 
 def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun | None:
     """The task of a run, unless another is given, or the same with settings."""
-    from posttrain.commands.inspect import task_of_run
+    from posttrain.commands.evaluate import task_of_run
 
     if not isinstance(model, Run) or not isinstance(task, str | None):
         return None

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.commands.inspect import chat
+    from posttrain.commands.sample import chat
 
     for answer in chat(options.model, asked(typed("> ")), options.settings):
         print_lines(answer.text.splitlines() or [""])
