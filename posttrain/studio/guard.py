@@ -48,7 +48,10 @@ HEADERS = {
 
 @dataclass(slots=True)
 class Guard:
-    """Wraps an application. `hosts` are the names of this server; `local` means that only this machine can connect."""
+    """Wraps an application. `hosts` are the names of this server; `local` means that only this machine can connect.
+
+    `serve.app.Guard` is another class because its clients are programs, which send a bearer token with every request, any content
+    type, and any address of the machine as host, while a page has a cookie, reads without a token, and may send only JSON."""
 
     app: App
     token: str
