@@ -422,3 +422,24 @@ def test_models_are_loaded_when_asked_for_and_make_room_for_others() -> None:
         assert status == 503 and answer["error"]["code"] == "models_busy"
         busy.join(60)
     models.close()
+
+
+def test_a_model_that_was_just_loaded_for_a_request_is_not_unloaded_for_the_next() -> None:
+    loading = threading.Event()
+
+    def load(name: str) -> Policy:
+        loading.set()
+        time.sleep(0.3)
+        return make_policy()
+
+    models = Models({"base": None, "rl": None}, load, "rl", loaded=1)
+    with make_server(application(lambda _: models, Limits()), Address(port=0), Limits()).in_thread() as url:
+        served, body = Served(url, models), {"messages": HI, "max_tokens": 100, "min_tokens": 100}
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(served.post, {**body, "model": "base"})
+            assert loading.wait(30)
+            second = pool.submit(served.post, {**body, "model": "rl"})  # it waits until the first model is loaded
+            assert first.result(60)[0] == 200
+            assert second.result(60)[1]["error"]["code"] == "models_busy"
+        assert served.post({**body, "model": "rl"})[0] == 200  # nothing is in progress any more
+    models.close()
