@@ -298,6 +298,8 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "3"}]}, 400, "not tool"),
     ({"messages": HI, "temperature": -1}, 400, "temperature"),
     ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
+    ({"messages": HI, "temperature": 1e-40}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
+    ({"messages": HI, "temperature": 1e300}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
     ({"messages": HI, "top_p": 0}, 400, "top_p"),
     ({"messages": HI, "n": 100_000}, 400, "n: "),
     ({"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
