@@ -298,6 +298,8 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "3"}]}, 400, "not tool"),
     ({"messages": HI, "temperature": -1}, 400, "temperature"),
     ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
+    ({"messages": HI, "stop": ["."] * 65}, 400, "stop: Input should be a valid string; or: List should have at most 64 items"),
+    ({"messages": HI, "stop": [1]}, 400, "stop: Input should be a valid string"),
     ({"messages": HI, "temperature": 1e-40}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
     ({"messages": HI, "temperature": 1e300}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
     ({"messages": HI, "top_p": 0}, 400, "top_p"),
@@ -325,6 +327,13 @@ def test_prompts_of_ids_are_checked(served: Served) -> None:
     for prompt in ([], [99_999], [-1], [[1], []]):
         status, answer = served.post({"prompt": prompt}, "/v1/completions")
         assert status == 400 and "prompt" in answer["error"]["message"]
+
+
+def test_one_request_cannot_ask_for_any_number_of_answers(served: Served) -> None:
+    for prompts, n in ((4097, 1), (33, 128)):
+        status, answer = served.post({"prompt": ["a"] * prompts, "n": n, "max_tokens": 1}, "/v1/completions")
+        assert status == 400 and "at most 4,096 answers" in answer["error"]["message"]
+    assert served.post({"prompt": ["a"] * 300, "max_tokens": 1}, "/v1/completions")[0] == 200
 
 
 def test_what_the_engine_raises_is_an_error_of_this_request_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
