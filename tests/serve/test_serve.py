@@ -281,6 +281,28 @@ def test_a_client_that_hangs_up_ends_what_is_decoded_for_it(served: Served, stre
     assert next(iter(served.models.ready.values())).engine.statistics.sampled - before < 1900
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_before_its_turn_leaves_the_queue(policy: Policy, stream: bool) -> None:
+    body = {"messages": HI, "max_tokens": 2000, "min_tokens": 2000, "stream": stream}
+    for served in serve(policy, rows=1):
+        served.post({"messages": HI, "max_tokens": 1})
+        model = next(iter(served.models.ready.values()))
+        connections = [HTTPConnection(served.url.removeprefix("http://")) for _ in range(4)]
+        for number, connection in enumerate(connections, 1):
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            while len(model.tickets) < number:
+                time.sleep(0.001)
+        first = next(iter(model.tickets))
+        for connection in connections[1:]:
+            connection.close()
+        until = time.monotonic() + 30
+        while len(model.tickets) > 1 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [*model.tickets] == [first], "it still has the only row"
+        connections[0].close()
+        assert served.idle()
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 BAD = [
