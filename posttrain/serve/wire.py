@@ -325,4 +325,6 @@ def refusal(error: Exception) -> Refused:
         return error
     if isinstance(error, UserError):
         return Refused(400, str(error), "invalid_request")
+    if isinstance(error, RecursionError):
+        return Refused(400, "the request is nested too deeply", "invalid_request")
     return Refused(500, f"the server failed: {type(error).__name__}; its log says more")

@@ -305,6 +305,8 @@ def test_a_client_that_hangs_up_before_its_turn_leaves_the_queue(policy: Policy,
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
+NESTED = b'{"a":' * 700 + b"1" + b"}" * 700
+
 BAD = [
     (b"{", 400, "no JSON"),
     (b"[" * 100_000, 400, "no JSON"),
@@ -319,6 +321,7 @@ BAD = [
     ({"messages": [{"role": "user", "content": "<|end|>"}]}, 400, "control token"),
     ({"messages": [{"role": "tool", "content": "3"}]}, 400, "not tool"),
     ({"messages": HI, "temperature": -1}, 400, "temperature"),
+    (b'{"messages": [{"role": "user", "content": "hi", "weird": ' + NESTED + b"}]}", 400, "nested too deeply"),
     ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
     ({"messages": HI, "stop": ["."] * 65}, 400, "stop: Input should be a valid string; or: List should have at most 64 items"),
     ({"messages": HI, "stop": [1]}, 400, "stop: Input should be a valid string"),
