@@ -19,14 +19,21 @@ import openai
 import pytest
 import torch
 from serving_for_tests import HI, TOOL_TEMPLATE, TOOLS, Scripted, Served, make_policy, serve
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.data.chat import render_prompt
+from posttrain.data.text import BYTE_ALPHABET, Decoder
 from posttrain.engine.engine import Engine
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
 from posttrain.serve import server as server_module
 from posttrain.serve.app import Limits, application, permitted
+from posttrain.serve.conversations import Choice
 from posttrain.serve.models import Models
 from posttrain.serve.server import Address, make_server
 from posttrain.types import Message, Request, Sampling
@@ -226,6 +233,23 @@ def test_a_stop_text_ends_the_answer_before_it_and_ends_decoding(scripted: Calla
     while not engine.cancelled and time.monotonic() < until:  # type: ignore[attr-defined]
         time.sleep(0.01)
     assert served.idle() and engine.cancelled == [engine.requests[0].session]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("stops", "said"), [((), "é👩日 \ufffd, ok"), (("日 ",), "é👩"), (("\ufffd",), "é👩日 ")])
+def test_a_character_of_several_tokens_is_sent_and_spelled_once(stops: tuple[str, ...], said: str) -> None:
+    backend = Tokenizer(BPE(vocab={character: n for n, character in enumerate(BYTE_ALPHABET)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # a token for each byte
+    ids = tokenizer("é👩日 \ufffd, ok")["input_ids"]
+    for size in (1, 2, 3, len(ids)):
+        choice = Choice(Decoder(tokenizer), stops=stops)
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size]
+            choice.feed(part, [0.0] * len(part), "length" if start + size >= len(ids) else "")
+            if choice.ended:
+                break
+        assert choice.whole.text == said, size
+        assert stops or "".join(choice.whole.tokens) == said
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
