@@ -48,16 +48,17 @@ class Refused(Exception):
         return {"error": error}
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-
-
 class Strict(BaseModel):
     """Refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding of chunks; there is none here
 
 
 class Body(Strict):
@@ -178,8 +179,9 @@ def read_body(data: bytes, kind: type[Kind]) -> Kind:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         place, said = found[0]["loc"], [found[0]["msg"]]
-        if isinstance(place[-1], str) and len(place) == 2:  # an error for each type of the field
-            place, said = place[:1], [one["msg"] for one in found if one["loc"][0] == place[0]]
+        same = [one["msg"] for one in found if one["loc"][0] == place[0]]
+        if len(place) == 2 and len(same) > 1 and isinstance(place[1], str):  # one of each type
+            place, said = place[:1], same
         at, text = ".".join(map(str, place)), "; or: ".join(dict.fromkeys(said))
         raise Refused(400, f"{at}: {text}", found[0]["type"], at) from None
 

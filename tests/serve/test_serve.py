@@ -359,6 +359,7 @@ BAD = [
     ({"messages": HI, "presence_penalty": 1}, 400, "presence_penalty is not supported"),
     ({"messages": HI, "top_logprobs": 3, "logprobs": True}, 400, "top_logprobs is not supported"),
     ({"messages": HI, "temprature": 1}, 400, "temprature"),
+    ({"messages": HI, "stream_options": {"include_usages": True}}, 400, "include_usages: Extra inputs"),
     ({"messages": HI, "tools": TOOLS}, 400, "does not show the tools"),
     ({"messages": HI, "tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice"),
     ({"messages": HI, "model": "gpt"}, 404, "no model 'gpt'; there are tiny"),
