@@ -83,8 +83,9 @@ async def body(request: Request) -> dict[str, JSON]:
     """The JSON object in the body of a request."""
     try:
         value = json.loads(await request.body())
-    except ValueError:
-        raise UserError("send a JSON object") from None
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
+    except (ValueError, RecursionError):
+        raise UserError("send a JSON object of valid text") from None
     require(isinstance(value, dict), "send a JSON object")
     return dict(value)
 

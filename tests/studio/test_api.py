@@ -308,3 +308,13 @@ def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
     sent = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     assert "no model server" in studio.post("/api/chat", 400, **sent)["error"]
     studio.post("/api/chat", 400, model="m", messages=[{"role": "user", "content": "hi"}], temperature=99)
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "{", "[]", "[" * 100_000, '{"a":' * 100_000, "\xff", '{"tags": ["\\ud800"], "note": "\\ud800"}']
+)
+def test_a_body_that_is_no_json_object_is_one_line(studio: Studio, one: str, sent: str) -> None:
+    headers = {"x-studio-token": "secret", "content-type": "application/json"}
+    for path in (f"{one}/tags", f"{one}/review", "/api/label", "/api/chat"):
+        answer = studio.client.post(path, content=sent.encode("latin-1"), headers=headers)
+        assert (answer.status_code, answer.json()["error"][:18]) == (400, "send a JSON object")
