@@ -158,7 +158,7 @@ async def _vote(desk: Desk, request: Request) -> Response:
     choice, seconds = sent.get("choice", ""), sent.get("seconds", 0)
     require(isinstance(choice, str | list), "choice must be a list of sides, or a word")
     require(isinstance(seconds, int | float) and 0 <= seconds < 10**6, "seconds must be a number")
-    who, item = text_of(sent, "annotator", 100), text_of(sent, "item", 40)
+    who, item = annotator_name(text_of(sent, "annotator", 100)), text_of(sent, "item", 40)
     comment, nonce = text_of(sent, "comment", 4000, ""), text_of(sent, "nonce", 80, "")
     labels.vote(who, item, choice, comment, float(seconds), nonce)
     due = _waits_no_longer(desk, source, labels)

@@ -103,3 +103,9 @@ def test_comparisons_are_made_of_a_runs_rollouts(tmp_path: Path) -> None:
     for name in ("../x", "a/b", "", "a" * 61, ".hidden"):
         studio.post("/api/label", 400, run=run, stage="rl", name=name, count=3)
     studio.post("/api/label", 404, run=run, stage="../..", name="x", count=3)
+
+
+def test_the_votes_of_a_name_with_spaces_are_counted(studio: Studio) -> None:
+    place = file(studio)
+    item = studio.get(f"{place}/next", annotator=" ann  b ")["item"]["id"]
+    assert studio.post(f"{place}/vote", 201, annotator=" ann  b ", item=item, choice=[0])["done"] == 1
