@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
-from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole_of, word
+from posttrain.studio.replies import number, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -81,9 +80,8 @@ def _next(studio: Studio, request: Request) -> Response:
     return reply({"rollout": item, "done": len(done)})
 
 
-async def _judge(studio: Studio, request: Request) -> Response:
+def _judge(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     index = studio.index(request)
-    sent = await body(request)
     stage = require_stage(index, text_of(sent, "stage", 100))
     place = [whole_of(sent, "step"), whole_of(sent, "number")]
     agrees, flagged = sent.get("agrees"), sent.get("flagged", False)
@@ -169,9 +167,9 @@ def _export(studio: Studio, request: Request) -> Response:
     return Response(report.render(index), media_type="text/html", headers=headers)
 
 
-async def _models(studio: Studio, request: Request) -> Response:
+def _models(studio: Studio, request: Request) -> Response:
     """The models to talk to: those of the server that the user named, and the stages of runs, as RUN/STAGE."""
-    named = await run_in_threadpool(studio.models.named().names) if studio.models.address else []
+    named = studio.models.named().names() if studio.models.address else []
     found = [{"id": name, "name": name} for name in named]
     for run, stage in studio.library.models():
         place = studio.library.place(studio.library.runs()[run])
@@ -179,8 +177,7 @@ async def _models(studio: Studio, request: Request) -> Response:
     return reply({"models": found})
 
 
-async def _chat(studio: Studio, request: Request) -> Response:
-    sent = await body(request)
+def _chat(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     messages = sent.get("messages", [])
     listed = isinstance(messages, list) and 0 < len(messages) <= 200
     fine = listed and all(isinstance(m, dict) for m in messages)
@@ -196,7 +193,7 @@ async def _chat(studio: Studio, request: Request) -> Response:
             require(fine, f"{key} must be from {low} to {high}")
             options[key] = value
     model = text_of(sent, "model", 400)
-    return reply(await run_in_threadpool(_answer, studio, model, turns, options))
+    return reply(_answer(studio, model, turns, options))
 
 
 def _answer(
