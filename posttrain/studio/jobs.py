@@ -50,7 +50,7 @@ class Jobs:
         for text in settings:
             require(SETTING.fullmatch(text) is not None, f"{text[:80]!r} is not key=value")
             key, _, value = text.partition("=")
-            named = key in REFUSED or ".py" in value or "://" in value
+            named = key in REFUSED or ".py" in value or "://" in value or _names_file(value)
             where = f"{key}: the page cannot name files, programs or addresses"
             require(not named, f"{where}; use the command line")
         numbers = (n for n in range(1, 10_000) if not (self.root / f"{recipe}-{n}").exists())
@@ -117,6 +117,14 @@ class Jobs:
             time.sleep(0.1)
         require(job.poll() in (None, 0), f"it did not start: {_last_line(log)}")
         return directory
+
+
+def _names_file(value: str) -> bool:
+    """Whether a setting may name a file: one that exists, or any absolute path. An escape may hide one."""
+    words = re.split(r"[\s,:\[\]{}'\"]+", value)
+    away = any(word.startswith(("/", "~", "./", "../")) or "/../" in word for word in words)
+    there = any(os.path.exists(w) if "/" in w else os.path.isfile(w) for w in words)
+    return away or there or "\\" in value
 
 
 def start_demo(root: Path) -> None:

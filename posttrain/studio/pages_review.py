@@ -192,14 +192,7 @@ def _chat(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
             fine = isinstance(value, int | float) and low <= value <= high
             require(fine, f"{key} must be from {low} to {high}")
             options[key] = value
-    model = text_of(sent, "model", 400)
-    return reply(_answer(studio, model, turns, options))
-
-
-def _answer(
-    studio: Studio, model: str, turns: list[dict[str, str]], options: dict[str, JSON]
-) -> JSON:
-    server, stage = studio.server(model)
+    server, stage = studio.server(text_of(sent, "model", 400))
     answer = {"stage": stage, **server.ask(stage, turns, options)}
     server.judge([answer])
-    return answer
+    return reply(answer)

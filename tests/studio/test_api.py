@@ -280,7 +280,16 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
     studio = Studio(root)
     assert "key=value" in studio.post("/api/runs", 400, recipe="quickstart", settings=["rm -rf"])["error"]
     assert "unknown recipe" in studio.post("/api/runs", 400, recipe="../evil.py", settings=[])["error"]
-    for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil"):
+    monkeypatch.chdir(tmp_path)
+    files = (
+        "sft.data=/etc/passwd",
+        "rl.task=prompts:~/x.jsonl",
+        'sft.data="\\x2fetc/passwd"',
+        "sft.data=[../x]",
+        "sft.data=program.py",
+    )
+    files += ("a.model=runs/..", "sft.data=[{path: 'runs/../program.txt'}]", "rl.model=./runs")
+    for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil", *files):
         assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
     assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
     made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
