@@ -65,8 +65,7 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # a web socket: this server has none
-        pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
-        headers = {name.lower(): value for name, value in pairs}
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         refused = self._refusal(scope, headers)
         if refused:
             await _answer(send, *refused)

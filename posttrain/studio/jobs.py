@@ -122,9 +122,8 @@ class Jobs:
 def _names_file(value: str) -> bool:
     """Whether a setting may name a file: one that exists, or any absolute path. An escape may hide one."""
     words = re.split(r"[\s,:\[\]{}'\"]+", value)
-    away = any(word.startswith(("/", "~", "./", "../")) or "/../" in word for word in words)
-    there = any(os.path.exists(w) if "/" in w else os.path.isfile(w) for w in words)
-    return away or there or "\\" in value
+    away, there = ("/", "~", "./", "../"), os.path.exists if "/" in value else os.path.isfile
+    return "\\" in value or any(w.startswith(away) or "/.." in w or there(w) for w in words)
 
 
 def start_demo(root: Path) -> None:

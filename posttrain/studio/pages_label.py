@@ -146,9 +146,8 @@ def _guidelines(source: Source) -> str:
 
 def _scorers(desk: Desk, request: Request) -> Response:
     """Runs that have reward models."""
-    library = desk.studio.library
-    runs = dict.fromkeys(run for run, _ in library.models(answering=False))
-    return reply([{"id": run, "name": library.place(library.runs()[run])} for run in runs])
+    runs = {run: place for run, place, _ in desk.studio.library.models(answering=False)}
+    return reply([{"id": run, "name": place} for run, place in runs.items()])
 
 
 def _vote(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:

@@ -171,8 +171,7 @@ def _models(studio: Studio, request: Request) -> Response:
     """The models to talk to: those of the server that the user named, and the stages of runs, as RUN/STAGE."""
     named = studio.models.named().names() if studio.models.address else []
     found = [{"id": name, "name": name} for name in named]
-    for run, stage in studio.library.models():
-        place = studio.library.place(studio.library.runs()[run])
+    for run, place, stage in studio.library.models():
         found.append({"id": f"{run}/{stage}", "name": f"{place}: {stage}"})
     return reply({"models": found})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.studio.jobs import recipe_settings
 from posttrain.studio.library import path_id, stages, timeline
-from posttrain.studio.replies import number, reply, routes_of, text_of, whole, word
+from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ def _runs(studio: Studio, request: Request) -> Response:
     rows: list[JSON] = []
     looked, left = studio.library.looked, len(named)
     for name in named:
-        row, left = studio.library.row(name), left - 1
-        if not kind or row["status"]["kind"] == kind:
-            rows.append(row | {"tags": tags.get(name, [])})
+        left -= 1
+        with suppress(Missing):
+            row = studio.library.row(name)
+            if not kind or row["status"]["kind"] == kind:
+                rows.append(row | {"tags": tags.get(name, [])})
         if len(rows) == skip + limit or studio.library.looked - looked > ROW_SECONDS:
             break
     left = left if len(rows) < skip + limit else 0
@@ -182,8 +185,8 @@ def _act(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
         studio.jobs.resume(directory)
     else:
         tags = sent.get("tags", [])
-        fine = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
-        fine = fine and all(0 < len(tag) <= 40 for tag in tags)
-        require(fine and len(tags) <= 20, "tags are at most 20 texts of at most 40 characters")
-        studio.set_tags(name, [str(tag) for tag in tags])
+        few = isinstance(tags, list) and len(tags) <= 20
+        fine = few and all(isinstance(tag, str) and 0 < len(tag) <= 40 for tag in tags)
+        require(fine, "tags are at most 20 texts of at most 40 characters")
+        studio.set_tags(name, tags)
     return reply({"done": verb})
