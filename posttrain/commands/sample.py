@@ -37,8 +37,7 @@ class Answer:
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
     """Yield a model's answers to a prompt: through its chat template, or as plain text without one (or with `plain=true`)."""
     options, sampling = sample_options(settings)
-    ask = _asker(model, options, sampling)
-    yield from ask(prompt, options.seed)
+    yield from _asker(model, options, sampling)(prompt, options.seed)
 
 
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
@@ -100,11 +99,11 @@ def prompt_ids(
     """Return a prompt as ids."""
     from posttrain.data.chat import render_prompt, text_ids
 
-    if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
-        ids = tuple(text_ids(tokenizer, prompt))
-    else:
-        turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
-        ids = tuple(render_prompt(tokenizer, turns))
+    turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
+    said = "".join(turn.content for turn in turns)
+    require(said.encode("utf-8", "ignore").decode() == said, "the prompt is not UTF-8 text")
+    bare = isinstance(prompt, str) and (plain or not tokenizer.chat_template)
+    ids = tuple(text_ids(tokenizer, said) if bare else render_prompt(tokenizer, turns))
     require(bool(ids), "the prompt has no tokens")
     return ids
 

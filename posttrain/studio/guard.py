@@ -66,8 +66,7 @@ class Guard:
         if scope["type"] != "http":
             return  # a web socket: this server has none
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        refused = self._refusal(scope, headers)
-        if refused:
+        if refused := self._refusal(scope, headers):
             await _answer(send, *refused)
             return
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]

@@ -170,8 +170,7 @@ def _start(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     listed = sent.get("settings", [])
     fine = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
     require(fine, "settings must be a list of key=value")
-    recipe, settings = text_of(sent, "recipe", 100), [str(text) for text in listed]
-    directory = studio.jobs.start(recipe, settings)
+    directory = studio.jobs.start(text_of(sent, "recipe", 100), listed)
     return reply({"run": path_id(directory)}, 201)
 
 
@@ -185,8 +184,7 @@ def _act(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
         studio.jobs.resume(directory)
     else:
         tags = sent.get("tags", [])
-        few = isinstance(tags, list) and len(tags) <= 20
-        fine = few and all(isinstance(tag, str) and 0 < len(tag) <= 40 for tag in tags)
-        require(fine, "tags are at most 20 texts of at most 40 characters")
+        fine = isinstance(tags, list) and all(isinstance(t, str) and 0 < len(t) <= 40 for t in tags)
+        require(fine and len(tags) <= 20, "tags are at most 20 texts of at most 40 characters")
         studio.set_tags(name, tags)
     return reply({"done": verb})

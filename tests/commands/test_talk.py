@@ -125,6 +125,15 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(run: Path, monkeypatch: p
         next(talk.chat(str(run), ["Hello"], ["group=2"]))
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale of a terminal sets it
+def test_a_message_that_is_not_utf8_is_one_line(
+    run: Path, errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+    assert cli.main(["chat", str(run), *SHORT]) == 2
+    assert capsys.readouterr().err.strip().endswith("is not UTF-8 text")
+
+
 def test_an_unknown_key_of_sample_is_refused_with_all_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sample", str(run), "1+1=", "n=3"]) == 2
     said = capsys.readouterr().err
