@@ -146,6 +146,5 @@ def _signature(studio: Studio, name: str) -> Any:
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
-    sizes = [stamp(f"{path}/{file}") for path in wanted for file in files[:3]]
-    live = [(path / files[3]).exists() for path in wanted]
-    return [*runs][:50], sizes, live
+    sizes = [stamp(f"{path}/{file}")[1] for path in wanted for file in files]
+    return [*runs][:50], sizes

@@ -45,8 +45,7 @@ class Jobs:
 
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
-        known = catalogue.names("recipe")
-        refuse_unknown("recipe", [recipe], known)
+        refuse_unknown("recipe", [recipe], catalogue.names("recipe"))
         for text in settings:
             require(SETTING.fullmatch(text) is not None, f"{text[:80]!r} is not key=value")
             key, _, value = text.partition("=")

@@ -184,8 +184,7 @@ def _undo(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
 
 def _report(desk: Desk, request: Request) -> Response:
     source, labels = desk.labels(request.path_params["file"])
-    written = labels.write()
-    made = {"rows": written, "run": source.run, "file": labels.out.name}
+    made = {"rows": labels.write(), "run": source.run, "file": labels.out.name}
     return reply({"report": report(labels), **made})
 
 

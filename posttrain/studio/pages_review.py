@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
-from posttrain.studio.replies import number, reply, routes_of, text_of, whole_of, word
+from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -64,6 +65,13 @@ def _reviews(index: Index) -> list[tuple[Any, ...]]:
         return store.execute(f"SELECT * FROM reviews WHERE id IN ({last}) ORDER BY id").fetchall()
 
 
+def _reviewed(index: Index) -> Iterator[tuple[tuple[Any, ...], Found]]:
+    """The last review of each rollout that the run still has: a resumed run drops what came after its checkpoint."""
+    for row in _reviews(index):
+        with suppress(Missing):
+            yield row, _find(index, *row[1:4])
+
+
 def _next(studio: Studio, request: Request) -> Response:
     """The next rollout to review: the highest reward, the newest, or a random one."""
     index = studio.index(request)
@@ -104,10 +112,10 @@ def _report(studio: Studio, request: Request) -> Response:
     """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
     problems."""
     index = studio.index(request)
-    rows = _reviews(index)
+    rows = [*_reviewed(index)]
     said: dict[str, list[tuple[float, str]]] = {}
-    for row in rows:
-        parts, problem = {"reward": row[8], **json.loads(row[9])}, _find(index, *row[1:4]).problem
+    for row, reviewed in rows:
+        parts, problem = {"reward": row[8], **json.loads(row[9])}, reviewed.problem
         for name, value in parts.items():
             if value is not None and value >= HIGH:
                 said.setdefault(name, []).append((float(row[4]), problem))
@@ -115,7 +123,7 @@ def _report(studio: Studio, request: Request) -> Response:
     for name, marks in said.items():
         agreed, problems = zip(*marks, strict=True)
         found[name] = {**asdict(share_interval(agreed, problems)), "count": len(marks)}
-    flagged = sum(bool(row[5]) for row in rows)
+    flagged = sum(bool(row[5]) for row, _ in rows)
     return reply({"precision": found, "reviewed": len(rows), "flagged": flagged})
 
 
@@ -123,9 +131,8 @@ def _flagged(studio: Studio, request: Request) -> Response:
     """Flagged rollouts as test cases of a reward: problem, response, reward, and the person's verdict."""
     index = studio.index(request)
     lines = []
-    for _, stage, step, place, agrees, flagged, note, who, *_ in _reviews(index):
+    for (*_, agrees, flagged, note, who, _, _, _), found in _reviewed(index):
         if flagged:
-            found = _find(index, stage, step, place)
             [row] = index.text([found])
             kept = ("problem", "question", "answer", "response", "reward", "parts")
             case: dict[str, JSON] = {name: getattr(row, name) for name in kept}

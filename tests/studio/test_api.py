@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -240,6 +242,10 @@ def test_reviews_are_counted_by_part_and_flagged_ones_become_cases(tmp_path: Pat
     )
     (case,) = [json.loads(line) for line in studio.get(f"{run}/flagged.jsonl").splitlines()]
     assert (case["agrees"], case["note"], case["response"]) == (False, "says nothing", first["response"])
+    with closing(sqlite3.connect(tmp_path / "run" / ".studio" / "reviews.sqlite")) as reviews, reviews:
+        reviews.execute("UPDATE reviews SET step = 99 WHERE flagged")  # of a step that a resumed run has dropped
+    report = studio.get(f"{run}/review/report")
+    assert (report["reviewed"], report["flagged"]) == (1, 0) and studio.get(f"{run}/flagged.jsonl") == ""
     studio.post(f"{run}/review", 400, **place, agrees="yes")
     studio.post(f"{run}/review", 404, stage="../x", step=1, number=1, agrees=True)
 
