@@ -32,7 +32,7 @@ from gpu_cases import CASES, STOP, Case, make_model, make_requests  # noqa: E402
 
 from posttrain.algorithms.gspo import GSPO  # noqa: E402
 from posttrain.collect import Prompt, generate_groups  # noqa: E402
-from posttrain.commands.inspect import open_policy  # noqa: E402
+from posttrain.commands.models import open_policy  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.models.policy import Policy, wrap_model  # noqa: E402
 from posttrain.ops.weights import sequence_means, sequence_sums  # noqa: E402

@@ -157,6 +157,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        drawn = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6  # float32 can divide by it
+        bounds = "temperature must be 0 (the most likely token) or from 1e-6 to 1e6"
+        require(drawn, f"{bounds}, not {self.temperature}")
         few = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
         require(self.min_new_tokens <= self.max_new_tokens, f"{few}; lower it")
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from posttrain import cli, config
-from posttrain.commands import inspect as tools
+from posttrain.commands import show
 from posttrain.errors import UserError
 from posttrain.events import printable
 from posttrain.runs.layout import FORMAT
@@ -696,7 +696,7 @@ def test_what_a_file_says_does_not_steer_the_terminal(
     (rollouts / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "run0" / "metrics.jsonl").write_text(json.dumps({"stage": "rl", "step": 1, "attempt": 1, "time": 0.0}) + "\n")
     said(["show", runs[0]], 0)
-    monkeypatch.setattr(tools, "_tokenizer", lambda *_: None)
+    monkeypatch.setattr(show, "_tokenizer", lambda *_: None)
     said(["show", runs[0], "rl/1/0"], 0)
     (folder / "sweep").mkdir()
     (folder / "sweep" / "sweep.json").write_text(json.dumps({"recipe": f"{ESCAPE}.yaml", "arguments": [f"{ESCAPE}=1"]}))

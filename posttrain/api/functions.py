@@ -39,7 +39,7 @@ from posttrain.trust import PREFIX, active, trusting
 from posttrain.types import JSON, Problem, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.commands.inspect import TaskOfRun
+    from posttrain.commands.evaluate import TaskOfRun
 
 # files of runs that may not have begun yet, so that no other run takes their directories
 _waiting: WeakSet[inputs.Files] = WeakSet()
@@ -239,7 +239,7 @@ def sample(
     """Sample `n` answers to a prompt and return their texts. A prompt is a text or a list of messages. For a list of prompts, return a
     list of texts for each."""
     from posttrain.collect import Prompt
-    from posttrain.commands.inspect import answers, prompt_ids
+    from posttrain.commands.sample import answers, prompt_ids
 
     policy = _policy(model, tokenizer)
     how = inputs.built(Sampling, {}, sampling, "sample")
@@ -269,13 +269,15 @@ def evaluate(
     **settings: Any,
 ) -> dict[str, JSON]:
     """Evaluate a model on the held-out problems of a `task`, or on all `prompts` with a `reward`: accuracy, reward and pass@k, each
-    with its confidence interval. `settings` are those of an evaluate stage (problems, samples, temperature, max_new_tokens) and of
-    the task. Without a task, a run is evaluated on the task of its last stage that has one, with the sampling of that stage's
-    evaluation; the name of that task, without settings of the task, means the same. The result then names the stage in `task_source`;
-    with `allow_code`, the task may run code that the run's directory names. For a reward model, give pairs or rankings as `data`: the
-    result is the share that it orders correctly, and its calibration."""
+    with its confidence interval. `settings` are those of an evaluate stage (problems, samples, temperature, max_new_tokens, and
+    `reference`, a model as `model` is) and of the task. Without a task, a run is evaluated on the task of its last stage that has
+    one, with the sampling of that stage's evaluation; the name of that task, without settings of the task, means the same. The
+    result then names the stage in `task_source`; with `allow_code`, the task may run code that the run's directory names. For a
+    reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its calibration."""
     if data is not None:
         return _agreement(model, data, **settings)
+    if settings.get("reference"):
+        settings["reference"] = inputs.as_model(settings["reference"])
     own = _own_task(model, task, settings) if prompts is None else None
     either = (prompts is None) != (task is None and own is None)
     require(either, "evaluate: give either prompts or a task")
@@ -306,7 +308,7 @@ def evaluate(
 
 def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun | None:
     """The task of a run, unless another is given, or the same with settings."""
-    from posttrain.commands.inspect import task_of_run
+    from posttrain.commands.evaluate import task_of_run
 
     if not isinstance(model, Run) or not isinstance(task, str | None):
         return None

@@ -244,7 +244,7 @@ class Run:
         mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
         require(not is_reward_model(self.export), mute)
         if self._loaded is None:
-            from posttrain.commands.inspect import open_policy
+            from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(str(self.export))
         loaded: Policy = self._loaded
@@ -306,7 +306,7 @@ class Model:
 
     def policy(self) -> Policy:
         if self._loaded is None:
-            from posttrain.commands.inspect import open_policy
+            from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(self.source)
         loaded: Policy = self._loaded

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from posttrain.cli.base import add_model, add_settings, print_lines
+from posttrain.errors import UserError
 
 EXAMPLE = "posttrain chat runs/quickstart-1 temperature=0.7"
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.commands.inspect import chat
+    from posttrain.commands.sample import chat
 
     for answer in chat(options.model, asked(typed("> ")), options.settings):
         print_lines(answer.text.splitlines() or [""])
@@ -41,6 +42,8 @@ def typed(prompt: str) -> Iterator[str]:
             line = input(prompt if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise UserError("the message is not UTF-8 text") from None
         if not line.strip():
             return
         yield line

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from posttrain.cli import base
 
 if TYPE_CHECKING:
-    from posttrain.commands.inspect import EvalReport
+    from posttrain.commands.evaluate import EvalReport
 
 EXAMPLE = "posttrain eval runs/quickstart-1 problems=1000"
 
@@ -35,7 +35,7 @@ def call(options: argparse.Namespace) -> None:
         return
     tasks = options.task.split(",")
     base.check_tasks(filter(None, tasks))
-    from posttrain.commands.inspect import evaluate_tasks
+    from posttrain.commands.evaluate import evaluate_tasks
     from posttrain.runs.console import final_table, show
 
     against = [f"against={options.against}"] if options.against else []

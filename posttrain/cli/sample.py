@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def call(options: argparse.Namespace) -> None:
-    from posttrain.commands.inspect import sample, sample_stages
+    from posttrain.commands.sample import sample, sample_stages
     from posttrain.events import printable
     from posttrain.runs.console import write_text
 

@@ -20,6 +20,6 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.runs.layout import require_run
 
     require_run(options.run)  # before torch is imported, which takes seconds
-    from posttrain.commands.inspect import show
+    from posttrain.commands.show import show
 
     print_lines(show(options.run, options.rollout))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from posttrain.commands.compare import is_interval
+from posttrain.commands.compare import interval_of
 from posttrain.errors import require
 from posttrain.models.load import HUB_NAME
 from posttrain.runs.read import Run
@@ -102,10 +102,10 @@ def _figures(summary: Mapping[str, JSON], stages: list[dict[str, JSON]]) -> Iter
         passes = (result.get("pass_at") or {}).items()
         figures |= {f"pass@{k}": value for k, value in passes if k != "1"}
         for figure, value in figures.items():
-            if is_interval(value):
+            if found := interval_of(value):
                 task = tasks.get(name)
                 task = task.get("name", "") if isinstance(task, dict) else task or ""
-                interval = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
+                interval = f"{found.value:.4g} [{found.low:.4g}, {found.high:.4g}]"
                 model, problems = result.get("model", ""), result.get("problems", "")
                 cells = (name, model, task, figure, interval, problems)
                 rows.append(f"| {' | '.join(map(_cell, cells))} |")

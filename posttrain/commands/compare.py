@@ -12,6 +12,7 @@ from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs import html
+from posttrain.runs.layout import decode_number
 from posttrain.runs.plot import draw_together
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import flatten, short
@@ -132,15 +133,23 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
         results = [run.stage_rows(name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
-            both = [k for k, v in first.items() if is_interval(v) and is_interval(second.get(k))]
-            found += [Measured(name, k, Interval(*first[k]), Interval(*second[k])) for k in both]
+            pairs = (
+                (key, interval_of(v), interval_of(second.get(key))) for key, v in first.items()
+            )
+            found += [Measured(name, key, one, two) for key, one, two in pairs if one and two]
     return tuple(found)
 
 
-def is_interval(value: JSON) -> bool:
-    """Whether a result is an estimate with its bounds."""
-    listed = isinstance(value, list) and len(value) == 3
-    return listed and all(isinstance(part, int | float) for part in value)
+def interval_of(value: JSON) -> Interval | None:
+    """Return a result as an estimate with its bounds; None if it is not one. A run stores a non-finite number as text.
+
+    >>> interval_of([0.5, "-inf", "inf"]), interval_of(["gsm8k", "math", "code"])
+    (Interval(value=0.5, low=-inf, high=inf), None)
+    """
+    try:
+        return Interval(*map(decode_number, value)) if isinstance(value, list) else None
+    except (TypeError, ValueError):  # another count of numbers, or no numbers
+        return None
 
 
 def _pairs(

@@ -18,7 +18,7 @@ import torch
 
 from posttrain import config_tree
 from posttrain.collect import Prompt, generate_groups
-from posttrain.commands.inspect import MachineOptions, open_policy
+from posttrain.commands.models import MachineOptions, open_policy
 from posttrain.data.safe_readers import render_template
 from posttrain.data.text import Decoder
 from posttrain.errors import Count, UserError, Whole, require

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import pipeline
-from posttrain.commands.inspect import open_policy
+from posttrain.commands.models import open_policy
 from posttrain.errors import UserError
 from posttrain.models.load import Reader, read_tokenizer
 from posttrain.runs.layout import CONFIG

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import config_tree
-from posttrain.commands.inspect import MachineOptions, open_policy, stage_models
+from posttrain.commands.models import MachineOptions, open_policy, stage_models
 from posttrain.errors import Count, require
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import stdev
 
 from posttrain import config, config_tree, pipeline
+from posttrain.commands.compare import interval_of
 from posttrain.config import PASSING
 from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.statistics import mean_interval
@@ -251,19 +252,13 @@ def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
             for key, inner in value.items():
                 if key not in CLOCKS:
                     walk(f"{name}.{key}" if name else str(key), inner)
-        elif is_interval(value):
-            walk(name, value[0])
+        elif interval := interval_of(value):
+            walk(name, interval.value)
         elif type(value) in (int, float) and math.isfinite(value):
             found[name] = float(value)
 
     walk("", summary.get("stages", {}))
     return found
-
-
-def is_interval(value: JSON) -> bool:
-    """Whether a result is an estimate with its bounds; JSON stores a non-finite number as text."""
-    listed = isinstance(value, list) and len(value) == 3
-    return listed and all(isinstance(v, int | float | str) for v in value)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -301,7 +296,7 @@ def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
         for _, summary in summaries
         for name, result in summary.get("stages", {}).items()
         for key, value in result.items()
-        if is_interval(value)
+        if interval_of(value)
     }
     atomic_write(directory / TABLE, markdown(record, made, found, measured))
     atomic_write(directory / RECORD, json.dumps(encode(tree), indent=2) + "\n")

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,7 @@ from posttrain.serve import wire
 from posttrain.types import JSON
 
 RETRY = "x-stainless-retry-count"  # in the headers of OpenAI's clients
+Result = TypeVar("Result")
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -160,8 +161,9 @@ async def respond(
         answer = await find(request).answer(body, retry)
         form = wire.Form(body, answer)
         if not body.stream:
-            return JSONResponse(form.whole(await collected(request, answer.deltas)))
-        first = await anext(answer.deltas)  # a refusal by the engine sets the status
+            return JSONResponse(form.whole(await connected(request, collected(answer.deltas))))
+        # a refusal by the engine sets the status
+        first = await connected(request, anext(answer.deltas))
     except ClientDisconnect:
         raise
     except Exception as error:
@@ -171,29 +173,30 @@ async def respond(
     return StreamingResponse(chunks, media_type="text/event-stream", headers=unbuffered)
 
 
-async def collected(request: Request, deltas: AsyncIterator[wire.Delta]) -> list[wire.Delta]:
+async def collected(deltas: AsyncIterator[wire.Delta]) -> list[wire.Delta]:
     """Wait for all choices and return them in order."""
+    found: dict[int, wire.Delta] = {}
+    async for delta in deltas:
+        found.setdefault(delta.index, wire.Delta(delta.index)).add(delta)
+    return [found[index] for index in sorted(found)]
 
-    async def collect() -> dict[int, wire.Delta]:
-        found: dict[int, wire.Delta] = {}
-        async for delta in deltas:
-            found.setdefault(delta.index, wire.Delta(delta.index)).add(delta)
-        return found
+
+async def connected(request: Request, waited: Awaitable[Result]) -> Result:
+    """Wait for a result as long as the client does."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    work, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(hang_up())
+    work, gone = asyncio.ensure_future(waited), asyncio.ensure_future(hang_up())
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientDisconnect
-        found = await work
+        return await work
     finally:
         for task in (work, gone):
             task.cancel()
-    return [found[index] for index in sorted(found)]
 
 
 async def events(

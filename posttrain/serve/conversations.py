@@ -192,6 +192,7 @@ class Choice:
     tools: CallReader | None = None
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # characters sent so far
+    spelled: int = 0  # characters that the tokens so far complete
     ended: str = ""  # stop | length | cut: ended before the model did
 
     def __post_init__(self) -> None:
@@ -205,6 +206,9 @@ class Choice:
         if len(self.ids) > self.limit:
             self.ids, named, finish = self.ids[: self.limit], "length", "cut"
         whole, offsets = self.decoder.decode(self.ids)
+        if not named:  # marks at the end may yet become a character
+            whole = whole.rstrip(REPLACEMENT)
+            offsets = np.minimum(offsets, len(whole))
         text = whole
         if (place := self._stop(whole)) is not None:
             count = int(np.searchsorted(offsets, place[1])) + 1
@@ -215,14 +219,13 @@ class Choice:
             text, calls = self.tools.read(text)
         elif not named:
             held = max((len(stop) - 1 for stop in self.stops), default=0)
-            text = text.rstrip(REPLACEMENT)
             text = text[: max(self.sent, len(text) - held)]
             text = self.tools.visible(text) if self.tools else text
         new = self.ids[first:]
-        bounds = [*offsets[first - 1 : first].tolist(), *offsets[first:].tolist()]
+        bounds = [self.spelled, *offsets[first:].tolist()]
         delta = Delta(self.index, text[self.sent :], new, list(logprobs)[: len(new)])
-        delta.start = bounds.pop(0) if first else 0
-        delta.tokens = self._tokens(new, whole, [delta.start, *bounds])
+        delta.start, delta.tokens = self.spelled, self._tokens(new, whole, bounds)
+        self.spelled = bounds[-1]
         delta.calls, delta.finish = calls, "tool_calls" if calls else named
         self.sent, self.ended = max(self.sent, len(text)), finish
         self.whole.add(delta)

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -67,7 +68,8 @@ class ServedModel:
         self.positions = policy.positions or LONG
         self.sessions: list[Session] = []  # least recently used first
         self.tickets: dict[int, Ticket] = {}
-        self.requests = 0  # requests in progress
+        # those in progress, or about to begin; one that is dropped before it began leaves by itself
+        self.requests: WeakSet[Any] = WeakSet()
 
     def prompts(self, body: Body) -> list[Prompt]:
         if isinstance(body, ChatBody):
@@ -246,6 +248,7 @@ class Models:
         longest = max(len(prompt.ids) for prompt in prompts)
         tokens = body.tokens(longest, model.positions, self.max_new_tokens)
         asked = ActiveRequest(self, model, body, prompts, tokens)
+        model.requests.add(asked)  # at once: what waits for room runs before `deltas` does
         return Answer(model.name, [prompt.ids for prompt in prompts], asked.deltas())
 
 
@@ -269,7 +272,6 @@ class ActiveRequest:
             for n, prompt in enumerate(prompt for prompt in self.prompts for _ in range(body.n))
         ]
         running = set(range(len(tickets)))
-        model.requests += 1
         thread.order(lambda: thread.submit(model, tickets))
         try:
             while running:
@@ -285,7 +287,7 @@ class ActiveRequest:
                     running.discard(index)
                 yield delta
         finally:
-            model.requests -= 1
+            model.requests.discard(self)
             self.cancel(tickets[index].request.session for index in running)
 
     def tickets(self) -> list[Ticket]:

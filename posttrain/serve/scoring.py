@@ -119,16 +119,16 @@ class Scoring:
 
     async def _logprobs(self, name: str, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         model = await self.models.model(name)
-        model.requests += 1
+        for rollout in rollouts:
+            model.engine.policy.check_length(len(rollout.ids))
+            known = bool((rollout.ids >= 0).all() and (rollout.ids < model.vocabulary).all())
+            require(known, f"ids: {model.name} has those from 0 to {model.vocabulary - 1}")
+        work = partial(token_logprobs, model.engine.policy, rollouts)
+        model.requests.add(work)
         try:
-            for rollout in rollouts:
-                model.engine.policy.check_length(len(rollout.ids))
-                known = bool((rollout.ids >= 0).all() and (rollout.ids < model.vocabulary).all())
-                require(known, f"ids: {model.name} has those from 0 to {model.vocabulary - 1}")
-            work = partial(token_logprobs, model.engine.policy, rollouts)
             return await self.models.thread.call(work)
         finally:
-            model.requests -= 1
+            model.requests.discard(work)
 
 
 def _finite(value: float | None) -> float | None:

@@ -27,7 +27,7 @@ NEUTRAL: dict[str, JSON] = {
     **{"repetition_penalty": 1, "best_of": 1, "echo": False, "ignore_eos": False},
     **{"logit_bias": {}, "suffix": "", "modalities": ["text"], "response_format": {"type": "text"}},
 }
-MAX_CHOICES, MAX_ITEMS = 128, 256
+MAX_CHOICES, MAX_ITEMS, MAX_STOPS, MAX_ANSWERS = 128, 256, 64, 4096
 MISSING = -9999.0  # stands for a log-prob of minus infinity, which JSON cannot express
 TEXT_TOKENS = 16  # default limit of /v1/completions, as OpenAI's
 
@@ -48,16 +48,17 @@ class Refused(Exception):
         return {"error": error}
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-
-
 class Strict(BaseModel):
     """Refuses unknown keys and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding of chunks; there is none here
 
 
 class Body(Strict):
@@ -71,7 +72,7 @@ class Body(Strict):
     top_k: int = Field(0, ge=-1)  # 0 and -1: no limit
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
@@ -123,6 +124,9 @@ class TextBody(Body):
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt
         several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        if several and len(given) * self.n > MAX_ANSWERS:
+            text = f"prompt: a request has at most {MAX_ANSWERS:,} answers, not {len(given) * self.n:,}"
+            raise Refused(400, f"{text} ({len(given):,} prompts, n={self.n})", "too_many", "prompt")
         return given if several else [given]
 
     @property
@@ -173,9 +177,13 @@ def read_body(data: bytes, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)[0]
-        at = ".".join(map(str, found["loc"]))
-        raise Refused(400, f"{at}: {found['msg']}", found["type"], at) from None
+        found = error.errors(include_url=False, include_context=False)
+        place, said = found[0]["loc"], [found[0]["msg"]]
+        same = [one["msg"] for one in found if one["loc"][0] == place[0]]
+        if len(place) == 2 and len(same) > 1 and isinstance(place[1], str):  # one of each type
+            place, said = place[:1], same
+        at, text = ".".join(map(str, place)), "; or: ".join(dict.fromkeys(said))
+        raise Refused(400, f"{at}: {text}", found[0]["type"], at) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,4 +327,6 @@ def refusal(error: Exception) -> Refused:
         return error
     if isinstance(error, UserError):
         return Refused(400, str(error), "invalid_request")
+    if isinstance(error, RecursionError):
+        return Refused(400, "the request is nested too deeply", "invalid_request")
     return Refused(500, f"the server failed: {type(error).__name__}; its log says more")

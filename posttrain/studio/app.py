@@ -25,7 +25,7 @@ from posttrain.runs.index import FOLDER, Index
 from posttrain.studio import pages_label, pages_replay, pages_review, pages_rollouts, pages_runs
 from posttrain.studio.guard import LOOPBACK, Guard
 from posttrain.studio.jobs import Jobs
-from posttrain.studio.library import Library
+from posttrain.studio.library import Library, stamp
 from posttrain.studio.models import Models, Server
 from posttrain.studio.replies import refused, word
 from posttrain.system.files import atomic_write
@@ -146,7 +146,5 @@ def _signature(studio: Studio, name: str) -> Any:
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
-    paths = [path / file for path in wanted for file in files[:3]]
-    sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
-    live = [(path / files[3]).exists() for path in wanted]
-    return [*runs][:50], sizes, live
+    sizes = [stamp(f"{path}/{file}")[1] for path in wanted for file in files]
+    return [*runs][:50], sizes

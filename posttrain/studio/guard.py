@@ -48,7 +48,10 @@ HEADERS = {
 
 @dataclass(slots=True)
 class Guard:
-    """Wraps an application. `hosts` are the names of this server; `local` means that only this machine can connect."""
+    """Wraps an application. `hosts` are the names of this server; `local` means that only this machine can connect.
+
+    `serve.app.Guard` is another class because its clients are programs, which send a bearer token with every request, any content
+    type, and any address of the machine as host, while a page has a cookie, reads without a token, and may send only JSON."""
 
     app: App
     token: str
@@ -62,10 +65,8 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # a web socket: this server has none
-        pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"])
-        headers = {name.lower(): value for name, value in pairs}
-        refused = self._refusal(scope, headers)
-        if refused:
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        if refused := self._refusal(scope, headers):
             await _answer(send, *refused)
             return
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]

@@ -45,12 +45,11 @@ class Jobs:
 
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
-        known = catalogue.names("recipe")
-        refuse_unknown("recipe", [recipe], known)
+        refuse_unknown("recipe", [recipe], catalogue.names("recipe"))
         for text in settings:
             require(SETTING.fullmatch(text) is not None, f"{text[:80]!r} is not key=value")
             key, _, value = text.partition("=")
-            named = key in REFUSED or ".py" in value or "://" in value
+            named = key in REFUSED or ".py" in value or "://" in value or _names_file(value)
             where = f"{key}: the page cannot name files, programs or addresses"
             require(not named, f"{where}; use the command line")
         numbers = (n for n in range(1, 10_000) if not (self.root / f"{recipe}-{n}").exists())
@@ -117,6 +116,13 @@ class Jobs:
             time.sleep(0.1)
         require(job.poll() in (None, 0), f"it did not start: {_last_line(log)}")
         return directory
+
+
+def _names_file(value: str) -> bool:
+    """Whether a setting may name a file: one that exists, or any absolute path. An escape may hide one."""
+    words = re.split(r"[\s,:\[\]{}'\"]+", value)
+    away, there = ("/", "~", "./", "../"), os.path.exists if "/" in value else os.path.isfile
+    return "\\" in value or any(w.startswith(away) or "/.." in w or there(w) for w in words)
 
 
 def start_demo(root: Path) -> None:

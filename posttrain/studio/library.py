@@ -104,7 +104,7 @@ class Library:
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
         path = self.runs().get(name) or self.runs(age=0.0).get(name)
-        if path is None:
+        if path is None or not (path / layout.CONFIG).is_file():
             raise Missing("no such run")
         with self._mutex:
             held = self._open.pop(name, None)
@@ -117,11 +117,13 @@ class Library:
 
     def row(self, name: str) -> JSON:
         """One row of the table of runs. It is computed again only if files have changed, or while the run is live."""
-        path = self.runs()[name]
+        path = self.runs().get(name)
+        if path is None:  # deleted since it was listed
+            raise Missing("no such run")
         held = self._rows.recent(name) if len(self._found) > MANY else None
         if held is not None:
             return held
-        mark = [*(_stamp(f"{path}/{file}") for file in (*FILES[:4], f"{layout.LOCK}.holder"))]
+        mark = [*(stamp(f"{path}/{file}") for file in (*FILES[:4], f"{layout.LOCK}.holder"))]
         held = self._rows.get(name, mark)
         if held is None or held["status"]["kind"] == "live":
             began = time.monotonic()
@@ -159,13 +161,14 @@ class Library:
             none = {"recipe": "", "stage": "", "seconds": 0.0, "began": 0.0, "alarms": 0}
             return shown | none | {"status": asdict(broken)}
 
-    def models(self, answering: bool = True) -> list[tuple[str, str]]:
-        """Run and stage of the models in the most recently changed runs: policies, or reward models."""
+    def models(self, answering: bool = True) -> list[tuple[str, str, str]]:
+        """Id of the run, its displayed path, and stage of the models in the most recently changed runs: policies, or reward
+        models."""
         found = []
         for name, path in islice(self.runs().items(), LISTED):
             for file in sorted(path.glob("stages/*/model/config.json")):
                 if is_reward_model(file.parent) != answering:
-                    found.append((name, file.parts[-3]))
+                    found.append((name, self.place(path), file.parts[-3]))
         return found
 
     def place(self, path: Path) -> str:
@@ -272,7 +275,8 @@ def _modified(entry: os.DirEntry[str]) -> float:
     return 0.0
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def stamp(path: str) -> tuple[int, int]:
+    """When a file was changed, and its size; 0 and 0 if there is none."""
     with suppress(OSError):
         stat = os.stat(path)
         return stat.st_mtime_ns, stat.st_size

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.background import BackgroundTask
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +23,7 @@ from posttrain.runs.status import WAITING, status
 from posttrain.studio.library import LABELS, path_id, require_stage
 from posttrain.studio.pages_rollouts import at_step, prompts_of
 from posttrain.studio.pairs import Background, Sampled
-from posttrain.studio.replies import Missing, body, reply, routes_of, text_of, word
+from posttrain.studio.replies import Missing, reply, routes_of, text_of, word
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
 
@@ -147,18 +146,16 @@ def _guidelines(source: Source) -> str:
 
 def _scorers(desk: Desk, request: Request) -> Response:
     """Runs that have reward models."""
-    library = desk.studio.library
-    runs = dict.fromkeys(run for run, _ in library.models(answering=False))
-    return reply([{"id": run, "name": library.place(library.runs()[run])} for run in runs])
+    runs = {run: place for run, place, _ in desk.studio.library.models(answering=False)}
+    return reply([{"id": run, "name": place} for run, place in runs.items()])
 
 
-async def _vote(desk: Desk, request: Request) -> Response:
+def _vote(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
     source, labels = desk.labels(request.path_params["file"])
-    sent = await body(request)
     choice, seconds = sent.get("choice", ""), sent.get("seconds", 0)
     require(isinstance(choice, str | list), "choice must be a list of sides, or a word")
     require(isinstance(seconds, int | float) and 0 <= seconds < 10**6, "seconds must be a number")
-    who, item = text_of(sent, "annotator", 100), text_of(sent, "item", 40)
+    who, item = annotator_name(text_of(sent, "annotator", 100)), text_of(sent, "item", 40)
     comment, nonce = text_of(sent, "comment", 4000, ""), text_of(sent, "nonce", 80, "")
     labels.vote(who, item, choice, comment, float(seconds), nonce)
     due = _waits_no_longer(desk, source, labels)
@@ -179,16 +176,15 @@ def _waits_no_longer(desk: Desk, source: Source, labels: Labels) -> Path | None:
     return run.directory if labels.labelled() >= asked[-1].details.get("needed", 0) else None
 
 
-async def _undo(desk: Desk, request: Request) -> Response:
+def _undo(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
     _, labels = desk.labels(request.path_params["file"])
-    item = labels.undo(text_of(await body(request), "annotator", 100))
+    item = labels.undo(text_of(sent, "annotator", 100))
     return reply({"undone": item.id if item else None})
 
 
 def _report(desk: Desk, request: Request) -> Response:
     source, labels = desk.labels(request.path_params["file"])
-    written = labels.write()
-    made = {"rows": written, "run": source.run, "file": labels.out.name}
+    made = {"rows": labels.write(), "run": source.run, "file": labels.out.name}
     return reply({"report": report(labels), **made})
 
 
@@ -200,9 +196,8 @@ def _download(desk: Desk, request: Request) -> Response:
     return Response(text, media_type="application/x-ndjson", headers=headers)
 
 
-async def _create(desk: Desk, request: Request) -> Response:
+def _create(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
     """Make a comparison file from a run's rollouts, or, if a model is named, from answers that it samples now."""
-    sent = await body(request)
     name, count = text_of(sent, "name", 60), sent.get("count", 200)
     fine = re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name) is not None
     require(fine, "a name has letters, digits, - and _")
@@ -210,11 +205,13 @@ async def _create(desk: Desk, request: Request) -> Response:
     file = desk.studio.home / LABELS / f"{name}.jsonl"
     require(not file.exists(), f"there is a file {name} already")
     if "model" in sent:
-        return await run_in_threadpool(_sample, desk, sent, file, int(count))
+        return _sample(desk, sent, file, int(count))
     index = desk.studio.library.index(text_of(sent, "run", 40))
     rows = _drawn(index, require_stage(index, text_of(sent, "stage", 100)), int(count))
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
+    with desk.studio.mutex:
+        require(not file.exists(), f"there is a file {name} already")
+        atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
     return reply({"id": path_id(file), "rows": len(rows)}, 201)
 
 

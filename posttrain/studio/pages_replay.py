@@ -15,7 +15,7 @@ from starlette.responses import Response
 from posttrain.errors import require
 from posttrain.runs.index import FOLDER
 from posttrain.studio.library import require_stage
-from posttrain.studio.replies import body, reply, routes_of, text_of, whole, whole_of, word
+from posttrain.studio.replies import reply, routes_of, text_of, whole, whole_of, word
 from posttrain.system.files import MAX_FILE, read_json
 from posttrain.types import JSON
 
@@ -54,21 +54,22 @@ def _show(studio: Studio, request: Request) -> Response:
     return reply({"state": state, "said": said, "found": found})
 
 
-async def _asked(request: Request) -> dict[str, JSON]:
-    sent = {"update": 1, **await body(request)}
+def _asked(sent: dict[str, JSON]) -> dict[str, JSON]:
+    sent = {"update": 1, **sent}
     asked: dict[str, JSON] = {name: whole_of(sent, name) for name in ("step", "update")}
     asked |= {name: text_of(sent, name, default="") for name in ("stage", "prompt", "answer")}
     return asked | {"without": "" if sent.get("without", "") == "" else whole_of(sent, "without")}
 
 
-async def _start(studio: Studio, request: Request) -> Response:
-    words, result = _words(studio, request, await _asked(request))
-    studio.jobs.replay(words, result)
+def _start(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
+    words, result = _words(studio, request, _asked(sent))
+    with studio.mutex:
+        studio.jobs.replay(words, result)
     return reply({"state": "running"}, 201)
 
 
-async def _stop(studio: Studio, request: Request) -> Response:
-    _, result = _words(studio, request, await _asked(request))
+def _stop(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
+    _, result = _words(studio, request, _asked(sent))
     studio.jobs.stop_replay(result)
     return reply({"done": "stop"})
 

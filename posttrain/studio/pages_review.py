@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +22,7 @@ from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
-from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole_of, word
+from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -65,6 +65,13 @@ def _reviews(index: Index) -> list[tuple[Any, ...]]:
         return store.execute(f"SELECT * FROM reviews WHERE id IN ({last}) ORDER BY id").fetchall()
 
 
+def _reviewed(index: Index) -> Iterator[tuple[tuple[Any, ...], Found]]:
+    """The last review of each rollout that the run still has: a resumed run drops what came after its checkpoint."""
+    for row in _reviews(index):
+        with suppress(Missing):
+            yield row, _find(index, *row[1:4])
+
+
 def _next(studio: Studio, request: Request) -> Response:
     """The next rollout to review: the highest reward, the newest, or a random one."""
     index = studio.index(request)
@@ -81,9 +88,8 @@ def _next(studio: Studio, request: Request) -> Response:
     return reply({"rollout": item, "done": len(done)})
 
 
-async def _judge(studio: Studio, request: Request) -> Response:
+def _judge(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     index = studio.index(request)
-    sent = await body(request)
     stage = require_stage(index, text_of(sent, "stage", 100))
     place = [whole_of(sent, "step"), whole_of(sent, "number")]
     agrees, flagged = sent.get("agrees"), sent.get("flagged", False)
@@ -106,10 +112,10 @@ def _report(studio: Studio, request: Request) -> Response:
     """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
     problems."""
     index = studio.index(request)
-    rows = _reviews(index)
+    rows = [*_reviewed(index)]
     said: dict[str, list[tuple[float, str]]] = {}
-    for row in rows:
-        parts, problem = {"reward": row[8], **json.loads(row[9])}, _find(index, *row[1:4]).problem
+    for row, reviewed in rows:
+        parts, problem = {"reward": row[8], **json.loads(row[9])}, reviewed.problem
         for name, value in parts.items():
             if value is not None and value >= HIGH:
                 said.setdefault(name, []).append((float(row[4]), problem))
@@ -117,7 +123,7 @@ def _report(studio: Studio, request: Request) -> Response:
     for name, marks in said.items():
         agreed, problems = zip(*marks, strict=True)
         found[name] = {**asdict(share_interval(agreed, problems)), "count": len(marks)}
-    flagged = sum(bool(row[5]) for row in rows)
+    flagged = sum(bool(row[5]) for row, _ in rows)
     return reply({"precision": found, "reviewed": len(rows), "flagged": flagged})
 
 
@@ -125,9 +131,8 @@ def _flagged(studio: Studio, request: Request) -> Response:
     """Flagged rollouts as test cases of a reward: problem, response, reward, and the person's verdict."""
     index = studio.index(request)
     lines = []
-    for _, stage, step, place, agrees, flagged, note, who, *_ in _reviews(index):
+    for (*_, agrees, flagged, note, who, _, _, _), found in _reviewed(index):
         if flagged:
-            found = _find(index, stage, step, place)
             [row] = index.text([found])
             kept = ("problem", "question", "answer", "response", "reward", "parts")
             case: dict[str, JSON] = {name: getattr(row, name) for name in kept}
@@ -169,18 +174,16 @@ def _export(studio: Studio, request: Request) -> Response:
     return Response(report.render(index), media_type="text/html", headers=headers)
 
 
-async def _models(studio: Studio, request: Request) -> Response:
+def _models(studio: Studio, request: Request) -> Response:
     """The models to talk to: those of the server that the user named, and the stages of runs, as RUN/STAGE."""
-    named = await run_in_threadpool(studio.models.named().names) if studio.models.address else []
+    named = studio.models.named().names() if studio.models.address else []
     found = [{"id": name, "name": name} for name in named]
-    for run, stage in studio.library.models():
-        place = studio.library.place(studio.library.runs()[run])
+    for run, place, stage in studio.library.models():
         found.append({"id": f"{run}/{stage}", "name": f"{place}: {stage}"})
     return reply({"models": found})
 
 
-async def _chat(studio: Studio, request: Request) -> Response:
-    sent = await body(request)
+def _chat(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     messages = sent.get("messages", [])
     listed = isinstance(messages, list) and 0 < len(messages) <= 200
     fine = listed and all(isinstance(m, dict) for m in messages)
@@ -195,14 +198,7 @@ async def _chat(studio: Studio, request: Request) -> Response:
             fine = isinstance(value, int | float) and low <= value <= high
             require(fine, f"{key} must be from {low} to {high}")
             options[key] = value
-    model = text_of(sent, "model", 400)
-    return reply(await run_in_threadpool(_answer, studio, model, turns, options))
-
-
-def _answer(
-    studio: Studio, model: str, turns: list[dict[str, str]], options: dict[str, JSON]
-) -> JSON:
-    server, stage = studio.server(model)
+    server, stage = studio.server(text_of(sent, "model", 400))
     answer = {"stage": stage, **server.ask(stage, turns, options)}
     server.judge([answer])
-    return answer
+    return reply(answer)

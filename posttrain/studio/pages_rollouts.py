@@ -9,7 +9,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -18,7 +17,7 @@ from posttrain.runs.index import Filter, Found, Index
 from posttrain.runs.layout import RolloutRow
 from posttrain.runs.tokens import rollout_tokens
 from posttrain.studio.library import require_stage, stages
-from posttrain.studio.replies import Missing, body, number, reply, routes_of, text_of, whole, word
+from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -219,13 +218,12 @@ def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str
             yield {"stage": stage, "model": model, "note": "a rollout", "answers": answers}
 
 
-async def _ask(studio: Studio, request: Request) -> Response:
+def _ask(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     """Sample answers from the model of every stage to a prompt that the user typed, with their rewards."""
-    sent = await body(request)
     prompt, gold = text_of(sent, "prompt", 4000), text_of(sent, "gold", 4000, "")
     require(bool(prompt.strip()), "type a prompt")
     directory = studio.index(request).run.directory
-    return reply({"answers": await run_in_threadpool(ask_stages, studio, directory, prompt, gold)})
+    return reply({"answers": ask_stages(studio, directory, prompt, gold)})
 
 
 def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str) -> list[JSON]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +17,7 @@ from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.studio.jobs import recipe_settings
 from posttrain.studio.library import path_id, stages, timeline
-from posttrain.studio.replies import body, number, reply, routes_of, text_of, whole, word
+from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ def _runs(studio: Studio, request: Request) -> Response:
     rows: list[JSON] = []
     looked, left = studio.library.looked, len(named)
     for name in named:
-        row, left = studio.library.row(name), left - 1
-        if not kind or row["status"]["kind"] == kind:
-            rows.append(row | {"tags": tags.get(name, [])})
+        left -= 1
+        with suppress(Missing):
+            row = studio.library.row(name)
+            if not kind or row["status"]["kind"] == kind:
+                rows.append(row | {"tags": tags.get(name, [])})
         if len(rows) == skip + limit or studio.library.looked - looked > ROW_SECONDS:
             break
     left = left if len(rows) < skip + limit else 0
@@ -164,28 +166,25 @@ def _settings(studio: Studio, request: Request) -> Response:
     return reply({"settings": ours, "differences": changed, "against": other or name})
 
 
-async def _start(studio: Studio, request: Request) -> Response:
-    sent = await body(request)
+def _start(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     listed = sent.get("settings", [])
     fine = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
     require(fine, "settings must be a list of key=value")
-    recipe, settings = text_of(sent, "recipe", 100), [str(text) for text in listed]
-    directory = await run_in_threadpool(studio.jobs.start, recipe, settings)
+    directory = studio.jobs.start(text_of(sent, "recipe", 100), listed)
     return reply({"run": path_id(directory)}, 201)
 
 
-async def _act(studio: Studio, request: Request) -> Response:
+def _act(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     """Stop, resume or tag a run."""
     name, verb = request.path_params["run"], request.url.path.rpartition("/")[2]
     directory = studio.library.index(name).run.directory
     if verb == "stop":
         studio.jobs.stop(directory)
     elif verb == "resume":
-        await run_in_threadpool(studio.jobs.resume, directory)
+        studio.jobs.resume(directory)
     else:
-        sent = (await body(request)).get("tags", [])
-        fine = isinstance(sent, list) and all(isinstance(tag, str) for tag in sent)
-        fine = fine and all(0 < len(tag) <= 40 for tag in sent)
-        require(fine and len(sent) <= 20, "tags are at most 20 texts of at most 40 characters")
-        studio.set_tags(name, [str(tag) for tag in sent])
+        tags = sent.get("tags", [])
+        fine = isinstance(tags, list) and all(isinstance(t, str) and 0 < len(t) <= 40 for t in tags)
+        require(fine and len(tags) <= 20, "tags are at most 20 texts of at most 40 characters")
+        studio.set_tags(name, tags)
     return reply({"done": verb})

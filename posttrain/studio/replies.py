@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -83,8 +84,9 @@ async def body(request: Request) -> dict[str, JSON]:
     """The JSON object in the body of a request."""
     try:
         value = json.loads(await request.body())
-    except ValueError:
-        raise UserError("send a JSON object") from None
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
+    except (ValueError, RecursionError):
+        raise UserError("send a JSON object of valid text") from None
     require(isinstance(value, dict), "send a JSON object")
     return dict(value)
 
@@ -108,9 +110,18 @@ def whole_of(sent: Mapping[str, JSON], name: str) -> int:
 
 
 def routes_of(owner: Any, *table: tuple[str, Any] | tuple[str, Any, str]) -> list[Route]:
-    """Make routes from rows of (path, handler, method); without a method, GET. Handlers get the owner as first argument."""
+    """Make routes from rows of (path, handler, method); without a method, GET. A handler gets the owner, the request and, of a
+    POST, the object that was sent. It runs in a thread, because it may wait for a file or a model."""
     every = ((path, partial(handler, owner), method) for path, handler, *method in table)
-    return [Route(path, call, methods=method or ["GET"]) for path, call, method in every]
+    made = (
+        (path, partial(_posted, call) if method else call, method) for path, call, method in every
+    )
+    return [Route(path, call, methods=method or ["GET"]) for path, call, method in made]
+
+
+async def _posted(handler: Any, request: Request) -> Response:
+    done: Response = await run_in_threadpool(handler, request, await body(request))
+    return done
 
 
 async def refused(request: Request, error: Exception) -> Response:

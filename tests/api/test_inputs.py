@@ -94,8 +94,9 @@ def test_sft_dpo_and_a_model_from_a_run() -> None:
     assert [figures["step"] for figures in kto.steps()] == [1]
     found = tuned.evaluate("arithmetic", problems=4, max_new_tokens=4)
     assert found["problems"] == 4 and len(found["accuracy"]) == 3
-    near = tuned.evaluate("arithmetic", problems=4, max_new_tokens=4, temperature=1.0, reference=str(tuned.export))
-    assert near["kl"][0] == pytest.approx(0.0, abs=1e-4), "a model is at no distance from itself"
+    for itself in (tuned, tuned.directory, str(tuned.export), pt.load(tuned.export)):
+        near = tuned.evaluate("arithmetic", problems=4, max_new_tokens=4, temperature=1.0, reference=itself)
+        assert near["kl"][0] == pytest.approx(0.0, abs=1e-4), "a model is at no distance from itself"
     paid = pt.evaluate(tuned, prompts=["a", "b"], reward=lambda response: len(response), max_new_tokens=4)
     assert paid["problems"] == 2 and paid["reward"][0] <= 4 and "accuracy" not in paid
     assert len(pt.sample(tuned, ["1+1=", "2+1="], n=2, max_new_tokens=3)) == 2

@@ -157,3 +157,13 @@ def test_prompts_that_come_again_count_once(tmp_path: Path) -> None:
     (matched,) = compare_runs(one, two, tmp_path / "x.png").evaluations
     assert matched.problems == 10 and (matched.paired.wins, matched.paired.p_value) == (1, 1.0)
     assert matched.second.low < 0.3
+
+
+def test_an_interval_without_bounds_is_compared_too(tmp_path: Path) -> None:
+    places = [make(tmp_path / name, {"eval": single("10")}) for name in ("one", "two")]
+    for place in places:  # as one seed of one problem leaves it
+        (place / "stages" / "rl").mkdir(parents=True)
+        result = {"win_rate": [0.5, "-inf", "inf"], "levels": ["easy", "middle", "hard"]}
+        (place / "stages" / "rl" / "result.json").write_text(json.dumps(result))
+    [figure] = compare_runs(*places, tmp_path / "both.png").measured
+    assert (figure.figure, str(figure.first)) == ("win_rate", "0.500 [-inf, inf]")

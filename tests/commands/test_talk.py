@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from posttrain import cli
-from posttrain.commands import inspect
-from posttrain.commands.inspect import sample, sample_stages
+from posttrain.commands import sample as talk
+from posttrain.commands.sample import sample, sample_stages
 from posttrain.commands.serve import serving
 from posttrain.data.labels import Labels
 from posttrain.errors import UserError
@@ -115,14 +115,23 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(run: Path, monkeypatch: p
 
     def prompt_ids(tokenizer: Any, prompt: Any, plain: bool) -> tuple[int, ...]:
         asked.append(" ".join(message.role for message in prompt))
-        return inspected(tokenizer, prompt, plain)
+        return real_ids(tokenizer, prompt, plain)
 
-    inspected = inspect.prompt_ids
-    monkeypatch.setattr(inspect, "prompt_ids", prompt_ids)
-    assert len(list(inspect.chat(str(run), ["Hello", "Hello", "/new", "Hello"], SHORT))) == 3
+    real_ids = talk.prompt_ids
+    monkeypatch.setattr(talk, "prompt_ids", prompt_ids)
+    assert len(list(talk.chat(str(run), ["Hello", "Hello", "/new", "Hello"], SHORT))) == 3
     assert asked == ["user", "user assistant user", "user"]
     with pytest.raises(UserError, match="one answer"):
-        next(inspect.chat(str(run), ["Hello"], ["group=2"]))
+        next(talk.chat(str(run), ["Hello"], ["group=2"]))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale of a terminal sets it
+def test_a_message_that_is_not_utf8_is_one_line(
+    run: Path, errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+    assert cli.main(["chat", str(run), *SHORT]) == 2
+    assert capsys.readouterr().err.strip().endswith("is not UTF-8 text")
 
 
 def test_an_unknown_key_of_sample_is_refused_with_all_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from posttrain.cli import main
 from posttrain.collect import Collected, Rollouts
-from posttrain.commands.inspect import show
+from posttrain.commands.show import show
 from posttrain.runs.read import Run
 
 TASK = """from dataclasses import dataclass

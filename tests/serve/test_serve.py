@@ -19,14 +19,21 @@ import openai
 import pytest
 import torch
 from serving_for_tests import HI, TOOL_TEMPLATE, TOOLS, Scripted, Served, make_policy, serve
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.data.chat import render_prompt
+from posttrain.data.text import BYTE_ALPHABET, Decoder
 from posttrain.engine.engine import Engine
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
 from posttrain.serve import server as server_module
 from posttrain.serve.app import Limits, application, permitted
+from posttrain.serve.conversations import Choice
 from posttrain.serve.models import Models
 from posttrain.serve.server import Address, make_server
 from posttrain.types import Message, Request, Sampling
@@ -228,6 +235,23 @@ def test_a_stop_text_ends_the_answer_before_it_and_ends_decoding(scripted: Calla
     assert served.idle() and engine.cancelled == [engine.requests[0].session]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("stops", "said"), [((), "é👩日 \ufffd, ok"), (("日 ",), "é👩"), (("\ufffd",), "é👩日 ")])
+def test_a_character_of_several_tokens_is_sent_and_spelled_once(stops: tuple[str, ...], said: str) -> None:
+    backend = Tokenizer(BPE(vocab={character: n for n, character in enumerate(BYTE_ALPHABET)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # a token for each byte
+    ids = tokenizer("é👩日 \ufffd, ok")["input_ids"]
+    for size in (1, 2, 3, len(ids)):
+        choice = Choice(Decoder(tokenizer), stops=stops)
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size]
+            choice.feed(part, [0.0] * len(part), "length" if start + size >= len(ids) else "")
+            if choice.ended:
+                break
+        assert choice.whole.text == said, size
+        assert stops or "".join(choice.whole.tokens) == said
+
+
 CALL = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
 
 
@@ -281,7 +305,31 @@ def test_a_client_that_hangs_up_ends_what_is_decoded_for_it(served: Served, stre
     assert next(iter(served.models.ready.values())).engine.statistics.sampled - before < 1900
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_before_its_turn_leaves_the_queue(policy: Policy, stream: bool) -> None:
+    body = {"messages": HI, "max_tokens": 2000, "min_tokens": 2000, "stream": stream}
+    for served in serve(policy, rows=1):
+        served.post({"messages": HI, "max_tokens": 1})
+        model = next(iter(served.models.ready.values()))
+        connections = [HTTPConnection(served.url.removeprefix("http://")) for _ in range(4)]
+        for number, connection in enumerate(connections, 1):
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            while len(model.tickets) < number:
+                time.sleep(0.001)
+        first = next(iter(model.tickets))
+        for connection in connections[1:]:
+            connection.close()
+        until = time.monotonic() + 30
+        while len(model.tickets) > 1 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [*model.tickets] == [first], "it still has the only row"
+        connections[0].close()
+        assert served.idle()
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
+
+NESTED = b'{"a":' * 700 + b"1" + b"}" * 700
 
 BAD = [
     (b"{", 400, "no JSON"),
@@ -297,7 +345,12 @@ BAD = [
     ({"messages": [{"role": "user", "content": "<|end|>"}]}, 400, "control token"),
     ({"messages": [{"role": "tool", "content": "3"}]}, 400, "not tool"),
     ({"messages": HI, "temperature": -1}, 400, "temperature"),
+    (b'{"messages": [{"role": "user", "content": "hi", "weird": ' + NESTED + b"}]}", 400, "nested too deeply"),
     ({"messages": HI, "temperature": "hot"}, 400, "temperature"),
+    ({"messages": HI, "stop": ["."] * 65}, 400, "stop: Input should be a valid string; or: List should have at most 64 items"),
+    ({"messages": HI, "stop": [1]}, 400, "stop: Input should be a valid string"),
+    ({"messages": HI, "temperature": 1e-40}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
+    ({"messages": HI, "temperature": 1e300}, 400, "temperature must be 0 (the most likely token) or from 1e-6"),
     ({"messages": HI, "top_p": 0}, 400, "top_p"),
     ({"messages": HI, "n": 100_000}, 400, "n: "),
     ({"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
@@ -306,6 +359,7 @@ BAD = [
     ({"messages": HI, "presence_penalty": 1}, 400, "presence_penalty is not supported"),
     ({"messages": HI, "top_logprobs": 3, "logprobs": True}, 400, "top_logprobs is not supported"),
     ({"messages": HI, "temprature": 1}, 400, "temprature"),
+    ({"messages": HI, "stream_options": {"include_usages": True}}, 400, "include_usages: Extra inputs"),
     ({"messages": HI, "tools": TOOLS}, 400, "does not show the tools"),
     ({"messages": HI, "tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice"),
     ({"messages": HI, "model": "gpt"}, 404, "no model 'gpt'; there are tiny"),
@@ -323,6 +377,13 @@ def test_prompts_of_ids_are_checked(served: Served) -> None:
     for prompt in ([], [99_999], [-1], [[1], []]):
         status, answer = served.post({"prompt": prompt}, "/v1/completions")
         assert status == 400 and "prompt" in answer["error"]["message"]
+
+
+def test_one_request_cannot_ask_for_any_number_of_answers(served: Served) -> None:
+    for prompts, n in ((4097, 1), (33, 128)):
+        status, answer = served.post({"prompt": ["a"] * prompts, "n": n, "max_tokens": 1}, "/v1/completions")
+        assert status == 400 and "at most 4,096 answers" in answer["error"]["message"]
+    assert served.post({"prompt": ["a"] * 300, "max_tokens": 1}, "/v1/completions")[0] == 200
 
 
 def test_what_the_engine_raises_is_an_error_of_this_request_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,4 +482,25 @@ def test_models_are_loaded_when_asked_for_and_make_room_for_others() -> None:
         status, answer = served.post({"model": "rl", "messages": HI})
         assert status == 503 and answer["error"]["code"] == "models_busy"
         busy.join(60)
+    models.close()
+
+
+def test_a_model_that_was_just_loaded_for_a_request_is_not_unloaded_for_the_next() -> None:
+    loading = threading.Event()
+
+    def load(name: str) -> Policy:
+        loading.set()
+        time.sleep(0.3)
+        return make_policy()
+
+    models = Models({"base": None, "rl": None}, load, "rl", loaded=1)
+    with make_server(application(lambda _: models, Limits()), Address(port=0), Limits()).in_thread() as url:
+        served, body = Served(url, models), {"messages": HI, "max_tokens": 100, "min_tokens": 100}
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(served.post, {**body, "model": "base"})
+            assert loading.wait(30)
+            second = pool.submit(served.post, {**body, "model": "rl"})  # it waits until the first model is loaded
+            assert first.result(60)[0] == 200
+            assert second.result(60)[1]["error"]["code"] == "models_busy"
+        assert served.post({**body, "model": "rl"})[0] == 200  # nothing is in progress any more
     models.close()

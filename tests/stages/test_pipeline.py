@@ -67,7 +67,7 @@ def test_the_export_is_a_plain_transformers_model(run: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from posttrain.commands.inspect import open_policy
+    from posttrain.commands.models import open_policy
 
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     ids = AutoTokenizer.from_pretrained(run / "export")("12+34=", return_tensors="pt")["input_ids"]

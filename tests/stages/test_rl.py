@@ -18,7 +18,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.rloo import RLOO
-from posttrain.commands.inspect import evaluate
+from posttrain.commands.evaluate import evaluate
 from posttrain.errors import Interrupted, UserError
 from posttrain.loop import Stop
 from posttrain.models.load import Reader, stop_ids

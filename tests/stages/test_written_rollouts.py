@@ -15,7 +15,7 @@ from posttrain.algorithms.online_dpo import OnlineDPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.raft import RAFT
 from posttrain.collect import Collected, Rollouts
-from posttrain.commands import inspect
+from posttrain.commands import show
 from posttrain.runs.read import Run
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.train.trainer import Trainer
@@ -87,7 +87,7 @@ def test_what_was_left_out_is_shown_as_text(
     lengths = np.diff(arrays.starts).tolist()
     assert sum(length > 0 for length in lengths) == 1
     for number, length in enumerate(lengths):
-        shown = "\n".join(inspect.show(directory, f"rl/1/{number}"))
+        shown = "\n".join(show.show(directory, f"rl/1/{number}"))
         assert ("s_0 = " in shown) == (length > 0) and ("was not trained on" in shown) == (length == 0)
         row = Run(directory).rollouts("rl", 1)[number]
         assert length or f"reward: {row.reward}" in shown

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -240,6 +242,10 @@ def test_reviews_are_counted_by_part_and_flagged_ones_become_cases(tmp_path: Pat
     )
     (case,) = [json.loads(line) for line in studio.get(f"{run}/flagged.jsonl").splitlines()]
     assert (case["agrees"], case["note"], case["response"]) == (False, "says nothing", first["response"])
+    with closing(sqlite3.connect(tmp_path / "run" / ".studio" / "reviews.sqlite")) as reviews, reviews:
+        reviews.execute("UPDATE reviews SET step = 99 WHERE flagged")  # of a step that a resumed run has dropped
+    report = studio.get(f"{run}/review/report")
+    assert (report["reviewed"], report["flagged"]) == (1, 0) and studio.get(f"{run}/flagged.jsonl") == ""
     studio.post(f"{run}/review", 400, **place, agrees="yes")
     studio.post(f"{run}/review", 404, stage="../x", step=1, number=1, agrees=True)
 
@@ -280,7 +286,16 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
     studio = Studio(root)
     assert "key=value" in studio.post("/api/runs", 400, recipe="quickstart", settings=["rm -rf"])["error"]
     assert "unknown recipe" in studio.post("/api/runs", 400, recipe="../evil.py", settings=[])["error"]
-    for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil"):
+    monkeypatch.chdir(tmp_path)
+    files = (
+        "sft.data=/etc/passwd",
+        "rl.task=prompts:~/x.jsonl",
+        'sft.data="\\x2fetc/passwd"',
+        "sft.data=[../x]",
+        "sft.data=program.py",
+    )
+    files += ("a.model=runs/..", "sft.data=[{path: 'runs/../program.txt'}]", "rl.model=./runs")
+    for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil", *files):
         assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
     assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
     made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
@@ -308,3 +323,13 @@ def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
     sent = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     assert "no model server" in studio.post("/api/chat", 400, **sent)["error"]
     studio.post("/api/chat", 400, model="m", messages=[{"role": "user", "content": "hi"}], temperature=99)
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "{", "[]", "[" * 100_000, '{"a":' * 100_000, "\xff", '{"tags": ["\\ud800"], "note": "\\ud800"}']
+)
+def test_a_body_that_is_no_json_object_is_one_line(studio: Studio, one: str, sent: str) -> None:
+    headers = {"x-studio-token": "secret", "content-type": "application/json"}
+    for path in (f"{one}/tags", f"{one}/review", "/api/label", "/api/chat"):
+        answer = studio.client.post(path, content=sent.encode("latin-1"), headers=headers)
+        assert (answer.status_code, answer.json()["error"][:18]) == (400, "send a JSON object")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sqlite3
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from runs_for_tests import make_run
-from studio_for_tests import Studio
+from studio_for_tests import HERE, Studio
 
 from posttrain.studio.library import path_id
 
@@ -103,3 +108,30 @@ def test_comparisons_are_made_of_a_runs_rollouts(tmp_path: Path) -> None:
     for name in ("../x", "a/b", "", "a" * 61, ".hidden"):
         studio.post("/api/label", 400, run=run, stage="rl", name=name, count=3)
     studio.post("/api/label", 404, run=run, stage="../..", name="x", count=3)
+
+
+def test_the_votes_of_a_name_with_spaces_are_counted(studio: Studio) -> None:
+    place = file(studio)
+    item = studio.get(f"{place}/next", annotator=" ann  b ")["item"]["id"]
+    assert studio.post(f"{place}/vote", 201, annotator=" ann  b ", item=item, choice=[0])["done"] == 1
+
+
+def test_a_vote_that_waits_for_another_writer_holds_up_no_other_page(studio: Studio) -> None:
+    place = file(studio)
+    item = studio.get(f"{place}/next", annotator="ann")["item"]["id"]
+    vote = {"annotator": "ann", "item": item, "choice": [0]}
+
+    async def both() -> None:
+        transport = httpx.ASGITransport(app=studio.client.app)
+        async with httpx.AsyncClient(transport=transport, base_url=HERE, headers={"x-studio-token": "secret"}) as client:
+            voting = asyncio.ensure_future(client.post(f"{place}/vote", json=vote))
+            await asyncio.sleep(0.2)
+            assert (await client.get("/api/recipes")).status_code == 200 and not voting.done()
+            other.execute("ROLLBACK")
+            assert (await voting).status_code == 201
+
+    with closing(sqlite3.connect(studio.root / "labels" / "pairs.labels.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # as `posttrain label` in a terminal
+        began = time.monotonic()
+        asyncio.run(both())
+        assert time.monotonic() - began < 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -87,3 +88,27 @@ def test_a_filter_by_status_gets_to_the_end_however_many_runs_are_known(
     studio = Studio(tmp_path)
     assert [studio.get("/api/runs", status="waiting")["left"] for _ in range(5)] == [4, 3, 2, 1, 0]
     assert len(studio.get("/api/runs")["runs"]) == 5
+
+
+def test_a_run_that_is_deleted_while_it_is_shown_is_missing_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "three"):
+        make_run(tmp_path / name, 3)
+    studio = Studio(tmp_path)
+    assert len(studio.get("/api/runs")["runs"]) == 3
+    shutil.rmtree(tmp_path / "two")
+    page = f"/api/runs/{path_id(tmp_path / 'two')}"
+    for path in (page, f"{page}/series", f"{page}/rollouts", f"{page}/rollouts/rl/1/0", f"{page}/report.html"):
+        assert studio.get(path, 404) == {"error": "no such run"}
+    runs, listed = Library.runs, list[int]()
+
+    def then_delete(self: Library, age: float = 0.0) -> dict[str, Path]:
+        found = runs(self, 0.0)
+        if not listed:
+            shutil.rmtree(tmp_path / "three")
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(Library, "runs", then_delete)
+    assert [row["name"] for row in studio.get("/api/runs")["runs"]] == ["one"] and listed[:2] == [2, 1]

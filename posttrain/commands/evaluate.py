@@ -1,67 +1,31 @@
-"""Evaluates a model, samples from it, and shows a rollout as a decision process. The command line prints the results."""
+"""Evaluates a model on the held-out problems of a task, alone or against another model."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from posttrain import catalogue, config, config_tree
-from posttrain.errors import Checked, Count, Seed, UserError, refuse_unknown, require
+from posttrain.commands.models import MachineOptions, open_policy, take_options
+from posttrain.errors import UserError, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
-from posttrain.events import printable
-from posttrain.runs.layout import (
-    CONFIG,
-    EpisodeRow,
-    RolloutRow,
-    TokenArrays,
-    encode,
-    sampled_tokens,
-)
+from posttrain.runs.layout import CONFIG, encode
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import short
 from posttrain.system import machine
 from posttrain.trust import EVERYTHING, Trust, active, trusting
-from posttrain.types import JSON, Message, Sampler, Sampling
+from posttrain.types import JSON, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.collect import Prompt
     from posttrain.runs.console import BeforeAfter
     from posttrain.stages.base import Stage
-
-Options = TypeVar("Options", bound="MachineOptions")
-
-
-def open_policy(name: str, device: str = "auto") -> Any:
-    """Load a model for inference."""
-    from posttrain.models.load import load
-    from posttrain.models.policy import wrap_model
-
-    device = machine.device(device)
-    loaded = load(name, dtype="bfloat16" if device.startswith("cuda") else "float32", device=device)
-    return wrap_model(loaded.model, loaded.tokenizer, loaded.stop_ids, loaded.source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions(Checked):
-    """Where a model runs, and its seed."""
-
-    seed: Seed = 0
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        config.check_machine(self.seed, self.device)
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +41,6 @@ class EvalOptions(MachineOptions):
         fine = place.parent.is_dir() and os.access(written, os.W_OK) and not place.is_dir()
         if self.save and not fine:
             yield f"save={self.save}: no file can be written there"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions(MachineOptions):
-    """Options of `posttrain sample` that are not settings of sampling."""
-
-    plain: bool = False
-    group: Count = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +80,6 @@ class EvalReport:
             tree |= {"against": self.models[1].figures, "paired": asdict(self.paired)}
             tree["won"] = dict(self.won)
         return encode(tree | ({"task_source": self.source} if self.source else {}))
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One completion of a prompt; `logprob` is the mean over its tokens."""
-
-    text: str
-    tokens: int
-    finish: str
-    logprob: float
-
-
-def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
-    """Take the options of a kind out of the settings and check them."""
-    tree = {field.name: pairs.pop(field.name) for field in fields(kind) if field.name in pairs}
-    made: Options = config_tree.from_tree(tree, kind, where)
-    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +186,7 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
     from posttrain.stages.versus import decided, tally, won_text
 
     task = str(tree["task"]["name"])
-    options = _options(pairs, EvalOptions, "eval")
+    options = take_options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
         needs = f"eval: {judges[0]} decides who wins between two models"
         require(bool(options.against), f"{needs}; name the other: against=MODEL")
@@ -339,207 +278,3 @@ def _versus(
     won = {"model": model, "against": options.against, **how, **found}
     lines = [won_text(model, options.against, found), f"  {stage.sampling}"]
     return stage, EvalReport("", [], None, won, [*lines, *(f"  {text}" for text in alarms)])
-
-
-def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
-    """Yield a model's answers to a prompt: through its chat template, or as plain text without one (or with `plain=true`)."""
-    options, sampling = sample_options(settings)
-    ask = _asker(model, options, sampling)
-    yield from ask(prompt, options.seed)
-
-
-def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
-    pairs = dict(map(config_tree.pair, settings))
-    known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
-    refuse_unknown("key of sample", pairs, known)
-    options = _options(pairs, SampleOptions, "sample")
-    return options, config_tree.from_tree(pairs, Sampling, "sample")
-
-
-def _asker(
-    model: str, options: SampleOptions, sampling: Sampling
-) -> Callable[[str | Sequence[Message], int], list[Answer]]:
-    """Load a model and return a function that answers a prompt or a conversation, given a seed."""
-    from posttrain.collect import Prompt
-    from posttrain.stages.base import make_sampler
-
-    policy = open_policy(model, options.device)
-    sampler = make_sampler(policy)
-
-    def ask(prompt: str | Sequence[Message], seed: int) -> list[Answer]:
-        if not isinstance(prompt, str) and (options.plain or not policy.tokenizer.chat_template):
-            prompt = prompt[-1].content  # without a template each message stands alone
-        ids = prompt_ids(policy.tokenizer, prompt, options.plain)
-        [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.group, seed, sampling)])
-        return group
-
-    return ask
-
-
-def stage_models(directory: Path) -> dict[str, Path]:
-    """Return the models of a run that can generate, by stage; raises an error if there is none."""
-    from posttrain.stages._side_by_side import answering_models
-
-    found = answering_models(directory, Run(directory).configured)
-    require(bool(found), f"{directory}: none of its stages has made a model that answers")
-    return found
-
-
-def sample_stages(
-    directory: Path, prompt: str, settings: Sequence[str]
-) -> Iterator[tuple[str, Answer]]:
-    """Yield the answers of every stage of a run to the same prompt, with the same seed."""
-    options, sampling = sample_options(settings)
-    for name, folder in stage_models(directory).items():
-        for answer in _asker(str(folder), options, sampling)(prompt, options.seed):
-            yield name, answer
-
-
-def chat(model: str, said: Iterable[str], settings: Sequence[str]) -> Iterator[Answer]:
-    """Yield the answer to each message of a person, given the conversation so far; `/new` begins another conversation."""
-    options, sampling = sample_options(settings)
-    require(options.group == 1, "chat: a message has one answer; leave out group")
-    ask, history = _asker(model, options, sampling), list[Message]()
-    for number, text in enumerate(said):
-        if text.strip() == "/new":
-            history.clear()
-        elif text.strip():
-            history.append(Message("user", text))
-            [answer] = ask(tuple(history), options.seed + number)
-            history.append(Message("assistant", answer.text))
-            yield answer
-
-
-def prompt_ids(
-    tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
-) -> tuple[int, ...]:
-    """Return a prompt as ids."""
-    from posttrain.data.chat import render_prompt, text_ids
-
-    if isinstance(prompt, str) and (plain or not tokenizer.chat_template):
-        ids = tuple(text_ids(tokenizer, prompt))
-    else:
-        turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
-        ids = tuple(render_prompt(tokenizer, turns))
-    require(bool(ids), "the prompt has no tokens")
-    return ids
-
-
-def answers(sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[list[Answer]]:
-    """Yield the completions of each prompt, as text."""
-    from posttrain.collect import generate_groups
-    from posttrain.data.text import Decoder
-
-    decoder = Decoder(tokenizer)
-    for group in generate_groups(sampler, prompts):
-        yield [
-            Answer(decoder.decode(c.ids)[0], len(c.ids), c.finish, float(c.logprobs.mean()))
-            for c in group
-        ]
-
-
-def show(directory: Path, rollout: str = "") -> list[str]:
-    """Return the rollouts of a step as lines, or one of them token by token."""
-    run = Run(directory)
-    stages = [s for s in run.stages() if run.rollout_steps(s)]
-    require(bool(stages), f"{directory} holds no rollouts yet")
-    stage, step, number = _parse(rollout, run, stages)
-    rows = run.rollouts(stage, step)
-    kept = ", ".join(map(str, run.rollout_steps(stage)))
-    require(bool(rows), f"no rollouts of {stage} step {step}; there are those of {kept}")
-    if number is None:
-        return _overview(directory, stage, step, rows)
-    there = f"{stage} step {step} has rollouts 0 to {len(rows) - 1}"
-    require(0 <= number < len(rows), f"{there}, not {number}")
-    return episode(rows[number], run.arrays(stage, step), number, _tokenizer(directory, stage))
-
-
-def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:
-    parts = [part for part in rollout.split("/") if part]
-    stage = parts[0] if parts else stages[-1]
-    refuse_unknown("stage with rollouts", [stage], stages)
-    try:
-        step = int(parts[1]) if len(parts) > 1 else run.rollout_steps(stage)[-1]
-        return stage, step, int(parts[2]) if len(parts) > 2 else None
-    except (ValueError, IndexError):
-        raise UserError(f"{rollout!r} is not STAGE/STEP/NUMBER, such as rl/600/0") from None
-
-
-def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) -> list[str]:
-    lines = [f"{stage} step {step}: {len(rows)} rollouts"]
-    for number, row in enumerate(rows[:32]):
-        advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
-        text = f"{printable(row.question)} -> {printable(_said(row))[:70]}"
-        lines.append(f"  {number:>3}  reward {_reward(row)}{advantage}  {text}")
-    lines += [f"  ... and {len(rows) - 32} more"] if len(rows) > 32 else []
-    place = shlex.quote(str(directory))
-    return [*lines, f"one of them, token by token: posttrain show {place} {stage}/{step}/0"]
-
-
-def _said(row: RolloutRow) -> str:
-    """Return the response; with several turns, also the given text in between, after a `>`."""
-    turns = row.conversation[1:] if isinstance(row, EpisodeRow) else ()
-    parts = (text if kind == "sampled" else f"> {text}" for kind, text in turns)
-    return " | ".join(parts) or row.response
-
-
-def _reward(row: RolloutRow) -> str:
-    return "failed" if row.reward is None else f"{row.reward:.2f}"
-
-
-def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
-    """Return a rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and
-    advantage."""
-    question, answer = printable(row.question), printable(row.answer)
-    lines = [f"problem {row.problem} (level {row.level}): {question}   gold answer: {answer}"]
-    token = None if arrays is None else arrays.sequence(number)
-    several = row if isinstance(row, EpisodeRow) else None
-    if several is not None and several.counts:
-        lines.append(", ".join(f"{name} {count:g}" for name, count in several.counts.items()))
-    if token is None or not len(token["ids"]):
-        turns = several.conversation if several is not None else ()
-        lines += [f"{kind}: {printable(said)}" for kind, said in turns]
-        lines += [] if turns else [f"response: {printable(row.response)}"]
-        lines += [f"reward: {row.reward}"]
-        absent = "the per-token figures of this step were not kept; the last steps have them"
-        untrained = "it was not trained on, so there are no figures by token"
-        return [*lines, absent if token is None else untrained]
-    sampled = sampled_tokens(token, row.length)
-    first = int(sampled.argmax())
-    text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
-    lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")
-    heading = f"{'t':>3}  {'state s_t ends with':<24} {'action a_t':<12} {'log pi':>8} "
-    lines.append(heading + f"{'KL' if 'kl' in token else '':>8} {'reward':>7} {'advantage':>9}")
-    actions = np.flatnonzero(sampled).tolist()
-    rewards = _turn_rewards(row, actions)
-    for t, at in enumerate(actions):
-        if t and at > actions[t - 1] + 1:
-            lines.append(f"     given: {''.join(text[actions[t - 1] + 1 : at])}")
-        reward = rewards.get(at, "0")
-        state = "".join(text[max(0, at - 12) : at])[-24:]
-        kl = f"{token['kl'][at]:8.4f}" if "kl" in token else " " * 8
-        figures = f"{token['logprob'][at]:8.4f} {kl} {reward:>7} {token['advantage'][at]:9.3f}"
-        lines.append(f"{t:>3}  {state:<24} {text[at]:<12} {figures}")
-    total = f"log pi(response | prompt) = {float(np.sum(token['logprob'][first:])):.3f}"
-    outcome = row.outcome or row.failure
-    return [*lines, f"end: {row.finish}; {total}; outcome {outcome}; {row.parts}"]
-
-
-def _turn_rewards(row: RolloutRow, actions: Sequence[int]) -> dict[int, str]:
-    """Return the reward at the last token of each turn: the turn's own reward, and in the last one the rest of the return."""
-    ends = [a for a, b in pairwise([*actions, -1]) if b != a + 1]
-    paid = [*row.paid] if isinstance(row, EpisodeRow) and row.paid else [0.0] * len(ends)
-    if row.reward is None or len(paid) != len(ends):
-        return {actions[-1]: _reward(row)}
-    paid[-1] += row.reward - sum(paid)
-    return {at: f"{value:.2f}" for at, value in zip(ends, paid, strict=True)}
-
-
-def _tokenizer(directory: Path, stage: str) -> Any:
-    """Return the tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
-    from posttrain.models.load import read_tokenizer
-
-    own = [directory / "stages" / stage / "model", directory / "export"]
-    found = [path for path in [*own, *sorted(directory.glob("stages/*/model"))] if path.is_dir()]
-    require(bool(found), f"{directory} holds no model yet, so its tokens cannot be spelled")
-    return read_tokenizer(found[0])
