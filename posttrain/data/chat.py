@@ -302,7 +302,10 @@ class _Template:
         require(len(messages) > 0, f"{where}: an empty conversation")
         plain = not self.tokenizer.chat_template
         require(not plain or is_text(messages, tools), f"{where}: {NO_TEMPLATE}")
-        said = [(f"a message of the {m.role} contains", (m.content, *_strings(m.more))) for m in messages]
+        said = [
+            (f"a message of the {m.role} contains", (m.content, *_strings(m.more)))
+            for m in messages
+        ]
         for what, texts in (*said, ("the tools contain", tuple(_strings(tools)))):
             for control in special_texts(self.tokenizer):
                 if any(control in text for text in texts):
