@@ -29,7 +29,7 @@ from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line
 from posttrain.runs.plot import draw
 from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
@@ -50,7 +50,7 @@ from posttrain.stages.base import (
     worker_pool,
 )
 from posttrain.system import machine
-from posttrain.system.files import atomic_folder, explained
+from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
@@ -85,7 +85,8 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
             writer.event("config", {"config": tree})
             _run(settings, writer, on_step)
     except UserError:
-        if made:
+        found = {*directory.iterdir()} if os.path.isdir(directory) else set()
+        if made or found - (there or set()) == {directory / LOCK}:
             forget(directory, there)
         for path in above:  # made for it
             with contextlib.suppress(OSError):  # the directory is not empty
@@ -97,7 +98,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
 def forget(directory: Path, there: frozenset[Path] | None) -> None:
     """Delete a run that was refused before it trained or measured anything, so that the corrected command can use its directory.
     Files that were `there` before are kept (None: there was no directory)."""
-    if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
+    if begun(directory):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

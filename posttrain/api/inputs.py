@@ -4,6 +4,7 @@ use."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -47,6 +48,7 @@ class Files:
         self.directory, self.name = directory, name
         self.place = directory.absolute()
         self.lines: dict[Path, list[str]] = {}
+        self.made: list[Path] = []  # folders that are made for it
 
     def path(self, data: Any, what: str) -> str:
         """The file of `data`: an existing one if it is a path or a run that wrote data, else one that will be written."""
@@ -83,10 +85,16 @@ class Files:
         return (self.path(data, what),)
 
     def __enter__(self) -> None:
-        with explained(self.directory):
-            for path, lines in self.lines.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        folder = self.place / "data"
+        self.made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+        try:
+            with explained(self.directory):
+                for path, lines in self.lines.items():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        except UserError as error:
+            self.__exit__(UserError, error, None)
+            raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Name rows in an error by their argument, whose files the caller has not seen, and remove the files if the run was refused
@@ -98,11 +106,9 @@ class Files:
             text = text.replace(f"{path} line ", f"{path.stem} row ").replace(f"{path}", path.stem)
         error.args = (text,)
         if not (self.directory / CONFIG).exists():
-            for path in self.lines:
-                path.unlink(missing_ok=True)
-            for folder in (self.directory / "data", self.directory):
-                with suppress(OSError):  # it does not exist, or is not empty
-                    folder.rmdir()
+            for path in (*self.lines, *self.made):
+                with suppress(OSError):  # it does not exist, or is a folder that is not empty
+                    path.rmdir() if path in self.made else path.unlink()
 
 
 def _hub_name(data: str | Path) -> str:

@@ -104,18 +104,29 @@ def explained(directory: Path) -> Iterator[None]:
         yield
     except Exception as error:  # also errors of safetensors and shutil, which have their own types
         kind = error.errno if isinstance(error, OSError) else None
-        said, resume = str(error), f"then 'posttrain resume {directory}'"
+        said = str(error)
         if isinstance(error, UserError):
             raise
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
-            text = f"no space left on the disk of {directory}; free some, {resume}"
+            text = f"no space left on the disk of {directory}; free some, {_go_on(directory)}"
         elif kind == errno.EFBIG or "File too large" in said:
-            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
+            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {_go_on(directory)}"
         elif isinstance(error, REFUSED) or kind in (errno.EROFS, errno.ENAMETOOLONG):
             text = f"cannot write the run directory {directory}: {os.strerror(kind or 0)}; choose another"
         else:
             raise
         raise UserError(text) from error
+
+
+def begun(directory: Path) -> bool:
+    """Whether a run has trained or measured anything. One that has not is deleted if it fails, and there is nothing to resume."""
+    metrics = directory / "metrics.jsonl"
+    trained = metrics.is_file() and metrics.stat().st_size > 0
+    return trained or any(directory.glob("stages/*/result.json"))
+
+
+def _go_on(directory: Path) -> str:
+    return f"then 'posttrain resume {directory}'" if begun(directory) else "then start it again"
 
 
 def model_folder(path: Path) -> Path:

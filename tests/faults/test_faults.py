@@ -209,6 +209,7 @@ def save_a_model(folder: Path) -> None:
 
 def write_much(folder: Path) -> None:
     with RunWriter.create(folder, {}) as writer:
+        writer.metrics("rl", 1, {"loss": 0.5})
         writer.event("message", {"text": "x" * 2 * LARGEST})
 
 
