@@ -134,6 +134,7 @@ class Answer:
     tokens: int
     finish: str
     logprob: float
+    warnings: Sequence[str] = ()  # about the prompt
 
 
 def _options(pairs: dict[str, JSON], kind: type[Options], where: str) -> Options:
@@ -371,6 +372,7 @@ def _asker(
 ) -> Callable[[str | Sequence[Message], int], list[Answer]]:
     """Load a model and return a function that answers a prompt or a conversation, given a seed."""
     from posttrain.collect import Prompt
+    from posttrain.data.text import unknown_tokens
     from posttrain.stages.base import make_sampler
 
     policy = open_policy(model, options.device)
@@ -381,7 +383,8 @@ def _asker(
             prompt = prompt[-1].content  # without a template each message stands alone
         ids = prompt_ids(policy.tokenizer, prompt, options.plain)
         [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.group, seed, sampling)])
-        return group
+        warnings = unknown_tokens(policy.tokenizer, [ids])
+        return [replace(answer, warnings=warnings) for answer in group]
 
     return ask
 
