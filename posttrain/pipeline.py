@@ -246,7 +246,12 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
         traces = bool(run.metrics()) or any(run.directory.glob(f"stages/*/{RECORD}"))
         require(not traces, f"{lost} cannot be known; put {EVENTS} back, or start a new run")
         return Changes((), ())
-    begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
+    named = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
+    # of these, the ones that made something; a stage may save several models as NAME-1, NAME-2
+    paths = (*run.directory.glob("stages/*/*"), *run.directory.glob("checkpoints/*/*"))
+    made = {path.parent.name for path in paths if path.name != RECORD}
+    made |= {row.stage for row in run.metrics()}
+    begun = {stage for stage in named if any(f"{name}-".startswith(f"{stage}-") for name in made)}
     found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
