@@ -67,9 +67,18 @@ class TrainedArrays:
 
 @dataclass
 class Interrupt:
-    """Set by a signal handler; the loop reads it between steps."""
+    """Set by a signal handler; the loop reads it between steps. Outside of a loop a signal ends the run at once."""
 
     requested: bool = False
+    looping: bool = False
+
+    @contextmanager
+    def at_steps(self) -> Iterator[None]:
+        self.looping = True
+        try:
+            yield
+        finally:
+            self.looping = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +163,7 @@ class Loop:
             events.at(self.stage, self.step),
             self.stage_monitor.running() as monitor,
             manual_garbage_collection(),
+            self.interrupt.at_steps(),
         ):
             monitor.check_frozen(self.step)
             if self.step == 0 and measured:

@@ -271,11 +271,18 @@ def fresh(root: Path, name: str) -> Path:
 
 
 def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -> None:
+    with interrupts(writer.directory) as interrupt:
+        _run_to_end(settings, writer, interrupt, on_step)
+
+
+def _run_to_end(
+    settings: Settings, writer: RunWriter, interrupt: Interrupt, on_step: OnStep | None
+) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
     with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers, joined(settings):
         current().same(str(writer.directory))
-        context = _run_stages(settings, writer, workers, on_step)
+        context = _run_stages(settings, writer, workers, interrupt, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
         go_on = f"go on with: posttrain resume {writer.directory}"
@@ -304,7 +311,8 @@ def follow(settings: Settings) -> Path:
         joined(settings),
     ):
         place = Path(str(current().same(None)))
-        _run_stages(settings, writer, workers, None, place)
+        with interrupts(place) as interrupt:
+            _run_stages(settings, writer, workers, interrupt, None, place)
     return place
 
 
@@ -362,6 +370,7 @@ def _run_stages(
     settings: Settings,
     writer: RunWriter,
     workers: WorkerPool,
+    interrupt: Interrupt,
     on_step: OnStep | None,
     place: Path | None = None,
 ) -> Context:
@@ -385,7 +394,6 @@ def _run_stages(
             stack.enter_context(contextlib.closing(trackers))
             if settings.prometheus:
                 trackers.add("prometheus", Endpoint(settings.prometheus))
-        interrupt = stack.enter_context(interrupts(place or writer.directory))
         rest = interrupt, trackers, threads
         cluster = None
         if settings.cluster:
@@ -411,12 +419,12 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one stop at once. The error names the directory to
-    resume."""
+    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once. The
+    error names the directory to resume."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if interrupt.requested:
+        if interrupt.requested or not interrupt.looping:
             raise KeyboardInterrupt
         interrupt.requested = True
         if current().first:
@@ -431,6 +439,9 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         yield interrupt
     except Interrupted as error:
         error.directory = directory
+        raise
+    except KeyboardInterrupt as error:
+        error.add_note(f"continue with: posttrain resume {directory}")
         raise
     finally:
         for number, old in previous.items():
