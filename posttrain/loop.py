@@ -28,7 +28,6 @@ from posttrain.errors import (
     Seed,
     UserError,
     Whole,
-    first_line,
     require,
 )
 from posttrain.monitor.monitor import StageMonitor
@@ -502,7 +501,7 @@ def checked_state(algorithm: Algorithm, state: State) -> State:
     try:
         checkpoint.without_arrays(state)
     except (TypeError, ValueError) as error:
-        why = why or first_line(error)
+        why = why or str(error)
     asked = "start and finish return a dict of finite numbers, texts, lists and dicts"
     algorithm.check(not why, f"{asked}, which checkpoints hold; {why}")
     return state

@@ -76,14 +76,14 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     made = False
     try:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
-        with opened as writer, explained(directory):
+        with opened as writer, explained(directory), interrupts(directory) as interrupt:
             made = not continued
             if continued:
                 # the summary of an earlier attempt: a killed attempt must not look complete
                 (directory / SUMMARY).unlink(missing_ok=True)
                 writer.configure(tree)
             writer.event("config", {"config": tree})
-            _run(settings, writer, on_step)
+            _run(settings, writer, interrupt, on_step)
     except UserError:
         found = {*directory.iterdir()} if os.path.isdir(directory) else set()
         if made or found - (there or set()) == {directory / LOCK}:
@@ -118,7 +118,8 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     tree = config.to_config(settings)
     if follows(settings):
         return follow(settings)
-    with RunWriter.resume(directory) as writer, explained(directory):
+    opened = RunWriter.resume(directory)
+    with opened as writer, explained(directory), interrupts(directory) as interrupt:
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
@@ -128,7 +129,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         for name in found.extended:
             reopen(directory / "stages" / name)
         writer.event("config", {"config": tree, "changed": list(found.named)})
-        _run(settings, writer)
+        _run(settings, writer, interrupt)
     return directory
 
 
@@ -270,13 +271,8 @@ def fresh(root: Path, name: str) -> Path:
     return next(path for path in numbered if not path.exists())
 
 
-def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -> None:
-    with interrupts(writer.directory) as interrupt:
-        _run_to_end(settings, writer, interrupt, on_step)
-
-
-def _run_to_end(
-    settings: Settings, writer: RunWriter, interrupt: Interrupt, on_step: OnStep | None
+def _run(
+    settings: Settings, writer: RunWriter, interrupt: Interrupt, on_step: OnStep | None = None
 ) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
