@@ -48,7 +48,7 @@ def check_stages(
                 with prefixed(stage.name):
                     stage.check_ready(device, names)
                 reader = check_models(stage, before, readers)
-                warnings[stage.name] = check_problems(stage, reader) + stage.check_before(before)
+                warnings[stage.name] = check_problems(stage, reader)
                 if stage.name in read:
                     with prefixed(stage.name):
                         stage.check_data(reader, context, before)

@@ -245,10 +245,6 @@ class Stage(Naming, ABC):
         its warm-up."""
         return []
 
-    def check_before(self, before: Mapping[str, Stage]) -> list[str]:
-        """Warnings about what the stages before it may not measure or make."""
-        return []
-
     def tasks(self) -> Sequence[Task | None]:
         """The tasks whose texts its model reads; None means any text."""
         return [getattr(self, "task", None)]

@@ -13,9 +13,6 @@ from posttrain.stages._naming import ModelName, StageName
 from posttrain.stages.base import Context, Stage, model_places
 from posttrain.types import JSON
 
-# figures of an evaluation whose scores tell right from wrong
-RIGHT = ("accuracy", "pass_at", "avg_at", "majority_at")
-
 
 @dataclass(frozen=True, kw_only=True)
 class BestStage(Stage):
@@ -35,14 +32,6 @@ class BestStage(Stage):
 
     def starts_from(self) -> str:
         return self.models[0]
-
-    def check_before(self, before: Mapping[str, Stage]) -> list[str]:
-        tasks = {name: getattr(before.get(name), "task", None) for name in self.measured}
-        unsure = [name for name, task in tasks.items() if task and not task.verifiable]
-        if not unsure or self.figure.partition(".")[0] not in RIGHT:
-            return []
-        text = f"the task of {', '.join(unsure)} may not tell right from wrong, and then has no {self.figure}"
-        return [f"{text}; {self.name}.figure=reward is there in any case"]
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         return [f"keeps one of {', '.join(self.models)}, by {self.figure}"]
