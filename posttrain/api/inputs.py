@@ -48,7 +48,6 @@ class Files:
         self.directory, self.name = directory, name
         self.place = directory.absolute()
         self.lines: dict[Path, list[str]] = {}
-        self.made: list[Path] = []  # folders that are made for it
 
     def path(self, data: Any, what: str) -> str:
         """The file of `data`: an existing one if it is a path or a run that wrote data, else one that will be written."""
@@ -56,9 +55,8 @@ class Files:
             return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
             path = Path(data).expanduser()
-            require(
-                path.is_file(), f"{what}: there is no file {data}; give a file, or a list of rows"
-            )
+            none = f"{what}: there is no file {data}; give a file, or a list of rows"
+            require(path.is_file(), none)
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
@@ -122,10 +120,8 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
         return data.astype(object).where(data.notna(), None).to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
-        wrong = (
-            f"{what}: expected a list of rows, not a mapping of {held}; of several splits give one"
-        )
-        require("train" in data, wrong)
+        wrong = f"{what}: expected a list of rows, not a mapping of {held}"
+        require("train" in data, f"{wrong}; of several splits give one")
         return data["train"]  # type: ignore[no-any-return]
     several, kind = isinstance(data, Iterable), type(data).__name__
     require(several, f"{what}: expected rows, a file or a data set, not {kind}")

@@ -19,14 +19,7 @@ from posttrain.errors import Checked, Count, Seed, UserError, refuse_unknown, re
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.events import printable
-from posttrain.runs.layout import (
-    CONFIG,
-    EpisodeRow,
-    RolloutRow,
-    TokenArrays,
-    encode,
-    sampled_tokens,
-)
+from posttrain.runs.layout import CONFIG, EpisodeRow, RolloutRow, encode, sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import short
 from posttrain.system import machine
@@ -36,6 +29,7 @@ from posttrain.types import JSON, Message, Sampler, Sampling
 if TYPE_CHECKING:
     from posttrain.collect import Prompt
     from posttrain.runs.console import BeforeAfter
+    from posttrain.runs.layout import TokenArrays
     from posttrain.stages.base import Stage
 
 Options = TypeVar("Options", bound="MachineOptions")
@@ -163,9 +157,7 @@ class TaskOfRun:
         """Return one line for a person: the task as it is used, without defaults."""
         own = [one for one in fields(task) if one.init] if is_dataclass(task) else []
         settings = [(one.name, getattr(task, one.name), one.default) for one in own]
-        words = [
-            f"{name}={short(value)}" for name, value, usual in settings if value not in (usual, {})
-        ]
+        words = [f"{n}={short(value)}" for n, value, usual in settings if value not in (usual, {})]
         task_text = " ".join([str(self.tree["name"]), *words])
         return f"task and sampling as in stage {self.stage} of {self.run}: {task_text}"
 

@@ -107,10 +107,13 @@ def explained(directory: Path) -> Iterator[None]:
         said = str(error)
         if isinstance(error, UserError):
             raise
+        resume = (
+            f"then 'posttrain resume {directory}'" if begun(directory) else "then start it again"
+        )
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
-            text = f"no space left on the disk of {directory}; free some, {_go_on(directory)}"
+            text = f"no space left on the disk of {directory}; free some, {resume}"
         elif kind == errno.EFBIG or "File too large" in said:
-            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {_go_on(directory)}"
+            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
         elif isinstance(error, REFUSED) or kind in (errno.EROFS, errno.ENAMETOOLONG):
             text = f"cannot write the run directory {directory}: {os.strerror(kind or 0)}; choose another"
         else:
@@ -121,12 +124,8 @@ def explained(directory: Path) -> Iterator[None]:
 def begun(directory: Path) -> bool:
     """Whether a run has trained or measured anything. One that has not is deleted if it fails, and there is nothing to resume."""
     metrics = directory / "metrics.jsonl"
-    trained = metrics.is_file() and metrics.stat().st_size > 0
-    return trained or any(directory.glob("stages/*/result.json"))
-
-
-def _go_on(directory: Path) -> str:
-    return f"then 'posttrain resume {directory}'" if begun(directory) else "then start it again"
+    trained = os.path.isfile(metrics) and os.path.getsize(metrics) > 0
+    return trained or (os.path.isdir(directory) and any(directory.glob("stages/*/result.json")))
 
 
 def model_folder(path: Path) -> Path:
