@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import Algorithm, State
 from posttrain.collect import Source
 from posttrain.engine.random import derive
 from posttrain.errors import (
@@ -66,9 +66,18 @@ class TrainedArrays:
 
 @dataclass
 class Interrupt:
-    """Set by a signal handler; the loop reads it between steps."""
+    """Set by a signal handler; the loop reads it between steps. Outside of a loop a signal ends the run at once."""
 
     requested: bool = False
+    looping: bool = False
+
+    @contextmanager
+    def at_steps(self) -> Iterator[None]:
+        self.looping = True
+        try:
+            yield
+        finally:
+            self.looping = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +153,7 @@ class Loop:
         wanted = "keep=best" if self.keep_best else "stop.plateau" if schedule.stop.plateau else ""
         none = f"{self.stage}: {wanted} needs held-out scores, and nothing is held out"
         require(measured or not wanted, f"{none}; hold something out, or leave {wanted} out")
-        self.state = self.trainer.algorithm.start()
+        self.state = checked_state(self.trainer.algorithm, self.trainer.algorithm.start())
         self.resume()
         with (
             Console(schedule.steps, self.stage, self.step) as console,
@@ -153,6 +162,7 @@ class Loop:
             events.at(self.stage, self.step),
             self.stage_monitor.running() as monitor,
             manual_garbage_collection(),
+            self.interrupt.at_steps(),
         ):
             monitor.check_frozen(self.step)
             if self.step == 0 and measured:
@@ -239,7 +249,7 @@ class Loop:
             metrics.append(Metric("skipped", 1, None))
         elif usable and self.update(filled, rate, groups, metrics, kept, meanwhile):
             monitor.check_coefficients(step, filled, self.state, groups, metrics)
-            self.state = algorithm.finish(self.state, metrics)
+            self.state = checked_state(algorithm, algorithm.finish(self.state, metrics))
         for _ in work:  # finish it: there may be more pieces than micro-batches
             pass
         for role in trainer.roles:
@@ -483,6 +493,18 @@ class Loop:
         for device, text in state["generators"].items():
             if device == "cpu" or torch.cuda.is_available():
                 setters[device](torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
+
+
+def checked_state(algorithm: Algorithm, state: State) -> State:
+    """The state that an algorithm returned. An error if a checkpoint could not hold it."""
+    why = "" if isinstance(state, dict) else f"it is a {type(state).__name__}"
+    try:
+        checkpoint.without_arrays(state)
+    except (TypeError, ValueError) as error:
+        why = why or str(error)
+    asked = "start and finish return a dict of finite numbers, texts, lists and dicts"
+    algorithm.check(not why, f"{asked}, which checkpoints hold; {why}")
+    return state
 
 
 def collect_garbage() -> None:

@@ -29,7 +29,7 @@ from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, SUMMARY, dump_line
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line
 from posttrain.runs.plot import draw
 from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
@@ -37,20 +37,14 @@ from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.stages import base
 from posttrain.stages._check import check_stages
 from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import answering_models, stage_answers
-from posttrain.stages.base import (
-    Context,
-    check_names,
-    exported,
-    run_stages,
-    unfinished,
-    worker_pool,
-)
+from posttrain.stages.base import Context, check_names, run_stages, unfinished, worker_pool
 from posttrain.system import machine
-from posttrain.system.files import atomic_folder, explained
+from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
@@ -76,16 +70,17 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
     made = False
     try:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
-        with opened as writer, explained(directory):
+        with opened as writer, explained(directory), interrupts(directory) as interrupt:
             made = not continued
             if continued:
                 # the summary of an earlier attempt: a killed attempt must not look complete
                 (directory / SUMMARY).unlink(missing_ok=True)
                 writer.configure(tree)
             writer.event("config", {"config": tree})
-            _run(settings, writer, on_step)
+            _run(settings, writer, interrupt, on_step)
     except UserError:
-        if made:
+        found = {*directory.iterdir()} if os.path.isdir(directory) else set()
+        if made or found - (there or set()) == {directory / LOCK}:
             forget(directory, there)
         for path in above:  # made for it
             with contextlib.suppress(OSError):  # the directory is not empty
@@ -97,7 +92,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
 def forget(directory: Path, there: frozenset[Path] | None) -> None:
     """Delete a run that was refused before it trained or measured anything, so that the corrected command can use its directory.
     Files that were `there` before are kept (None: there was no directory)."""
-    if Run(directory).metrics() or any((directory / "stages").glob(f"*/{RESULT}")):
+    if begun(directory):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -117,7 +112,8 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
     tree = config.to_config(settings)
     if follows(settings):
         return follow(settings)
-    with RunWriter.resume(directory) as writer, explained(directory):
+    opened = RunWriter.resume(directory)
+    with opened as writer, explained(directory), interrupts(directory) as interrupt:
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
@@ -127,7 +123,7 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         for name in found.extended:
             reopen(directory / "stages" / name)
         writer.event("config", {"config": tree, "changed": list(found.named)})
-        _run(settings, writer)
+        _run(settings, writer, interrupt)
     return directory
 
 
@@ -245,7 +241,12 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
         traces = bool(run.metrics()) or any(run.directory.glob(f"stages/*/{RECORD}"))
         require(not traces, f"{lost} cannot be known; put {EVENTS} back, or start a new run")
         return Changes((), ())
-    begun = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
+    named = {str(event.details.get("stage")) for event in events if event.kind == "stage"}
+    # of these, the ones that made something; a stage may save several models as NAME-1, NAME-2
+    paths = (*run.directory.glob("stages/*/*"), *run.directory.glob("checkpoints/*/*"))
+    made = {path.parent.name for path in paths if path.name != RECORD}
+    made |= {row.stage for row in run.metrics()}
+    begun = {stage for stage in named if any(f"{name}-".startswith(f"{stage}-") for name in made)}
     found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
@@ -264,12 +265,14 @@ def fresh(root: Path, name: str) -> Path:
     return next(path for path in numbered if not path.exists())
 
 
-def _run(settings: Settings, writer: RunWriter, on_step: OnStep | None = None) -> None:
+def _run(
+    settings: Settings, writer: RunWriter, interrupt: Interrupt, on_step: OnStep | None = None
+) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
     with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers, joined(settings):
         current().same(str(writer.directory))
-        context = _run_stages(settings, writer, workers, on_step)
+        context = _run_stages(settings, writer, workers, interrupt, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
         go_on = f"go on with: posttrain resume {writer.directory}"
@@ -298,7 +301,8 @@ def follow(settings: Settings) -> Path:
         joined(settings),
     ):
         place = Path(str(current().same(None)))
-        _run_stages(settings, writer, workers, None, place)
+        with interrupts(place) as interrupt:
+            _run_stages(settings, writer, workers, interrupt, None, place)
     return place
 
 
@@ -356,6 +360,7 @@ def _run_stages(
     settings: Settings,
     writer: RunWriter,
     workers: WorkerPool,
+    interrupt: Interrupt,
     on_step: OnStep | None,
     place: Path | None = None,
 ) -> Context:
@@ -379,7 +384,6 @@ def _run_stages(
             stack.enter_context(contextlib.closing(trackers))
             if settings.prometheus:
                 trackers.add("prometheus", Endpoint(settings.prometheus))
-        interrupt = stack.enter_context(interrupts(place or writer.directory))
         rest = interrupt, trackers, threads
         cluster = None
         if settings.cluster:
@@ -405,12 +409,12 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one stop at once. The error names the directory to
-    resume."""
+    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once. The
+    error names the directory to resume."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if interrupt.requested:
+        if interrupt.requested or not interrupt.looping:
             raise KeyboardInterrupt
         interrupt.requested = True
         if current().first:
@@ -426,6 +430,9 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     except Interrupted as error:
         error.directory = directory
         raise
+    except KeyboardInterrupt as error:
+        error.add_note(f"continue with: posttrain resume {directory}")
+        raise
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
@@ -433,7 +440,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
 
 def _export(context: Context, settings: Settings) -> None:
     """Write the last trained model to export/ as a plain HF checkpoint."""
-    last = exported(context.directory, [stage.name for stage in settings.recipe.stages])
+    last = base.exported(context.directory, [stage.name for stage in settings.recipe.stages])
     if last is None:
         return
     target = context.directory / "export"

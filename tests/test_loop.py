@@ -400,6 +400,23 @@ class Forgetful(Algorithm):
         return Terms((Term("nll", self.used * (-outputs.logprob_T).where(batch.mask_T, 0.0), batch.weight_T),))
 
 
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [({"mean": torch.zeros(2)}, "Tensor cannot be saved in a checkpoint"), ({"best": -math.inf}, ".*not JSON compliant.*"),
+     (None, "it is a NoneType"), ({"seen": {1}}, "set cannot be saved in a checkpoint")],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["start", "finish"])
+def test_a_state_that_no_checkpoint_holds_is_refused_at_once(
+    method: str, state: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forgetful, method, lambda *given: state)
+    loop = make(tmp_path, Forgetful(), steps=3)
+    asked = "Forgetful: start and finish return a dict of finite numbers, texts, lists and dicts, which checkpoints hold"
+    with pytest.raises(UserError, match=f"^{asked}; {why}$"):
+        loop.run()
+    assert loop.step == 0
+
+
 def test_a_dead_coefficient_is_said_once(tmp_path: Path) -> None:
     loop = make(tmp_path, Forgetful(), steps=3)
     loop.run()

@@ -4,6 +4,7 @@ use."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -54,9 +55,8 @@ class Files:
             return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
             path = Path(data).expanduser()
-            require(
-                path.is_file(), f"{what}: there is no file {data}; give a file, or a list of rows"
-            )
+            none = f"{what}: there is no file {data}; give a file, or a list of rows"
+            require(path.is_file(), none)
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
@@ -83,10 +83,16 @@ class Files:
         return (self.path(data, what),)
 
     def __enter__(self) -> None:
-        with explained(self.directory):
-            for path, lines in self.lines.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        folder = self.place / "data"
+        self.made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+        try:
+            with explained(self.directory):
+                for path, lines in self.lines.items():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        except UserError as error:
+            self.__exit__(UserError, error, None)
+            raise
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Name rows in an error by their argument, whose files the caller has not seen, and remove the files if the run was refused
@@ -98,11 +104,9 @@ class Files:
             text = text.replace(f"{path} line ", f"{path.stem} row ").replace(f"{path}", path.stem)
         error.args = (text,)
         if not (self.directory / CONFIG).exists():
-            for path in self.lines:
-                path.unlink(missing_ok=True)
-            for folder in (self.directory / "data", self.directory):
-                with suppress(OSError):  # it does not exist, or is not empty
-                    folder.rmdir()
+            for path in (*self.lines, *self.made):
+                with suppress(OSError):  # it does not exist, or is a folder that is not empty
+                    path.rmdir() if path in self.made else path.unlink()
 
 
 def _hub_name(data: str | Path) -> str:
@@ -116,10 +120,8 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
         return data.astype(object).where(data.notna(), None).to_dict("records")  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
-        wrong = (
-            f"{what}: expected a list of rows, not a mapping of {held}; of several splits give one"
-        )
-        require("train" in data, wrong)
+        wrong = f"{what}: expected a list of rows, not a mapping of {held}"
+        require("train" in data, f"{wrong}; of several splits give one")
         return data["train"]  # type: ignore[no-any-return]
     several, kind = isinstance(data, Iterable), type(data).__name__
     require(several, f"{what}: expected rows, a file or a data set, not {kind}")

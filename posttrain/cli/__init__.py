@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
     except errors.OutOfMemory as error:
         return OUT_OF_MEMORY if STARTED in os.environ else fail(str(error), 1)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return fail("; ".join(["interrupted", *getattr(error, "__notes__", [])]), 130)
     except BrokenPipeError:
         return 0
     except OSError as error:

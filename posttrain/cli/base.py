@@ -87,6 +87,14 @@ def print_lines(lines: Iterable[str]) -> None:
         write_text(f"{printable(line)}\n", sys.stdout)
 
 
+def print_warnings(lines: Iterable[str]) -> None:
+    """Print warnings as lines of stderr, so that they do not mix with what a program reads."""
+    from posttrain.runs.console import write_text
+
+    for line in lines:
+        write_text(f"warning: {line}\n", sys.stderr)
+
+
 def print_json(value: JSON, indent: int | None = 2) -> None:
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
 

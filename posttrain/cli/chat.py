@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-from posttrain.cli.base import add_model, add_settings, print_lines
+from posttrain.cli.base import add_model, add_settings, print_lines, print_warnings
 from posttrain.errors import UserError
 
 EXAMPLE = "posttrain chat runs/quickstart-1 temperature=0.7"
@@ -22,6 +22,7 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.commands.sample import chat
 
     for answer in chat(options.model, asked(typed("> ")), options.settings):
+        print_warnings(answer.warnings)
         print_lines(answer.text.splitlines() or [""])
 
 

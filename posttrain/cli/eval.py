@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from posttrain.cli import base
+from posttrain.errors import require
 
 if TYPE_CHECKING:
     from posttrain.commands.evaluate import EvalReport
@@ -36,11 +38,19 @@ def call(options: argparse.Namespace) -> None:
     tasks = options.task.split(",")
     base.check_tasks(filter(None, tasks))
     from posttrain.commands.evaluate import evaluate_tasks
-    from posttrain.runs.console import final_table, show
 
     against = [f"against={options.against}"] if options.against else []
     settings = [*options.settings, *against]
     reports = evaluate_tasks(options.model, tasks, settings, options.allow_code)
+    show_reports(options, reports)
+    for report in reports.values():
+        require(not report.unsaved, report.unsaved)
+
+
+def show_reports(options: argparse.Namespace, reports: Mapping[str, EvalReport]) -> None:
+    from posttrain.runs.console import final_table, show
+
+    tasks = [*reports]
     if options.json:
         trees = {task: report.tree() for task, report in reports.items()}
         base.print_json(trees if len(tasks) > 1 else trees[tasks[0]], indent=None)
@@ -70,7 +80,6 @@ def show_report(model: str, found: EvalReport) -> None:
 
 def call_harness(options: argparse.Namespace) -> None:
     from posttrain.commands.harness import evaluate
-    from posttrain.errors import require
 
     require(not options.against, "eval: --against compares two models on a --task")
     found = evaluate(options.model, options.harness.split(","), options.settings)

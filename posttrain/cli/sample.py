@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from posttrain.cli.base import add_model, add_settings
+from posttrain.cli.base import add_model, add_settings, print_warnings
 
 EXAMPLE = "posttrain sample runs/quickstart-1/export '128+394='"
 
@@ -27,9 +27,11 @@ def call(options: argparse.Namespace) -> None:
     if options.stages:
         found = list(sample_stages(Path(options.model), options.prompt, options.settings))
         width = max(len(stage) for stage, _ in found)
+        print_warnings(found[0][1].warnings)
         for stage, answer in found:
             write_text(f"{stage:<{width}}  {printable(answer.text)}\n", sys.stdout)
         return
     for number, answer in enumerate(sample(options.model, options.prompt, options.settings)):
+        print_warnings(answer.warnings if number == 0 else ())
         figures = f"{answer.tokens} tokens, {answer.finish}, mean log-prob {answer.logprob:.3f}"
         write_text(f"[{number}] {answer.text}\n    ({figures})\n", sys.stdout)

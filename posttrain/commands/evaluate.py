@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +62,7 @@ class EvalReport:
     won: Mapping[str, JSON] = field(default_factory=dict)
     lines: Sequence[str] = ()  # about two models, for a person
     source: str = ""  # where the task's settings come from, if from the run
+    unsaved: str = ""  # why the file `save` could not be written
 
     def change(self, name: str) -> BeforeAfter:
         """Return two models as a row of a table of tasks: the second is the one before."""
@@ -101,9 +101,7 @@ class TaskOfRun:
         """Return one line for a person: the task as it is used, without defaults."""
         own = [one for one in fields(task) if one.init] if is_dataclass(task) else []
         settings = [(one.name, getattr(task, one.name), one.default) for one in own]
-        words = [
-            f"{name}={short(value)}" for name, value, usual in settings if value not in (usual, {})
-        ]
+        words = [f"{n}={short(value)}" for n, value, usual in settings if value not in (usual, {})]
         task_text = " ".join([str(self.tree["name"]), *words])
         return f"task and sampling as in stage {self.stage} of {self.run}: {task_text}"
 
@@ -217,18 +215,27 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
             models.append(Evaluated(name, figures, notes))
             evaluations.append(evaluation)
     ours, theirs = evaluations[0], evaluations[-1]
-    if options.save:
-        lines = "".join(json.dumps(row) + "\n" for row in rows(ours))
-        Path(options.save).write_text(lines, "utf-8")
+    unsaved = _save(options.save, (json.dumps(row) + "\n" for row in rows(ours)))
     many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each, {stage.sampling}"
     if not options.against:
-        return stage, EvalReport(many, models)
+        return stage, EvalReport(many, models, unsaved=unsaved)
     asked = prompts(ours.groups)
     right = "accuracy" in models[0].figures
     paired = compare(theirs.by_problem(right), ours.by_problem(right), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
-    return stage, EvalReport(many, models, paired, won, [line])
+    return stage, EvalReport(many, models, paired, won, [line], unsaved=unsaved)
+
+
+def _save(place: str, lines: Iterable[str]) -> str:
+    """Write the results of each problem, if a file is named. Returns why that failed, "" if it did not: the figures are shown
+    first."""
+    try:
+        if place:
+            Path(place).write_text("".join(lines), "utf-8")
+    except OSError as error:
+        return f"eval: save={place} could not be written: {error.strerror}"
+    return ""
 
 
 def _eval_stage(
@@ -272,9 +279,10 @@ def _versus(
     ):
         context.events.subscribe(lambda e: alarms.append(e.text) if e.kind == "alarm" else None)
         found = stage.run(context)
-        if options.save:
-            shutil.copy(context.folder(stage.name) / "problems.jsonl", options.save)
+        written = context.folder(stage.name) / "problems.jsonl"
+        unsaved = _save(options.save, [written.read_text("utf-8")])
     how = {"task": tree["task"]["name"], "sampling": asdict(stage.sampling)}
     won = {"model": model, "against": options.against, **how, **found}
     lines = [won_text(model, options.against, found), f"  {stage.sampling}"]
-    return stage, EvalReport("", [], None, won, [*lines, *(f"  {text}" for text in alarms)])
+    lines += [f"  {text}" for text in alarms]
+    return stage, EvalReport("", [], None, won, lines, unsaved=unsaved)

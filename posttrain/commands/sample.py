@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class Answer:
     tokens: int
     finish: str
     logprob: float
+    warnings: Sequence[str] = ()  # about the prompt
 
 
 def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]:
@@ -53,6 +54,7 @@ def _asker(
 ) -> Callable[[str | Sequence[Message], int], list[Answer]]:
     """Load a model and return a function that answers a prompt or a conversation, given a seed."""
     from posttrain.collect import Prompt
+    from posttrain.data.text import unknown_tokens
     from posttrain.stages.base import make_sampler
 
     policy = open_policy(model, options.device)
@@ -63,7 +65,8 @@ def _asker(
             prompt = prompt[-1].content  # without a template each message stands alone
         ids = prompt_ids(policy.tokenizer, prompt, options.plain)
         [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.group, seed, sampling)])
-        return group
+        warnings = unknown_tokens(policy.tokenizer, [ids])
+        return [replace(answer, warnings=warnings) for answer in group]
 
     return ask
 

@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,26 +103,35 @@ class Labels:
         items = {item.id: item for item in rows}
         return cls(items, place, store)
 
-    def _connection(self) -> sqlite3.Connection:
-        if not hasattr(self._local, "connection"):
-            made = sqlite3.connect(self.store, timeout=WAIT, isolation_level=None)
-            made.execute("PRAGMA journal_mode=WAL")
-            made.execute("PRAGMA synchronous=FULL")  # a vote that was answered is on the disk
-            made.executescript(SCHEMA)
-            self._local.connection = made
-        connection: sqlite3.Connection = self._local.connection
-        return connection
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """The connection of this thread. An error of a file, such as a full disk, becomes one line."""
+        try:
+            if not hasattr(self._local, "connection"):
+                made = sqlite3.connect(self.store, timeout=WAIT, isolation_level=None)
+                made.execute("PRAGMA journal_mode=WAL")
+                made.execute("PRAGMA synchronous=FULL")  # a vote that was answered is on the disk
+                made.executescript(SCHEMA)
+                self._local.connection = made
+            yield self._local.connection
+        except (sqlite3.Error, OSError) as error:
+            where = f"labels cannot be written to {self.out} and {self.store.name}: {error}"
+            advice = "check space and rights there; earlier votes are kept"
+            raise UserError(f"{where}; {advice}") from error
 
-    def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
-        return transaction(self._connection())
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._opened() as connection, transaction(connection):
+            yield connection
 
     def votes(self) -> list[Vote]:
         """The valid votes, in order."""
-        return [
-            Vote(item, who, json.loads(choice), tuple(json.loads(shown)), *rest)
-            for item, who, choice, shown, *rest in self._connection().execute(CURRENT)
-            if item in self.items
-        ]
+        with self._opened() as connection:
+            return [
+                Vote(item, who, json.loads(choice), tuple(json.loads(shown)), *rest)
+                for item, who, choice, shown, *rest in connection.execute(CURRENT)
+                if item in self.items
+            ]
 
     def next(
         self,

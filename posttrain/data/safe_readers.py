@@ -100,7 +100,7 @@ class _Renderer:
                 pipe.close()  # type: ignore[union-attr]
         try:
             return process.wait(0.5)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C at the exit
             process.kill()
             return process.wait(60)
 

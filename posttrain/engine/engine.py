@@ -147,9 +147,7 @@ class Engine:
         return found
 
     def cancel(self, sessions: Collection[int]) -> None:
-        known = {
-            session: self.sessions.pop(session) for session in sessions if session in self.sessions
-        }
+        known = {one: self.sessions.pop(one) for one in sessions if one in self.sessions}
         if known and self.scheduler is not None:
             self.pool.cancel(known)
             self.scheduler.cancel(known)

@@ -57,13 +57,9 @@ def iterative_dpo(
     decides = "iterative_dpo: give what ranks answers: reward or reward_model, one of them"
     require(bool(reward) != bool(reward_model), decides)
     task = Prompts(data, reward=reward, style=style, answer_after=answer_after, held_out=0.1)
-    both: dict[str, Any] = {
-        "task": task,
-        "sampling": Sampling(tokens),
-        "reward_model": reward_model,
-    }
-    asked = replace(asked, samples=samples, noise=0.0, **both)
-    play = replace(play, against=model, problems=problems, text=(), **both)
+    how: dict[str, Any] = {"task": task, "sampling": Sampling(tokens), "reward_model": reward_model}
+    asked = replace(asked, samples=samples, noise=0.0, **how)
+    play = replace(play, against=model, problems=problems, text=(), **how)
     stages = in_rounds([asked, train, play], rounds, model, prompts)
     return Recipe(tuple(stages), next_command=f"posttrain run iterative_dpo model={model} rounds=5")
 

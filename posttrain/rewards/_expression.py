@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import operator
 import re
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 # characters of an expression; this also bounds the depth of the tree and the size of every number
 LENGTH = 200
@@ -13,12 +13,7 @@ DIGITS = 6  # digits of a number
 PLAIN = re.compile(rf"(?:[0-9]{{1,{DIGITS}}}(?![0-9])|[-+*/() ])*")
 DECIMALS = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,9})?(?![0-9.])|[-+*/() ])*")
 LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])")
-SIGNS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+SIGNS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 
 
 class Unparseable(ValueError):

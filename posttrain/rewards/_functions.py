@@ -344,7 +344,7 @@ def _text(function: Any) -> JSON:
 def _methods(kind: type) -> list[JSON]:
     """Return the source of the methods in the body of a class. Those that `dataclass` adds come from no file."""
     inner = (getattr(one, "fget", getattr(one, "__func__", one)) for one in vars(kind).values())
-    made = [one for one in inner if inspect.isfunction(one)]
+    made = [inspect.unwrap(one) for one in inner if inspect.isfunction(one)]
     return [_text(one) for one in made if one.__code__.co_filename != "<string>"]
 
 

@@ -50,6 +50,7 @@ class RunWriter:
         self.events.subscribe(self.record)
         self._fds: dict[str, int] = {}
         self._lock: Lock | None = None
+        made: tuple[str, ...] = ()
         try:
             with explained(directory):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -57,9 +58,13 @@ class RunWriter:
                 self._lock = Lock(directory / layout.LOCK)
                 if config is not None:
                     _refuse_used(directory)  # under the lock, so that two creators cannot both pass
+                    made = (layout.CONFIG, layout.METRICS, layout.EVENTS)
                     self.configure(config)
                 self._open_files()
         except BaseException:
+            for name in made:  # a part of a run could neither be resumed nor started again
+                with suppress(OSError):
+                    (directory / name).unlink()
             self.close()
             raise
 

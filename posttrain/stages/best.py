@@ -54,7 +54,9 @@ class BestStage(Stage):
             parts = found if isinstance(found, dict) else {}
             has = ", ".join(sorted(parts)) or "no parts"
             none = f"{self.name}: the result of {stage!r} has no figure {self.figure!r}"
-            require(key in parts, f"{none}; it has {has}")
+            figure = "reward" if "reward" in parts else "FIGURE"
+            other = f"posttrain resume {context.directory} {self.name}.figure={figure}"
+            require(key in parts, f"{none}; it has {has}; everything else is kept by: {other}")
             found = parts[key]
         number = found[0] if isinstance(found, list) and found else found
         numeric = isinstance(number, int | float) and math.isfinite(number)

@@ -50,7 +50,9 @@ def answer_problems(
     finals = (tuple(task.final(r.judged) for r in g.rollouts) for g in several)
     evaluation = Evaluation(tuple(groups), tuple(finals))
     if evaluation.failed == sum(len(g.rollouts) for g in groups):
-        raise UserError(f"no answer could be scored: {groups[0].rollouts[0].score.failure}")
+        failure = groups[0].rollouts[0].score.failure
+        none = f"no answer to the {len(problems)} held-out problems could be scored ({failure})"
+        raise UserError(f"{none}; hold out problems that can be")
     return evaluation
 
 

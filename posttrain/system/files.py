@@ -104,9 +104,12 @@ def explained(directory: Path) -> Iterator[None]:
         yield
     except Exception as error:  # also errors of safetensors and shutil, which have their own types
         kind = error.errno if isinstance(error, OSError) else None
-        said, resume = str(error), f"then 'posttrain resume {directory}'"
+        said = str(error)
         if isinstance(error, UserError):
             raise
+        resume = (
+            f"then 'posttrain resume {directory}'" if begun(directory) else "then start it again"
+        )
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
             text = f"no space left on the disk of {directory}; free some, {resume}"
         elif kind == errno.EFBIG or "File too large" in said:
@@ -116,6 +119,13 @@ def explained(directory: Path) -> Iterator[None]:
         else:
             raise
         raise UserError(text) from error
+
+
+def begun(directory: Path) -> bool:
+    """Whether a run has trained or measured anything. One that has not is deleted if it fails, and there is nothing to resume."""
+    metrics = directory / "metrics.jsonl"
+    trained = os.path.isfile(metrics) and os.path.getsize(metrics) > 0
+    return trained or (os.path.isdir(directory) and any(directory.glob("stages/*/result.json")))
 
 
 def model_folder(path: Path) -> Path:

@@ -143,10 +143,9 @@ def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem,
         return stable_hash("held out", normalised(problem.question)) % 10_000 < 10_000 * share
 
     chosen = tuple(p for p in pool.problems if is_test(p) == (split == "test"))
-    hint = (
-        f"change held_out, which is {share} of {len(pool.problems)}, or give a test file or split"
-    )
-    require(bool(chosen), f"{where}: no problem is left for {split}; {hint}")
+    hint = f"change held_out, which is {share} of {len(pool.problems)}"
+    none = f"{where}: no problem is left for {split}; {hint}, or give a test file or split"
+    require(bool(chosen), none)
     return chosen
 
 

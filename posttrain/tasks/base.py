@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from inspect import isawaitable
 from typing import Any, ClassVar, Protocol
 
@@ -99,6 +100,12 @@ class Generate(Protocol):
 
 class Task(ABC):
     """A frozen dataclass whose fields are its settings. Its own gold answers must score 1; `validate` checks that."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Check what a user's `problems` returns, wherever it is called."""
+        super().__init_subclass__(**more)
+        if "problems" in vars(cls) and not cls.__module__.startswith("posttrain."):
+            cls.problems = _checked(cls.problems)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         # a user's annotation may name a type imported for type checking only
@@ -232,6 +239,20 @@ class Task(ABC):
         """The messages for supervised training: the prompt and its demonstration or, in an environment, the turns of an episode. Empty
         if this problem has no demonstration; it is then left out."""
         return (*self.prompt(problem), Message("assistant", self.demonstration(problem)))
+
+
+def _checked(problems: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(problems)
+    def checked(self: Task, *given: Any, **more: Any) -> Any:
+        found = problems(self, *given, **more)
+        listed = hasattr(found, "__getitem__") and not isinstance(found, Mapping | str)
+        first = found[0] if listed and len(found) else None
+        fine = listed and (first is None or isinstance(first, Problem))
+        kind = type(found).__name__ + ("" if first is None else f" of {type(first).__name__}")
+        self.check(fine, f"problems returns a {kind}; return a list or a tuple of Problem")
+        return found
+
+    return checked
 
 
 async def score_group(task: Task, problem: Problem, responses: Sequence[str]) -> list[Score] | None:

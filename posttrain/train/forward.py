@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -71,7 +71,7 @@ def scorer_outputs(scorer: Scorer, batch: Batch) -> Outputs:
 
 
 # the forward pass of the trained model, by `Algorithm.trains`
-PASSES: Mapping[str, Callable[[Any, Batch], Outputs]] = {
+PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {
     "policy": forward,
     "scorer": scorer_outputs,
 }

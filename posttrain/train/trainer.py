@@ -393,10 +393,9 @@ def backward(terms: Sequence[Term], factor: float) -> list[Metric]:
     """Backpropagate `factor` times the sum of the terms, and return their losses as metrics."""
     for term in terms:
         shapes = f"{list(term.loss.shape)} and its weights {list(term.weight.shape)}"
-        wrong = (
-            f"loss/{term.name} has the shape {shapes}; give the loss of each unit, not their mean"
-        )
-        require(term.loss.shape == term.weight.shape, f"{wrong}, which depends on micro-batches")
+        wrong = f"loss/{term.name} has the shape {shapes}; give the loss of each unit"
+        advice = "not their mean, which depends on micro-batches"
+        require(term.loss.shape == term.weight.shape, f"{wrong}, {advice}")
     losses = [(term.name, (term.weight * term.loss).sum()) for term in terms]
     total = torch.stack([loss for _, loss in losses]).sum()
     (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]

@@ -195,6 +195,15 @@ async def slow(prompts: list[str], completions: list[str], style: list[str], **c
     return [None if len(c) > 5 else 1.0 for c in completions]
 
 
+def test_a_reward_that_scores_none_of_the_held_out_prompts_is_said_to() -> None:
+    def known(answer: str) -> float | None:
+        return None
+
+    said = r"rl: no answer to the 2 held-out problems could be scored \(.*known returned None\); hold out problems that can be"
+    with pytest.raises(pt.UserError, match=said):
+        pt.grpo(prompts=[{"prompt": text, "answer": ""} for text in FOUR], reward=known, **{**SMALL, "held_out": 2})
+
+
 def test_rewards_in_lists_and_several_with_weights() -> None:
     rows = [{"prompt": text, "style": "short", "answer": [1, 2]} for text in FOUR]
     run = pt.grpo(prompts=rows, reward=[vowels, slow], weights=[1.0, 0.5], rollouts_every=1, **SMALL)

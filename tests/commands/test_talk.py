@@ -140,6 +140,19 @@ def test_an_unknown_key_of_sample_is_refused_with_all_that_there_are(run: Path, 
     assert "unknown key of sample 'n'; known: device, group, max_new_tokens, " in said and "seed, temperature" in said
 
 
+@pytest.mark.parametrize("words", [["sample", "group=2"], ["sample", "--stages"], ["chat"]], ids=" ".join)
+def test_characters_that_the_vocabulary_lacks_are_warned_of_once(
+    words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for prompt, lines in (("1+€=", 1), ("1+1=", 0)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n"))
+        given = [prompt] if words[0] == "sample" else []
+        assert cli.main([words[0], str(run), *given, *words[1:], *SHORT]) == 0
+        said = capsys.readouterr()
+        assert said.err.count("warning: 1 characters or words in 1 texts are not in the vocabulary") == lines
+        assert said.err.count("\n") == lines and said.out
+
+
 def test_chat_reads_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert cli.main(["chat", str(run), *SHORT]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sqlite3
@@ -129,3 +130,31 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path) -> None:
 def test_an_annotator_has_a_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="give a name"):
         labels(tmp_path).next(name)
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_votes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = labels(tmp_path, 9)
+    found.votes()
+    connection = found._local.connection
+    connection.execute(f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0] + 2}")
+    full = r"^labels cannot be written to .*asked.labels.jsonl and asked.labels.sqlite: database or disk is full; check space"
+
+    def vote(items: list[str]) -> None:
+        for item in items:
+            found.vote("ann", item, [0], comment="x" * 4000)
+
+    vote([*found.items][:1])
+    with pytest.raises(UserError, match=full):
+        vote([*found.items][1:])
+    given = len(found.votes())
+    connection.execute("PRAGMA max_page_count=1000")
+    found.vote("ann", [*found.items][given], [0])
+
+    def nowhere(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.data.labels.atomic_write", nowhere)
+        with pytest.raises(UserError, match="No space left on device; check space and rights there; earlier votes are kept"):
+            found.write()
+    assert found.write() == given + 1

@@ -122,6 +122,22 @@ def test_a_signal_ends_the_command_with_130_and_a_line_that_says_how_to_go_on(
     assert cli.main(["resume", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.parametrize("moment", ["check_stages", "run_stages", "_export", "_summary"])
+def test_a_signal_outside_of_training_ends_the_command_at_once(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would go on to the next step otherwise, which there may not be, or be ended by SIGTERM without a word."""
+    at_call(monkeypatch, pipeline, moment, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("posttrain.config.parse", lambda *_: settings("sft", tmp_path / "run"))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert cli.main(["run", "quickstart"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == f"posttrain: interrupted; continue with: posttrain resume {tmp_path / 'run'}\n"
+    assert cli.main(["resume", str(tmp_path / "run")]) == 0
+
+
 def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice() -> None:
         for _ in range(2):
@@ -209,6 +225,7 @@ def save_a_model(folder: Path) -> None:
 
 def write_much(folder: Path) -> None:
     with RunWriter.create(folder, {}) as writer:
+        writer.metrics("rl", 1, {"loss": 0.5})
         writer.event("message", {"text": "x" * 2 * LARGEST})
 
 

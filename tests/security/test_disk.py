@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+import posttrain as pt
 from posttrain import pipeline
 from posttrain.errors import UserError
 from posttrain.runs.layout import TokenArrays
@@ -193,3 +194,21 @@ def test_a_run_without_its_events_is_refused(damage: str, edited: bool, alone: t
     with pytest.raises(UserError, match="events.jsonl is lost or damaged") as caught:
         pipeline.resume(directory)
     assert "\n" not in str(caught.value)
+
+
+def test_the_advice_after_a_full_disk_can_be_followed(tmp_path: Path) -> None:
+    """Of a run in Python, whose rows are written first: either it can be resumed, or nothing is left and it can start again."""
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
+    advice = set()
+    for number in [*range(1, 13), 30, 50]:
+        place = tmp_path / f"{number}" / "new" / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            Disk(patch, number)
+            with pytest.raises(UserError) as caught:
+                pt.sft("tiny:nano", rows, out=place, steps=2, batch=2, threads=1, checkpoint_every=1)
+        left = [*(tmp_path / f"{number}").rglob("*")]
+        resumable = f"posttrain resume {place}" in str(caught.value)
+        advice.add(resumable)
+        assert resumable or "start it again" in str(caught.value), (number, caught.value)
+        assert (place / "config.yaml").is_file() if resumable else not left, (number, caught.value, left)
+    assert advice == {True, False}

@@ -208,8 +208,10 @@ def test_eval_prints_a_table_json_and_a_paired_difference(tmp_path: Path, capsys
     for word in ("pass@4", "avg@4", "perplexity", "kl ", "p = ", "tokens; 0 could not be scored"):
         assert word in shown, word
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 6
-    assert cli.main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert cli.main([*asked, "--json", "save=/dev/full"]) == 2, "the figures are shown also where no row can be saved"
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    assert said.err == "posttrain: eval: save=/dev/full could not be written: No space left on device\n"
     assert {"kl", "perplexity", "avg_at", "majority_at", "against", "paired"} <= set(found)
     assert found["paired"]["wins"] + found["paired"]["losses"] + found["paired"]["ties"] == 6
     assert abs(found["against"]["kl"][0]) < 1e-4, "the other one is the reference itself"
@@ -247,6 +249,10 @@ def test_eval_lets_a_judge_or_a_reward_model_decide_who_wins(
     assert [row["won"] for row in rows] == [0.5 if a == b else float(a > b) for a, b in lengths]
     assert found["problems"] == 8 and found["win_rate"][0] == sum(row["won"] for row in rows) / 8
     assert found["usage"]["requests"] > 16, "both orders"
+    assert cli.main([*asked, *judge, "save=/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["win_rate"] == found["win_rate"]
+    assert said.err == "posttrain: eval: save=/dev/full could not be written: No space left on device\n"
     scorer = from_policy(other, zero=False, seed=1)
     save(scorer.model, other.tokenizer, tmp_path / "scorer")
     assert cli.main([*asked, f"reward_model={tmp_path / 'scorer'}"]) == 0

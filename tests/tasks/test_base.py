@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -50,6 +50,21 @@ def test_fields_are_checked_and_the_task_is_named() -> None:
         Mine(share=2.0)
     assert Typed().price is None, "a type that only a checker imports is left to it"
     assert Untyped(day=20_261_116).day, "no bound is known of a user's number"
+
+
+def test_problems_must_be_a_sequence() -> None:
+    made = Problem("a", "1+1=", "2")
+    refused = {"generator": (made for _ in "ab"), "dict": {0: made}, "set": {1}, "NoneType": None, "list of str": ["1+1="]}
+    for kind, value in refused.items():
+
+        class Other(Plain):
+            def problems(self, split: str, level: int | None = None) -> Any:
+                return value  # noqa: B023
+
+        with pytest.raises(UserError, match=f"^Other: problems returns a {kind}; return a list or a tuple of Problem"):
+            Other().problems("train")
+        value = [made]
+        assert Other().problems("train", level=0) == [made]
 
 
 @dataclass(frozen=True)

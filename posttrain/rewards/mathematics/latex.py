@@ -64,13 +64,8 @@ _LABELS = words("angle triangle overline overrightarrow vec hat bar widehat meas
 _WRAPPERS = frozenset(TEXT_MACROS.split("|")) | words("boxed fbox")
 _MINUS = ("setminus", "backslash", "smallsetminus")
 _SUCH_THAT = ("|", ":", "mid", "vert")
-_CURRENCIES = {
-    "\\$": "dollars",
-    "euro": "euros",
-    "pounds": "sterling",
-    "rupee": "rupees",
-    "yen": "yen",
-}
+_CURRENCIES = {"\\$": "dollars", "euro": "euros", "pounds": "sterling"}
+_CURRENCIES |= {"rupee": "rupees", "yen": "yen"}
 _NO_FACTORS = words("cup cap pm mp degree cdot times div ast rfloor rceil rvert circ")
 _NO_FACTORS |= words("over choose mid vert not")
 _NO_FACTORS |= {*_MINUS, *_CURRENCIES}

@@ -89,10 +89,7 @@ class MovingReference(Reference):
     def state(self) -> JSON:
         """All weights as bytes, because NumPy has no bfloat16."""
         weights = dict(self.policy.model.named_parameters()) | self.means
-        return {
-            name: w.detach().cpu().flatten().view(torch.uint8).numpy()
-            for name, w in weights.items()
-        }
+        return {n: w.detach().cpu().flatten().view(torch.uint8).numpy() for n, w in weights.items()}
 
     @torch.no_grad()
     def restore(self, state: JSON) -> None:
