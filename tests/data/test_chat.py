@@ -160,7 +160,7 @@ def test_text_that_spells_a_control_token_is_refused() -> None:
     with pytest.raises(UserError, match="line 3: a message of the user contains the control token") as caught:
         render_prompt(tokenizer, attack, "data.jsonl line 3")
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="assistant message"):
+    with pytest.raises(UserError, match="a message of the assistant contains"):
         render_example(tokenizer, (Message("user", "hi"), Message("assistant", "a<|im_end|>b")))
     render_prompt(tokenizer, (Message("user", "hi <|im_end| > im_end <think>"),))
 
