@@ -261,7 +261,9 @@ def test_a_reward_that_cannot_be_is_refused_before_the_first_stage(
 
 def test_an_answer_that_is_not_there_is_a_failure_and_no_answer_of_that_name(tmp_path: Path) -> None:
     file = tmp_path / "sums.jsonl"
-    file.write_text("".join(f'{{"question": "1+{n}=", "answer": {answer}}}\n' for n, answer in enumerate(("2", "null", "null"))))
+    file.write_text(
+        "".join(f'{{"question": "1+{n}=", "answer": {answer}}}\n' for n, answer in enumerate(("2", "null", "null")))
+    )
     task = Jsonl(file=str(file), reward="math", held_out=0)
     scores = [task.score(problem, "\\boxed{7}") for problem in task.problems("train")]
     assert [score.value for score in scores] == [0.0, None, None]
