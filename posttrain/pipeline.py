@@ -37,12 +37,18 @@ from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
-from posttrain.stages import base
 from posttrain.stages._check import check_stages
 from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import answering_models, stage_answers
-from posttrain.stages.base import Context, check_names, run_stages, unfinished, worker_pool
+from posttrain.stages.base import (
+    Context,
+    check_names,
+    exported,
+    run_stages,
+    unfinished,
+    worker_pool,
+)
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
@@ -440,7 +446,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
 
 def _export(context: Context, settings: Settings) -> None:
     """Write the last trained model to export/ as a plain HF checkpoint."""
-    last = base.exported(context.directory, [stage.name for stage in settings.recipe.stages])
+    last = exported(context.directory, [stage.name for stage in settings.recipe.stages])
     if last is None:
         return
     target = context.directory / "export"

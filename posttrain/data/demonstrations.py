@@ -20,8 +20,15 @@ from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
 
 # columns of other formats: without them the model would learn to answer from less than it should see
-NEEDED = {"system", "functions", "function_call", "weight", "chat_template_kwargs"}
-NEEDED |= {"history", "context"}
+NEEDED = {
+    "system",
+    "functions",
+    "function_call",
+    "weight",
+    "chat_template_kwargs",
+    "history",
+    "context",
+}
 NEEDED |= {f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s")}
 # speakers in a ShareGPT conversation, and our roles
 SPEAKERS = {"system": "system", "human": "user", "user": "user"}

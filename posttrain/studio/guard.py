@@ -29,7 +29,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 COOKIE, HEADER = "posttrain_studio", "x-studio-token"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 BODY_BYTES, BODY_SECONDS = 2 << 20, 20.0
-TRIES, TRY_SECONDS = 20, 60.0  # wrong tokens in these seconds; then all tokens are refused
+TRIES, TRY_SECONDS = 20, 60.0  # wrong tokens in these seconds, after which a wrong one gets 429
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
