@@ -4,22 +4,28 @@
     python benchmarks/gpu_trl.py sft a --micro-batch 16       # 64 rows of 1,024 tokens, as gpu_train.py --parts sft
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6    # the recipe gsm8k: 128 x 8 answers
-    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --steps 280 --stop 75 --save OUT # a run; its models
-    posttrain eval OUT/25 --task gsm8k task.data=FOLDER       # are evaluated like this
+    python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --dtype float32 --steps 280 --stop 60 --save OUT \
+        --after 6 --between 'python benchmarks/real_models.py run gsm8k OURS model=DIR data=FOLDER held_out=0 seconds=120'
+    posttrain eval OUT/20 --task gsm8k task.data=FOLDER       # how its saved models are evaluated
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
-Weights in bfloat16, sdpa attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. Prints one JSON
-line. `--continuous` generates by transformers' continuous batching; TRL's vLLM mode is left out, since vLLM pins another torch.
+Weights in bfloat16 (with --dtype float32, autocast to bfloat16: at a rate of 3e-6 an update is less than bfloat16 can hold), sdpa
+attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. `--between` is a command that runs alone on the
+GPU after step `--after`, while TRL waits; its time is not counted. Prints one JSON line. `--continuous` generates by transformers'
+continuous batching; TRL's vLLM mode is left out, since vLLM pins another torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gzip
 import json
 import random
 import re
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -58,8 +64,8 @@ def common(options: argparse.Namespace, rows: int) -> dict[str, Any]:
     return {
         "output_dir": f"{options.folder}/out", "per_device_train_batch_size": min(options.micro_batch, rows),
         "gradient_accumulation_steps": max(1, rows // options.micro_batch), "max_steps": options.steps, "report_to": "none",
-        "save_strategy": "no", "bf16": CUDA, "use_cpu": not CUDA, "learning_rate": options.lr, "gradient_checkpointing": False,
-        "disable_tqdm": True, "model_init_kwargs": {"dtype": "bfloat16" if CUDA else "float32"},
+        "logging_steps": 1, "save_strategy": "no", "bf16": CUDA, "use_cpu": not CUDA, "learning_rate": options.lr,
+        "gradient_checkpointing": False, "disable_tqdm": True, "model_init_kwargs": {"dtype": options.dtype if CUDA else "float32"},
     }  # fmt: skip
 
 
@@ -117,7 +123,7 @@ def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
             "prompt": [{"role": "user", "content": STYLES["boxed"].replace("{question}", row["question"])}],
             "answer": row["answer"].split("####")[-1].strip(),
         }
-        for row in read[: count * options.steps]
+        for row in read
     ]
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -143,9 +149,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a directory; without it random weights of the case's shape")
     parser.add_argument("--data", default="")
     parser.add_argument("--stop", type=int, default=0, help="the last step, of --steps for which the rate is scheduled")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
     parser.add_argument(
-        "--save", default="", help="a folder for the model of every 25th step; the time of saving is not counted"
+        "--save", default="", help="a folder for the model of every tenth step; the time of saving is not counted"
     )
+    parser.add_argument("--after", type=int, default=0, help="the step after which --between runs")
+    parser.add_argument("--between", default="", help="a command")
     parser.add_argument("--continuous", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -165,9 +174,12 @@ def main() -> None:
         def on_step_end(self, _: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
             seconds.append(clock() - self.began)
             print(f"step {state.global_step} {seconds[-1]:.2f} s, {sum(seconds):.0f} s in all", flush=True)
-            if options.save and state.global_step % 25 == 0:
-                model.save_pretrained(f"{options.save}/{state.global_step}")
+            if options.save and state.global_step % 10 == 0:
+                copy.deepcopy(model).to(torch.bfloat16).save_pretrained(f"{options.save}/{state.global_step}")
                 more["processing_class"].save_pretrained(f"{options.save}/{state.global_step}")
+            if options.between and state.global_step == options.after:
+                torch.cuda.empty_cache()
+                subprocess.run(shlex.split(options.between), check=True)
             control.should_training_stop |= state.global_step == options.stop
 
         def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
