@@ -11,7 +11,7 @@ def tictactoe(size: str = "nano") -> Recipe:
     """The model plays both sides; groups compare games of one side from the same opening. Success is measured in games that it
     never trained on, against a program that plays perfectly and one that plays at random: the share of results that are at
     least those of perfect play."""
-    others = {"": TicTacToe("best"), "_random": TicTacToe("random")}
+    others = {"": TicTacToe("best", even=True), "_random": TicTacToe("random", even=True)}
     return episodes(
         "tictactoe",
         size,

@@ -21,6 +21,8 @@ from posttrain.types import Message, Problem, Rollout, Score
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 EMPTY = "." * 9
 SIDES = ("x", "o")
+# boards by the number of moves; random moves reach each of them equally often
+BOARDS = (1, 9, 72, 252, 756, 1260)
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,17 @@ class TicTacToe(Environment):
 
     opponent: Literal["self", "random", "best"] = "self"  # who plays the other side
     opening: Annotated[int, Range(ge=1, le=5)] = 4
+    even: bool = False  # every opening is as likely as any other, not every number of moves
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
         return drawn("tictactoe", split, self._draw, _problem, self.seed)
 
     def _draw(self, source: Random) -> tuple[str]:
-        board = EMPTY
-        for _ in range(source.randrange(self.opening + 1)):
+        board, lengths = EMPTY, range(self.opening + 1)
+        boards = BOARDS[: len(lengths)]
+        moves = source.choices(lengths, boards)[0] if self.even else source.choice(lengths)
+        for _ in range(moves):
             following = after(board, source.choice(free(board)))
             if not winner(following):
                 board = following
