@@ -67,8 +67,8 @@ def beside() -> dict[str, Any]:
     programs = {
         "guess": Guess(numbers=20),
         "shop": Shop(),
-        "tictactoe": TicTacToe("best", even=True),
-        "tictactoe_random": TicTacToe("random", even=True),
+        "tictactoe": TicTacToe("best"),
+        "tictactoe_random": TicTacToe("random"),
     }
     return {**{name: players(task) for name, task in programs.items()}, "solver_critic": guesser(SolverCritic())}
 

@@ -11,14 +11,15 @@ def tictactoe(size: str = "nano") -> Recipe:
     """The model plays both sides; groups compare games of one side from the same opening. Success is measured in games that it
     never trained on, against a program that plays perfectly and one that plays at random: the share of results that are at
     least those of perfect play."""
-    others = {"": TicTacToe("best", even=True), "_random": TicTacToe("random", even=True)}
+    others = {"": TicTacToe("best"), "_random": TicTacToe("random")}
     return episodes(
         "tictactoe",
         size,
         TicTacToe(),
         tokens=2,
         steps=140,
-        sft_steps=800,
+        shown=20_000,
+        sft_steps=1000,
         measured=others,
         evaluate_every=0,
     )

@@ -27,15 +27,14 @@ BOARDS = (1, 9, 72, 252, 756, 1260)
 
 @dataclass(frozen=True)
 class TicTacToe(Environment):
-    """Games begin after up to `opening` random moves. With `opponent: self` the policy plays both sides, each a role with its
-    own groups, and gets 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1
-    if the result is at least that of perfect play from the opening."""
+    """Games begin after up to `opening` random moves, each opening as often as any other. With `opponent: self` the policy plays
+    both sides, each a role with its own groups, and gets 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`,
+    which never loses) the value is 1 if the result is at least that of perfect play from the opening."""
 
     alphabet: ClassVar[str] = "123456789xo:"
 
     opponent: Literal["self", "random", "best"] = "self"  # who plays the other side
     opening: Annotated[int, Range(ge=1, le=5)] = 4
-    even: bool = False  # every opening is as likely as any other, not every number of moves
     seed: int = 0  # which problems are drawn; never which side of the split a problem is on
 
     def problems(self, split: str, level: int | None = None) -> Procedural:
@@ -43,9 +42,7 @@ class TicTacToe(Environment):
 
     def _draw(self, source: Random) -> tuple[str]:
         board, lengths = EMPTY, range(self.opening + 1)
-        boards = BOARDS[: len(lengths)]
-        moves = source.choices(lengths, boards)[0] if self.even else source.choice(lengths)
-        for _ in range(moves):
+        for _ in range(source.choices(lengths, BOARDS[: len(lengths)])[0]):
             following = after(board, source.choice(free(board)))
             if not winner(following):
                 board = following

@@ -58,7 +58,4 @@ def test_episodes_of_guess_are_paid_as_asked_and_learned_from_by_either_algorith
 
 def test_self_play_is_measured_against_programs() -> None:
     assert stage("tictactoe", "rl").task == TicTacToe("self")
-    assert [stage("tictactoe", f"after{end}").task for end in ("", "_random")] == [
-        TicTacToe("best", even=True),
-        TicTacToe("random", even=True),
-    ]
+    assert [stage("tictactoe", f"after{end}").task for end in ("", "_random")] == [TicTacToe("best"), TicTacToe("random")]

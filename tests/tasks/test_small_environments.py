@@ -164,11 +164,11 @@ def test_both_sides_of_a_game_are_paid_by_its_result() -> None:
     assert (x.score.value, o.score.value, o.score.outcome) == (0.5, 0.0, "illegal move")
 
 
-def test_even_openings_are_as_many_as_there_are_and_none_is_of_the_training_split() -> None:
-    """Two openings of one move were 299 of the 1,000 games that are measured: an interval over openings says little."""
-    often, even = (Counter(p.answer for p in TicTacToe("best", even=flag).problems("test")) for flag in (False, True))
-    assert (len(often), max(often.values())) == (191, 156) and (len(even), max(even.values())) == (207, 12)
-    assert not set(even) & {p.answer for p in TicTacToe().problems("train")[:2000]}
+def test_every_opening_is_as_likely_as_any_other_and_none_is_of_both_splits() -> None:
+    """With every number of moves as likely, two openings were 299 of the 1,000 games that are measured."""
+    often = Counter(p.answer for p in TicTacToe("best").problems("test"))
+    assert (len(often), max(often.values())) == (207, 12)
+    assert not set(often) & {p.answer for p in TicTacToe().problems("train")[:2000]}
 
 
 def test_a_call_of_the_calculator_costs_and_its_result_can_be_copied() -> None:
