@@ -32,13 +32,12 @@ def episodes(
     prompts: int = 16,
     shown: int = 4000,
     sft_steps: int = 400,
-    temperature: float = 1.0,
     measured: Mapping[str, Task] | None = None,
     **more: Any,
 ) -> Recipe:
     """A turn has at most `tokens` tokens. SFT sees `shown` episodes. GRPO samples `prompts` x 16 of them a step; PPO, which
-    makes four updates with each, samples half as many, at half the learning rate. Success is measured at `temperature` in the
-    task, or in the tasks of `measured`, by the suffixes of their stages' names; `more` is for the RL stage."""
+    makes four updates with each, samples half as many, at half the learning rate. Success is measured with samples in
+    the task, or in the tasks of `measured`, by the suffixes of their stages' names; `more` is for the RL stage."""
     critic: Optimization | None = None
     chosen: Algorithm = GRPO(group=16, beta=0.0, reduction="token_mean")
     if algorithm == "ppo":
@@ -53,7 +52,7 @@ def episodes(
                 model=model,
                 task=environment,
                 problems=1000,
-                sampling=Sampling(tokens, temperature=temperature),
+                sampling=Sampling(tokens),
             )
             for suffix, environment in (measured or {"": task}).items()
         ]

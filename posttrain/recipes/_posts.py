@@ -20,10 +20,11 @@ PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries as people writ
 TOY = Scale(
     task=Posts(),
     sampling=Sampling(max_new_tokens=60),
-    steps=25,
+    steps=40,
     prompts=64,
     problems=1000,
-    fit_steps=200,
+    compared=6000,
+    fit_steps=600,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.3, critic_warmup=5, missing_eos=1.0),
 )
 REAL = Scale(

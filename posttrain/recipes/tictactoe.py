@@ -18,7 +18,8 @@ def tictactoe(size: str = "nano") -> Recipe:
         TicTacToe(),
         tokens=2,
         steps=140,
-        sft_steps=800,
+        shown=20_000,
+        sft_steps=1000,
         measured=others,
         evaluate_every=0,
     )

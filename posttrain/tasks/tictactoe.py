@@ -21,13 +21,15 @@ from posttrain.types import Message, Problem, Rollout, Score
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 EMPTY = "." * 9
 SIDES = ("x", "o")
+# boards by the number of moves; random moves reach each of them equally often
+BOARDS = (1, 9, 72, 252, 756, 1260)
 
 
 @dataclass(frozen=True)
 class TicTacToe(Environment):
-    """Games begin after up to `opening` random moves. With `opponent: self` the policy plays both sides, each a role with its
-    own groups, and gets 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`, which never loses) the value is 1
-    if the result is at least that of perfect play from the opening."""
+    """Games begin after up to `opening` random moves, each opening as often as any other. With `opponent: self` the policy plays
+    both sides, each a role with its own groups, and gets 1 for a win, 0.5 for a draw. Against a program (`random`, or `best`,
+    which never loses) the value is 1 if the result is at least that of perfect play from the opening."""
 
     alphabet: ClassVar[str] = "123456789xo:"
 
@@ -39,8 +41,8 @@ class TicTacToe(Environment):
         return drawn("tictactoe", split, self._draw, _problem, self.seed)
 
     def _draw(self, source: Random) -> tuple[str]:
-        board = EMPTY
-        for _ in range(source.randrange(self.opening + 1)):
+        board, lengths = EMPTY, range(self.opening + 1)
+        for _ in range(source.choices(lengths, BOARDS[: len(lengths)])[0]):
             following = after(board, source.choice(free(board)))
             if not winner(following):
                 board = following

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -161,6 +162,13 @@ def test_both_sides_of_a_game_are_paid_by_its_result() -> None:
     assert (x.score.value, o.score.value) == (0.0, 1.0)
     x, o = played(TicTacToe(), opening, lambda read: {"x": "9", "o": "1"}[read[0]])
     assert (x.score.value, o.score.value, o.score.outcome) == (0.5, 0.0, "illegal move")
+
+
+def test_every_opening_is_as_likely_as_any_other_and_none_is_of_both_splits() -> None:
+    """With every number of moves as likely, two openings were 299 of the 1,000 games that are measured."""
+    often = Counter(p.answer for p in TicTacToe("best").problems("test"))
+    assert (len(often), max(often.values())) == (207, 12)
+    assert not set(often) & {p.answer for p in TicTacToe().problems("train")[:2000]}
 
 
 def test_a_call_of_the_calculator_costs_and_its_result_can_be_copied() -> None:
