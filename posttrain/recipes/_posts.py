@@ -20,11 +20,11 @@ PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries as people writ
 TOY = Scale(
     task=Posts(),
     sampling=Sampling(max_new_tokens=60),
-    steps=40,
+    steps=25,
     prompts=64,
     problems=1000,
-    compared=6000,
-    fit_steps=600,
+    compared=5000,
+    fit_steps=400,
     algorithm=PPO(epochs=2, mini_batches=2, beta=0.3, critic_warmup=5, missing_eos=1.0),
 )
 REAL = Scale(
@@ -38,15 +38,21 @@ REAL = Scale(
 
 
 def beginning(
-    recipe: str, size: str, model: str, file: str, demonstrations: str, tokens: int
+    recipe: str,
+    size: str,
+    model: str,
+    file: str,
+    demonstrations: str,
+    tokens: int,
+    sft_steps: int = 400,
 ) -> tuple[list[Stage], Scale]:
-    """Return the stages before feedback, and the settings: a toy model that imitates people, or a real one for the prompts of a
-    file."""
+    """Return the stages before feedback, and the settings: a toy model that imitates people for `sft_steps` steps, or a real one
+    for the prompts of a file."""
     if not model:
         files = "files of prompts and demonstrations are for a real model"
         alone = f"{recipe}: {files}: give one as model"
         require(not (file or demonstrations), alone)
-        return [imitating(size, PEOPLE, steps=400)], TOY
+        return [imitating(size, PEOPLE, steps=sft_steps)], TOY
     require(bool(file), f"{recipe}: a real model needs a JSONL file of prompts")
     scale = replace(REAL, start=model, task=Prompts(file, held_out=0.2), sampling=Sampling(tokens))
     if not demonstrations:

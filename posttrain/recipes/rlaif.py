@@ -8,7 +8,7 @@ from typing import Literal
 from posttrain.errors import require
 from posttrain.recipes._feedback import compare, fit, optimise, versus
 from posttrain.recipes._posts import beginning
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
@@ -50,13 +50,14 @@ def rlaif(
     `judge` a model in this process or, with `url`, behind an OpenAI-compatible address, and `evaluator` another one that judges
     the result (by default the judge itself); the judge is compared with people if `pairs` are given.
     """
-    first, scale = beginning("rlaif", size, model, questions, "", tokens)
+    first, scale = beginning("rlaif", size, model, questions, "", tokens, sft_steps=1000)
     require(not model or bool(judge), "rlaif: a real model needs questions and a judge")
     fine = bool(model) or not (judge or evaluator)
     require(fine, "rlaif: a judge is for a real model: give one as model")
     people = labels == "people"
     hint = "see instructgpt for a file of people's comparisons"
     require(not (model and people), f"rlaif: labels=people is for the toy; {hint}")
+    beta = given(beta, 1.0) if not model else beta
     scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     asked = JudgeSettings(model=judge, url=url, rubric=rubric) if model else JUDGE
     known: list[Stage] = []

@@ -44,7 +44,7 @@ def summarize(
     require(bool(model) or not judge, "summarize: a judge is for a real model: give one as model")
     if not model:
         slow = replace(scale.policy, lr=1e-4)
-        scale = replace(scale, steps=60, policy=slow)
+        scale = replace(scale, steps=60, compared=6000, fit_steps=600, policy=slow)
     scale = scale.changed(steps, prompts, problems, compared, beta, lr)
     learned = (*first, *(() if data else (compare(scale),)), fit(scale, data=data or "comparisons"))
     if model:
