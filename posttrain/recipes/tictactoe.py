@@ -18,8 +18,7 @@ def tictactoe(size: str = "nano") -> Recipe:
         TicTacToe(),
         tokens=2,
         steps=140,
-        shown=20_000,
-        sft_steps=1000,
+        sft_steps=800,
         measured=others,
         evaluate_every=0,
     )
