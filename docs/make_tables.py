@@ -539,6 +539,7 @@ TOYS = {
     "rejection_sampling": ("rejection_sampling", "win rate against SFT, 500 answers", "annotator"),
     "best_of_n": ("rejection_sampling", "win rate against SFT, 500 answers", "annotator"),
     "summarize": ("summarize", "win rate against SFT, 1,000 posts", "held-out reader"),
+    "rlaif": ("rlaif", "win rate against SFT, 1,000 posts", "simulated people, who label nothing"),
 }
 
 
