@@ -137,7 +137,8 @@ def sft(
     """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion."""
     _check_given("sft", data is not None, settings)
     files = _files(out, "sft")
-    sources = tuple(Data(file=path) for path in files.paths(data, "data"))
+    columns = settings.pop("columns", {})
+    sources = tuple(Data(file=path, columns=columns) for path in files.paths(data, "data"))
     given = {"name": "sft", "model": inputs.as_model(model, tokenizer), "data": sources}
     return _run(SFTStage, given, settings, files, callback).train()
 
