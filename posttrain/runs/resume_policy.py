@@ -97,8 +97,8 @@ def _not_extended(
     'optimizer.schedule=cosine ends at the last step'
     """
     if now < was and not 0 < reached <= now:
-        least = f"; it can end at step {reached}, where its checkpoint is" if reached else ""
-        return f"a stage that has begun can be made longer, not shorter{least}"
+        also = f"; it can end at step {reached}, where its checkpoint is" if reached else ""
+        return f"a stage that has begun can be made longer, not shorter{also}"
     if settings.get(f"{stage}.as_long_as"):
         return "as_long_as decides its length"
     own = {key: value for key, value in settings.items() if key.startswith(f"{stage}.")}
