@@ -446,8 +446,14 @@ have one format. A row of unknown format is refused before the first step. The e
 and the nearest format:
 
     chats.jsonl line 1: a row of question, answer has no format that is read here; nearest is prompt_completion, with prompt and
-    completion: rename question to prompt, answer to completion; see 'posttrain list formats'
+    completion: rename question to prompt, answer to completion; or give columns={prompt: question, completion: answer}; see
+    'posttrain list formats'
 
+- `columns` says which columns a file has in place of these, so that it need not be rewritten: in Python
+  `pt.dpo(model, "pairs.csv", columns={"prompt": "question", "chosen": "better", "rejected": "worse"})`, in a preference or
+  reward_model stage `columns: {prompt: question, chosen: better, rejected: worse}`, and in an sft stage with each file:
+  `data: [{file: chats.csv, columns: {prompt: question, completion: reply}}]`. The tasks `jsonl` and `prompts` have the keys
+  `question` and `answer` for this.
 - The data report names columns that are not read.
 - Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
   they are empty: without them the model would learn to answer without information that it needs.

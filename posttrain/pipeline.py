@@ -54,7 +54,7 @@ from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
-from posttrain.train import processes
+from posttrain.train import checkpoint, processes
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
@@ -106,8 +106,8 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
     """Continue a run from its last intact checkpoint. `arguments` (key=value), and edits of its config.yaml, may change how the
-    work is done, and stages that have not begun. `arguments` may also lengthen a stage, even of a finished run. Changes that would
-    make it another run are refused. A complete run is left as it is."""
+    work is done, and stages that have not begun. `arguments` may also lengthen a stage, even of a finished run, or let one end at
+    its last checkpoint. Changes that would make it another run are refused. A complete run is left as it is."""
     run = Run(directory)
     left = to_resume(run, allow_code, arguments)
     if left is None:
@@ -253,11 +253,27 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     made = {path.parent.name for path in paths if path.name != RECORD}
     made |= {row.stage for row in run.metrics()}
     begun = {stage for stage in named if any(f"{name}-".startswith(f"{stage}-") for name in made)}
-    found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun)
+    reached = {stage: step for stage in begun if (step := _reached(run.directory, stage))}
+    found = compare_settings(earlier[-1]["config"], json.loads(dump_line(tree)), begun, reached)
     more = f" (and {len(found.refused) - 3} more)" if len(found.refused) > 3 else ""
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
-    require(not found.refused, f"{other}; undo the change, or start a new run")
+    advice = "undo the change, or start a new run"
+    for stage, step in [*reached.items()][:1]:
+        end, start = (
+            f"posttrain resume {run.directory} {stage}.steps={step}",
+            f"model={run.directory}",
+        )
+        advice += f"; to go on from its model with other settings, let {stage} end where it is ({end}) and give the new run {start}"
+    require(not found.refused, f"{other}; {advice}")
     return found
+
+
+def _reached(directory: Path, stage: str) -> int:
+    """The step of the newest checkpoint of a stage that has not ended; 0 if there is none, or if it trains several models."""
+    saved = checkpoint.steps(directory / "checkpoints" / stage)
+    several = [*(directory / "checkpoints").glob(f"{stage}-*")]
+    ended = (directory / "stages" / stage / RESULT).exists()
+    return 0 if ended or several or not saved else int(saved[0].name.removeprefix("step-"))
 
 
 def place(settings: Settings) -> Path:

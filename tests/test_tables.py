@@ -64,7 +64,7 @@ def test_the_tables_of_toys_are_those_of_their_rows(make: ModuleType) -> None:
 
 def test_the_page_for_users_of_trl_is_generated_and_names_what_exists(make: ModuleType) -> None:
     assert committed("trl") == make.trl_page(), STALE.format("trl")
-    known = {"tokenizer", "weights", "reward", "callback"}  # arguments of pt.rl
+    known = {"tokenizer", "weights", "reward", "callback", "system"}  # arguments of pt.rl
     for kind in ("stage", "algorithm"):
         for name in catalogue.names(kind):
             for key in keys.keys_of(kind, name):

@@ -55,6 +55,7 @@ def rl(
     tools: Any = (),
     weights: Any = None,
     reward_models: Any = (),
+    held_out_data: Any = None,
     tokenizer: Any = None,
     callback: Callback | None = None,
     out: str | Path = "",
@@ -66,15 +67,21 @@ def rl(
     `reward` is a function of (prompt, response, answer, columns ...), a function of lists (prompts, completions, columns ...), the name
     of a shipped reward, the run of a reward model, a source such as JudgeReward(model=..., url=...), or a list or dict of these, whose
     sum is weighted by `weights`. `reward_models` are runs or paths of reward models whose mean is the reward, weighted by `weights` if
-    there is no `reward`. `settings` are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr,
-    max_new_tokens, held_out, ...; `batch` is the number of prompts a step), and those of the run (seed, device, again, ...). The KL is
+    there is no `reward`. `held_out_data` are prompts to evaluate on; without them a share `held_out` of the prompts is kept for that.
+    `settings` are those of the stage, its algorithm, optimizer, sampling and task (steps, group, beta, lr,
+    max_new_tokens, system, ...; `batch` is the number of prompts a step), and those of the run (seed, device, again, ...). The KL is
     measured to `reference`, by default the initial model. `critic` is a reward model from which PPO's critic starts. `teacher` is the
     model that distillation learns from. `tools` are functions with type hints and a docstring, names of shipped tools, or settings of
     tools; the policy may call them before it answers.
     """
-    require((prompts is None) != (task is None), "rl: give either prompts or a task")
     chosen = _algorithm(algorithm)
+    either = "give either prompts or a task"
+    _check_given(chosen.name, (prompts is None) != (task is None), settings, either)
     files = _files(out, chosen.name)
+    if held_out_data is not None:
+        alone = "held_out_data goes with prompts; a task has its own held-out problems"
+        require(task is None, f"{chosen.name}: {alone}")
+        settings["test_file"] = files.path(held_out_data, "held_out_data")
     file = "" if prompts is None else files.path(prompts, "prompts")
     own = None if task is None else inputs.as_task(task)
     scored, source = inputs.as_rewards(reward, weights, reward_models, own, file)
@@ -92,6 +99,7 @@ def grpo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) -
 
     >>> grpo("tiny:nano", ["Name a colour."], len, steps=100, group=8, lr=1e-6, max_new_tokens=64)  # doctest: +SKIP
     """
+    _check_fixed("grpo", "rl", settings)
     return rl(model, prompts, reward, algorithm="grpo", **settings).train()
 
 
@@ -100,13 +108,21 @@ def ppo(model: Any, prompts: Any = None, reward: Any = None, **settings: Any) ->
 
     >>> ppo("tiny:nano", ["Name a colour."], len, steps=100, lr=1e-6, max_new_tokens=64)  # doctest: +SKIP
     """
+    _check_fixed("ppo", "rl", settings)
     return rl(model, prompts, reward, algorithm="ppo", **settings).train()
 
 
-def _check_data(name: str, data: Any, settings: Mapping[str, Any]) -> None:
+def _check_fixed(name: str, general: str, settings: Mapping[str, Any]) -> None:
+    other = f"{name} has its algorithm; another is pt.{general}(..., algorithm=...).train()"
+    require("algorithm" not in settings, other)
+
+
+def _check_given(
+    name: str, given: bool, settings: Mapping[str, Any], advice: str = "give data: rows or a file"
+) -> None:
     """Raise an error for a call without data. If a setting has one of TRL's names, the error says what it is called here."""
     called = [text for key in settings if (text := called_here(key))]
-    require(data is not None, f"{name}: {called[0] if called else 'give data: rows or a file'}")
+    require(given, f"{name}: {called[0] if called else advice}")
 
 
 def sft(
@@ -119,9 +135,10 @@ def sft(
     **settings: Any,
 ) -> Run:
     """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion."""
-    _check_data("sft", data, settings)
+    _check_given("sft", data is not None, settings)
     files = _files(out, "sft")
-    sources = tuple(Data(file=path) for path in files.paths(data, "data"))
+    columns = settings.pop("columns", {})
+    sources = tuple(Data(file=path, columns=columns) for path in files.paths(data, "data"))
     given = {"name": "sft", "model": inputs.as_model(model, tokenizer), "data": sources}
     return _run(SFTStage, given, settings, files, callback).train()
 
@@ -141,7 +158,7 @@ def preference(
     """Set up learning from pairs, rankings or labels without sampling: DPO, IPO, KTO, ORPO, SimPO. Training starts with `.train()` or
     `.steps()` of the returned run."""
     chosen = _algorithm(algorithm)
-    _check_data(chosen.name, data, settings)
+    _check_given(chosen.name, data is not None, settings)
     files = _files(out, chosen.name)
     given = {
         "name": chosen.name,
@@ -156,6 +173,7 @@ def preference(
 
 def dpo(model: Any, data: Any = None, **settings: Any) -> Run:
     """Train with DPO on pairs to the end: `preference(..., algorithm="dpo").train()`."""
+    _check_fixed("dpo", "preference", settings)
     return preference(model, data, algorithm="dpo", **settings).train()
 
 
@@ -171,7 +189,7 @@ def reward_model(
 ) -> Run:
     """Train a reward model on pairs or rankings or, with algorithm="process_reward_model", on labelled steps. The returned run can be
     used as a reward: `ppo(..., reward=run)`. `run.result` has its held-out accuracy."""
-    _check_data("reward_model", data, settings)
+    _check_given("reward_model", data is not None, settings)
     files = _files(out, "reward_model")
     given = {"model": inputs.as_model(model, tokenizer), "algorithm": _algorithm(algorithm)}
     given |= {"name": "reward_model", "data": files.paths(data, "data")}

@@ -129,7 +129,7 @@ def _rows(data: Any, what: str) -> Iterable[Any]:
 
 
 def _line(row: Any, number: int, what: str) -> str:
-    if isinstance(row, str | list) and what == "prompts":
+    if isinstance(row, str | list) and what in ("prompts", "held_out_data"):
         row = {"prompt": row}
     fine = isinstance(row, Mapping)
     found = f"{type(row).__name__} {str(row)[:40]!r}"

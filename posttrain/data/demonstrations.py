@@ -14,7 +14,7 @@ import numpy as np
 
 from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
-from posttrain.data.records import Tools, parse_messages, parse_tools, read_rows
+from posttrain.data.records import Columns, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import require
 from posttrain.types import Example, Message, Problem
@@ -92,12 +92,15 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
 
 
 def from_file(
-    path: str | Path, tokenizer: Tokenizer, unused: set[str] | None = None
+    path: str | Path,
+    tokenizer: Tokenizer,
+    unused: set[str] | None = None,
+    columns: Columns | None = None,
 ) -> list[Example]:
     """Every line of a JSONL file as an Example; the names of unread columns are added to `unused`. An error names the file and the
     line."""
     examples = []
-    for where, record in read_rows(path):
+    for where, record in read_rows(path, columns):
         kind = revealed(record, DEMONSTRATIONS.values())
         if kind is None:
             raise unrecognised(record, where, DEMONSTRATIONS)

@@ -81,6 +81,7 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     >>> print(text.replace("; ", "\\n"))
     f line 1: a row of question, answer has no format that is read here
     nearest is prompt_completion, with prompt and completion: rename question to prompt, answer to completion
+    or give columns={prompt: question, completion: answer}
     see 'posttrain list formats'
     """
     given = f"{where}: a row of {', '.join(row) or 'no columns'}"
@@ -105,7 +106,9 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     found = renames[nearest.name]
     advice = f"rename {', '.join(f'{was} to {to}' for to, was in found.items())}" if found else ""
     added = [f.replace("|", " or ") for f in nearest.missing(row) if f not in found]
+    named = ", ".join(f"{to}: {was}" for to, was in found.items())
     advice = " and ".join(filter(None, (advice, f"add {', '.join(added)}" if added else "")))
+    advice += "" if added else f"; or give columns={{{named}}}"
     near = f"nearest is {nearest.name}, with {nearest.shown()}: {advice}"
     return UserError(f"{none}; {near}; see 'posttrain list formats'")
 

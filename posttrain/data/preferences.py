@@ -28,7 +28,7 @@ import numpy as np
 from posttrain.data.chat import Tokenizer
 from posttrain.data.demonstrations import completion_example, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
-from posttrain.data.records import Tools, more_of, parse_tools, read_rows
+from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.errors import UserError, require
@@ -115,7 +115,9 @@ class _Skip(Exception):
     """A row that is skipped and counted, with the reason."""
 
 
-def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) -> Preferences:
+def read_preferences(
+    path: str | Path, tokenizer: Tokenizer, max_length: int, columns: Columns | None = None
+) -> Preferences:
     """Read every row of a JSONL file as a unit of examples, with a report on skipped rows. See the module's docstring for the
     formats."""
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
@@ -125,7 +127,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     refused: list[str] = []
     unused: set[str] = set()
     decoder = Decoder(tokenizer)
-    for where, record in read_rows(path):
+    for where, record in read_rows(path, columns):
         total += 1
         kind = kind or _detect(record, where)
         try:
@@ -143,16 +145,16 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
     reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
     require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
-    columns = tuple(sorted(unused))
+    left = tuple(sorted(unused))
     lost = tuple(unknown_tokens(tokenizer, (example.ids for unit in units for example in unit)))
-    return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns, lost)
+    return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, lost)
 
 
-def count_labels(path: str | Path) -> tuple[int, int]:
+def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int, int]:
     """(good, bad): the number of good and bad responses of a file; a pair has one of each. Invalid rows are left to
     `read_preferences`, which reports them."""
     good, bad, kind = 0, 0, ""
-    for where, record in read_rows(path):
+    for where, record in read_rows(path, columns):
         kind = kind or _detect(record, where)
         with suppress(_Skip, UserError):
             rewards = _checked(kind, record, where).rewards
@@ -299,7 +301,7 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     require(fine, "chosen and rejected must both be text, or both lists of messages")
     if prompt is None and isinstance(chosen, str):
         asked = meant("prompt", record)
-        hint = f"; rename {asked} to prompt" if asked else ""
+        hint = f"; rename {asked} to prompt, or give columns={{prompt: {asked}}}" if asked else ""
         chosen, rejected = _dialogue(chosen, hint), _dialogue(rejected, hint)
     if not isinstance(chosen, list):
         return _given_prompt(prompt), chosen, rejected

@@ -23,6 +23,7 @@ Tools = list[dict[str, JSON]] | None  # tools that a conversation may call, as J
 KINDS = "one JSON object a line, a list of them in a .json file, or .csv, .tsv, .parquet"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 Row = tuple[str, dict[str, Any]]  # (origin, for messages; contents)
+Columns = Mapping[str, str]  # our name of a column -> the file's
 MAX_UNPACKED, MAX_LINE = 4 * 2**30, 256 * 2**20  # bytes: of a packed file, of a line
 UNPACK = "unpack it yourself if you trust it"
 TABLE_ROWS = 16  # rows of a compressed table that are read at a time
@@ -121,10 +122,19 @@ def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
-def read_rows(file: str | Path) -> Iterator[Row]:
-    """`read_jsonl` without null fields, because tables fill missing values with null."""
+def read_rows(file: str | Path, columns: Columns | None = None) -> Iterator[Row]:
+    """`read_jsonl` without null fields, because tables fill missing values with null. With columns = {"prompt": "question"}, the
+    column question is read as prompt."""
+    names = {theirs: ours for ours, theirs in (columns or {}).items()}
     for where, record in read_jsonl(file):
-        yield where, {key: value for key, value in record.items() if value is not None}
+        for theirs, ours in names.items():
+            both = theirs != ours and theirs in record and record.get(ours) is not None
+            said = f"{where}: the column {theirs} is to be read as {ours}, which is there too"
+            require(not both, f"{said}; rename one of them")
+        yield (
+            where,
+            {names.get(key, key): value for key, value in record.items() if value is not None},
+        )
 
 
 def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, str]]:
@@ -184,6 +194,7 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     """Parse and check a conversation as files write it. All fields of a message are kept, except null and empty ones."""
     or_text = "" if where.endswith("messages") else ", or text"
     found = "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:40]!r}"
+    found += "; write numbers as text" if isinstance(value, int | float) else ""
     fine = isinstance(value, list) and len(value) > 0
     require(fine, f"{where}: expected a list of messages{or_text}, not {found}")
     messages = []

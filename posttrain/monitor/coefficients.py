@@ -32,11 +32,15 @@ def dead_coefficients(
     metrics: Sequence[Metric] = (),
 ) -> list[str] | None:
     """The names of nonzero float settings that have no effect on this step: other values change neither the gradient with respect
-    to the model's outputs, nor the selected groups, nor the state. None if the policy has no gradient.
+    to the model's outputs, nor the selected groups, nor the state. None if the policy has no gradient, or none of its rewards: all
+    advantages are 0, as where every response of a group earned the same.
 
     The gradient with respect to log-probs, entropies, values, scores and hidden states (of which a divergence over the vocabulary is
     made) stands for that of the weights, which is linear in it.
     """
+    advantage_T = algorithm.prepare(batch, state).columns.get("advantage_T")
+    if advantage_T is not None and not advantage_T.any() and "teacher" not in algorithm.roles:
+        return None
     perturbed = perturb(outputs, batch)
     usual = gradient(algorithm, batch, perturbed, state)
     # the first output is that of the model which the algorithm trains
@@ -55,10 +59,11 @@ def dead_coefficients(
 
 
 def coefficients(algorithm: Algorithm) -> list[str]:
-    """The float settings that the user chose: not 0 and, for a shipped algorithm, not the default, which tests cover."""
-    shipped = type(algorithm).__module__.startswith("posttrain.")
+    """The float settings that the user chose: not 0, and not the default of a shipped algorithm, which tests cover; a variant of one
+    may leave inherited settings unused."""
     values = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm) if f.init}
-    usual = {f.name: f.default for f in dataclasses.fields(algorithm)} if shipped else {}
+    shipped = next(c for c in type(algorithm).__mro__ if c.__module__.startswith("posttrain."))
+    usual = {f.name: f.default for f in dataclasses.fields(shipped)}
     chosen = {name: v for name, v in values.items() if v != usual.get(name)}
     return [name for name, value in chosen.items() if isinstance(value, float) and value != 0]
 

@@ -25,10 +25,16 @@ UNPARSEABLE = Score(0.0, outcome="unparseable")
 
 
 def as_score(value: Score | float) -> Score:
-    """Convert a reward's result, which may be a plain number of any type. A number that is not finite is a failure, never a
-    0."""
+    """Convert a reward's result, which may be a plain number of any type. A bool says right or wrong. A number that is not finite
+    is a failure, never a 0.
+
+    >>> as_score(True).outcome, as_score(1.0).outcome
+    ('correct', '')
+    """
     if isinstance(value, Score):
         return value
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return CORRECT if value else WRONG
     number = as_number(value, "a reward")
     return Score(number) if math.isfinite(number) else Score.failed(f"the reward returned {number}")
 

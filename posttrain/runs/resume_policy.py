@@ -20,7 +20,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 MEASURED = frozenset({"evaluate_every", "evaluate_problems", "evaluate_units"})
 # settings of the recipe; a stage may have fields of these names that matter
 SUMMARY = frozenset({"next_command", "before", "after"})
-LENGTHS = ("steps", "epochs")  # of a stage: it may train longer
+LENGTHS = ("steps", "epochs")  # of a stage: it may train longer, or end at once
 # a mapping with keys of the user's own: a new one is a change, not a setting of a later version
 WHOLE = "options"
 ABSENT = object()
@@ -37,10 +37,13 @@ class Changes:
 
 
 def compare(
-    before: Mapping[str, JSON], after: Mapping[str, JSON], begun: Collection[str]
+    before: Mapping[str, JSON],
+    after: Mapping[str, JSON],
+    begun: Collection[str],
+    reached: Mapping[str, int] | None = None,
 ) -> Changes:
-    """Compare two resolved configurations. A stage that has not begun may change. A setting that did not exist in the version
-    of posttrain that began the run is not a change.
+    """Compare two resolved configurations. A stage that has not begun may change. One that has `reached` a step without an end may
+    end there or later. A setting that did not exist in the version of posttrain that began the run is not a change.
 
     >>> old, new = ({"seed": 0, "threads": t, "stages": [{"name": "rl", "lr": r}]} for t, r in ((1, 0.1), (2, 0.2)))
     >>> compare(old, new, ["rl"])
@@ -73,24 +76,29 @@ def compare(
         old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))
         text, numbers = f"{key}: {old} -> {new}", isinstance(was, int | float) and now is not None
         if not harmless and len(rest) == 1 and rest[0] in LENGTHS and numbers:
-            reason = _not_extended(stage, was, now, theirs)
+            step = (reached or {}).get(stage, 0) if rest[0] == "steps" else 0
+            reason = _not_extended(stage, was, now, theirs, step)
             text += f" ({reason})" if reason else ""
             harmless = not reason
-            extended += [stage] if harmless else []
+            extended += [stage] if harmless and now > was else []
         (named if harmless else refused).append(text)
     return Changes(tuple(named), tuple(refused), tuple(extended))
 
 
-def _not_extended(stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON]) -> str:
-    """Return why a stage that trains for `now` instead of `was` would not be the same up to there; "" if it is.
+def _not_extended(
+    stage: str, was: JSON, now: JSON, settings: Mapping[str, JSON], reached: int = 0
+) -> str:
+    """Return why a stage that trains for `now` instead of `was` would not be the same up to there; "" if it is. `reached` is the step
+    of its newest checkpoint if it has not ended.
 
     >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "constant"})
     ''
     >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "cosine"}).partition(",")[0]
     'optimizer.schedule=cosine ends at the last step'
     """
-    if now < was:
-        return "a stage that has begun can be made longer, not shorter"
+    if now < was and not 0 < reached <= now:
+        also = f"; it can end at step {reached}, where its checkpoint is" if reached else ""
+        return f"a stage that has begun can be made longer, not shorter{also}"
     if settings.get(f"{stage}.as_long_as"):
         return "as_long_as decides its length"
     own = {key: value for key, value in settings.items() if key.startswith(f"{stage}.")}

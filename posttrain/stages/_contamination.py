@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from posttrain.data.records import read_jsonl
+from posttrain.data.records import read_rows
 from posttrain.evals.contamination import content_hash, require_clean, sample, text
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
@@ -41,13 +41,13 @@ def guard_training(
         hashes |= {content_hash(text(problem)) for problem in sample(task, "train")}
     for source in data:
         if source.task is None:
-            hashes |= {content_hash(question) for question in file_questions(source.file)}
+            hashes |= {content_hash(question) for question in file_questions(source)}
     context.write_lines(stage, sorted(hashes), FILE)
 
 
-def file_questions(file: str) -> Iterable[str]:
+def file_questions(source: Data) -> Iterable[str]:
     """The questions in a file of examples: prompts, each user turn and all turns before the answer, or the whole of a plain text."""
-    for _, record in read_jsonl(file):
+    for _, record in read_rows(source.file, source.columns):
         prompt: JSON = record.get("prompt", record.get("messages", record.get("text", "")))
         if not isinstance(prompt, list):
             yield str(prompt)

@@ -38,7 +38,8 @@ class Data(Naming):
     """One source of examples: a `file` in JSONL, or a `task` with the number of demonstrations of each level. Instead of a file,
     name an earlier stage that writes data, such as a sample stage.
 
-    `weight` is its share of the draws from all sources; 0 means in proportion to its size.
+    `weight` is its share of the draws from all sources; 0 means in proportion to its size. `columns` has the file's own names of
+    columns: {prompt: question, completion: reply}.
     """
 
     where: ClassVar[str] = "data: "
@@ -48,6 +49,7 @@ class Data(Naming):
     task: Task | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
     weight: NotNegative = 0.0
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +69,7 @@ class Data(Naming):
 
     def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
         if self.task is None:
-            return from_file(self.file, tokenizer, unused)
+            return from_file(self.file, tokenizer, unused, self.columns)
         return from_task(self.task, tokenizer, dict(self.counts), seed)
 
     def __str__(self) -> str:
@@ -153,10 +155,16 @@ def until_end(example: Example) -> Example:
 
 
 def read_units(
-    context: Context, stage: str, path: str, tokenizer: object, max_length: int, learns_from: str
+    context: Context,
+    stage: str,
+    path: str,
+    tokenizer: object,
+    max_length: int,
+    learns_from: str,
+    columns: Mapping[str, str],
 ) -> tuple[list[Unit], Preferences]:
     """Read the units of a file or of an earlier stage, each cut after its response, and report what became of the rows."""
-    found = read_preferences(data_place(path, context), tokenizer, max_length)
+    found = read_preferences(data_place(path, context), tokenizer, max_length, columns)
     context.announce(stage, found.lines())
     kind, wanted = found.kind, ROWS[learns_from]
     holds = f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}"

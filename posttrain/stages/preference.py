@@ -55,7 +55,9 @@ class PreferenceStage(UnitStage, ReferenceStage):
         super().check_ready(device, names)
         there = all(path not in names and Path(path).is_file() for path in self.data)
         if self.algorithm.learns_from == "labels" and there:
-            good, bad = map(sum, zip(*map(count_labels, self.data), strict=True))
+            good, bad = map(
+                sum, zip(*(count_labels(file, self.columns) for file in self.data), strict=True)
+            )
             self.check_labels(good, bad)
 
     def check_labels(self, good: int, bad: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -348,6 +348,8 @@ class UnitStage(DataStage):
     reads_first = True
 
     data: tuple[DataName, ...]
+    # the files' own names of columns, as in {prompt: question, chosen: better, rejected: worse}
+    columns: Mapping[str, str] = field(default_factory=dict)
     max_length: MaxLength = 0
     held_out: HeldOut = 0.1
 
@@ -372,7 +374,9 @@ class UnitStage(DataStage):
         learns, limit = self.algorithm.learns_from, self.max_length or sys.maxsize
         units: list[Unit] = []
         for path in paths:
-            found, report = read_units(context, self.name, path, tokenizer, limit, learns)
+            found, report = read_units(
+                context, self.name, path, tokenizer, limit, learns, self.columns
+            )
             none = f"{self.name}: soft labels are made of scores, and {path} has none"
             scored = bool(report.margins) or not self.algorithm.needs_scores
             require(scored, f"{none}; use labels=hard")

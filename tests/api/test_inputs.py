@@ -42,6 +42,16 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
         _ = pt.GRPOO
 
 
+def test_columns_may_have_other_names() -> None:
+    rows = [{"q": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in PAIRS]
+    names = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    assert pt.dpo(model="tiny:nano", data=rows, columns=names, **QUICK).result["trained_on"] == 7
+    start = pt.sft(model="tiny:nano", data=rows, columns={"prompt": "q", "completion": "good"}, **QUICK)
+    assert start.result["trained_on"] == 8
+    with pytest.raises(UserError, match="data row 1: completion: expected .* not int '3'; write numbers as text"):
+        pt.sft(model="tiny:nano", data=[{"prompt": "1+2=", "completion": 3}], **QUICK)
+
+
 def test_a_place_that_cannot_be_written_is_refused_in_one_line() -> None:
     Path("taken").write_text("a file")
     with pytest.raises(UserError, match="cannot write the run directory taken/run: .*; choose another"):

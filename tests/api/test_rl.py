@@ -41,6 +41,35 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_held_out_prompts_may_be_given_and_names_of_trl_lead_to_theirs() -> None:
+    run = pt.grpo(prompts=FOUR, held_out_data=["five", "six"], reward=vowels, system="brief", **SMALL)
+    assert {row["question"] for row in run.rollouts(step=1)} <= set(FOUR) and "reward/test" in run.metrics[0]
+    assert (run.directory / "data" / "held_out_data.jsonl").read_text().count("\n") == 2
+    assert "system: brief" in (run.directory / "config.yaml").read_text()
+    for given, said in (
+        ({"train_dataset": FOUR}, "grpo: train_dataset is called data here, in pt.rl, pt.grpo and pt.ppo prompts"),
+        ({}, "grpo: give either prompts or a task"),
+        ({"prompts": FOUR, "system_prompt": "brief"}, "system_prompt is called system here"),
+        ({"prompts": FOUR, "algorithm": "dapo"}, r"grpo has its algorithm; another is pt.rl\(..., algorithm=...\).train\(\)"),
+        ({"task": "arithmetic", "held_out_data": FOUR}, "grpo: held_out_data goes with prompts"),
+    ):
+        with pytest.raises(pt.UserError, match=said):
+            pt.grpo(reward=vowels, **given, **SMALL)
+
+
+def test_a_reward_that_says_right_or_wrong_gives_accuracy_and_pass_at_k() -> None:
+    def ends(prompts: list[str], completions: list[str]) -> list[bool]:
+        return [len(text) < 4 for text in completions]
+
+    run = pt.grpo(prompts=FOUR, held_out_data=["five", "six"], reward=[vowels, ends], **SMALL)
+    assert {"accuracy/test", "reward/test"} <= run.metrics[-1].keys()
+    asked: dict[str, Any] = {"prompts": FOUR, "samples": 4, "temperature": 1.0, "max_new_tokens": 6}
+    found = run.evaluate(reward=[vowels, ends], **asked)
+    assert found["accuracy"][0] == found["pass_at"]["1"][0] <= found["pass_at"]["4"][0] and "reward" in found
+    assert found["accuracy"] == run.evaluate(reward=ends, **asked)["reward"]
+    assert "accuracy" not in run.evaluate(reward=vowels, **asked)
+
+
 def test_grpo_on_four_prompts_and_a_function_gives_a_trained_run() -> None:
     seen: list[dict[str, Any]] = []
     run = pt.grpo(prompts=FOUR, reward=vowels, callback=seen.append, **SMALL)

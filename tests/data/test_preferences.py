@@ -66,6 +66,19 @@ def test_a_packed_file_is_the_same_file(tmp_path: Path) -> None:
     assert read_pairs(packed) == [("hi", "hello", "the fox")]
 
 
+def test_columns_of_other_names_are_read_as_they_are_told(tmp_path: Path) -> None:
+    table = tmp_path / "pairs.csv"
+    table.write_text("question,better,worse\nhi,hello,the fox\n")
+    names = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    assert said(read_preferences(table, byte_level(CHATML), 100, names)) == [[("hello" + END, 1.0), ("the fox" + END, 0.0)]]
+    with pytest.raises(UserError, match="or give columns={chosen: better, rejected: worse, prompt: question}; see"):
+        read_preferences(table, byte_level(CHATML), 100)
+    both = tmp_path / "both.jsonl"
+    both.write_text(json.dumps({"question": "hi", **PAIRS[0]}) + "\n")
+    with pytest.raises(UserError, match="line 1: the column question is to be read as prompt, which is there too; rename"):
+        read_preferences(both, byte_level(CHATML), 100, names)
+
+
 def test_the_prompt_inside_a_conversation_reaches_to_the_last_common_turn(tmp_path: Path) -> None:
     """Nothing of the common beginning carries loss, and nothing of either response is lost."""
     again = {"role": "user", "content": "again"}
@@ -197,7 +210,11 @@ LABEL = {"prompt": "hi", "completion": "a", "label": True}
 REFUSED = [
     (GOOD, {"prompt": "hi", "chosen": "a"}, "line 2: no rejected in a row of pairs$"),
     (GOOD, {"chosen": "a", "rejected": "b"}, "line 2: no prompt, and chosen or rejected is text without turns"),
-    (GOOD, {"question": "hi", "chosen": "a", "rejected": "b"}, "line 2: no prompt, and .* turns; rename question to prompt$"),
+    (
+        GOOD,
+        {"question": "hi", "chosen": "a", "rejected": "b"},
+        "line 2: no prompt, and .* turns; rename question to prompt, or give columns={prompt: question}$",
+    ),
     (GOOD, {**GOOD, "prompt": ""}, "line 2: no prompt, or an empty one"),
     (GOOD, {**GOOD, "rejected": None}, "line 2: no rejected in a row of pairs"),
     (GOOD, {**GOOD, "rejected": [NO]}, "line 2: chosen and rejected must both be"),

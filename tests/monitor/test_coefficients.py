@@ -80,6 +80,29 @@ def test_defaults_of_shipped_algorithms_are_left_to_the_tests() -> None:
     assert coefficients(GRPO()) == [] and coefficients(GRPO(beta=0.1, clip_low=0.3)) == ["clip_low", "beta"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Variant(GRPO):
+    """A user's variant of GRPO that does not scale, so that the inherited epsilon does nothing."""
+
+    gain: float = 2.0
+    clip_high: float = 0.28
+
+    def advantages(self, step: Batch, mask_T: torch.Tensor, state: State) -> torch.Tensor:
+        return self.gain * self.group_relative(step, mask_T, scale="none")
+
+
+def test_a_variant_of_a_shipped_algorithm_is_checked_in_what_it_sets() -> None:
+    assert coefficients(Variant()) == ["clip_high", "gain"] and dead(Variant()) == []
+
+
+def test_where_no_response_is_better_than_another_the_check_waits() -> None:
+    """The KL alone has a gradient then, and no setting of the advantages could change it."""
+    flat = material(Variant()).replace(reward_N=torch.ones(11))
+    with torch.no_grad():
+        outputs = trainer_for(Variant(), shared_policy(), Optimization()).outputs(flat)
+    assert dead_coefficients(Variant(), flat, outputs, {}) is None
+
+
 def test_a_step_without_a_gradient_says_nothing() -> None:
     flat = material(GRPO(beta=0.0)).replace(reward_N=torch.ones(11))
     outputs = Outputs(torch.zeros(flat.tokens), torch.zeros(flat.tokens))

@@ -165,7 +165,7 @@ def test_what_is_asked_in_a_file(tmp_path: Path) -> None:
         {"text": "t"},
     ]
     (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list(file_questions(str(tmp_path / "f.jsonl"))) == ["p", "u", "s\nu", "u", "u", "u\na\nu", "t"]
+    assert list(file_questions(Data(file=str(tmp_path / "f.jsonl")))) == ["p", "u", "s\nu", "u", "u", "u\na\nu", "t"]
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])

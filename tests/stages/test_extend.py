@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 import posttrain as pt
 from posttrain import cli, pipeline
+from posttrain.loop import Loop
 from posttrain.runs.read import Run
 
 QUICK = {"lr": 3e-3, "warmup": 2, "schedule": "constant"}
@@ -31,7 +34,7 @@ def no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
 
 
-def start(name: str, steps: int, kind: str, **changes: Any) -> Path:
+def start(name: str, steps: int, kind: str, code: int = 0, **changes: Any) -> Path:
     first = {
         "name": "one",
         "model": "tiny:nano",
@@ -45,7 +48,7 @@ def start(name: str, steps: int, kind: str, **changes: Any) -> Path:
     after = {"stage": "evaluate", "name": "after", "model": "one", "task": TASK, "problems": 4, "sampling": sampling}
     tree = {"stages": [first, after] if kind == "rl" else [first], "name": "run"}
     Path("run.yaml").write_text(yaml.safe_dump(tree))
-    assert cli.main(["run", "run.yaml", f"out={name}", "device=cpu", "threads=1"]) == 0
+    assert cli.main(["run", "run.yaml", f"out={name}", "device=cpu", "threads=1"]) == code
     return Path(name)
 
 
@@ -71,6 +74,28 @@ def test_an_extended_run_is_the_longer_run_to_the_bit(kind: str, capsys: pytest.
     assert yaml.safe_load((run / "config.yaml").read_text())["stages"][0]["steps"] == 5
     assert [e for e in Run(run).events() if e.kind == "resume"], "it went on from a checkpoint"
     assert cli.main(["resume", "run", "one.steps=5"]) == 0 and "run is complete: " in capsys.readouterr().out
+
+
+def test_a_stopped_stage_may_end_where_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run that was killed has a model, from which a new one may start with another learning rate."""
+    shorter, step = start("shorter", 3, "rl"), Loop.one_step
+
+    def interrupted(loop: Loop) -> Any:
+        os.kill(os.getpid(), signal.SIGINT) if loop.step == 2 else None
+        return step(loop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "one_step", interrupted)
+        run = start("run", 9, "rl", 130)
+    assert cli.main(["resume", "run", "one.optimizer.lr=1e-4"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "let one end where it is (posttrain resume run one.steps=3) and give the new run model=run" in line
+    assert cli.main(["resume", "run", "one.steps=2"]) == 2
+    assert "longer, not shorter; it can end at step 3, where its checkpoint is)" in capsys.readouterr().err
+    assert cli.main(["resume", "run", "one.steps=3"]) == 0
+    rows, results, weights = learned(run)
+    assert weights == learned(shorter)[2] and results["after"] == learned(shorter)[1]["after"]
+    assert [row[:2] for row in rows] == [row[:2] for row in learned(shorter)[0]]
 
 
 def test_epochs_are_extended_in_python() -> None:

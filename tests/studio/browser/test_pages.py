@@ -234,6 +234,42 @@ def literal(text: str) -> str:
     return "".join(f"\\u{ord(c):04x}" if ord(c) in hidden else c for c in text).strip()
 
 
+def test_two_runs_are_compared_while_they_train(tmp_path: Path, serve: Any, visit: Any) -> None:
+    make_run(tmp_path / "one", steps=10, finish=False)
+    make_run(tmp_path / "two", steps=10, finish=False, name="other")
+    visitor = visit(serve(tmp_path))
+    ids = ",".join(path_id(tmp_path / name) for name in ("one", "two"))
+    page = visitor.go(f"/compare?runs={ids}")
+    rows = [" ".join(row.split()) for row in page.locator("table.diff tr").all_inner_texts()]
+    assert rows[0] == "Run one two" and rows[2] == "held-out score 60.0% 60.0%"
+    assert page.locator("summary").inner_text() == "1 setting differs" and rows[3:] == [
+        "Setting one two",
+        "name quickstart other",
+    ]
+    reward = ".chart:has(h3:text-is('Reward while training')) .plot"
+    page.wait_for_selector(f"{reward} canvas")
+    before = page.locator(reward).get_attribute("aria-label")
+    with RunWriter.resume(tmp_path / "two") as writer:
+        page.wait_for_selector(".chip.live")
+        for step in range(11, 31):
+            add_step(writer, step)
+        page.wait_for_selector("table.diff td:text-is('80.0%')")
+        visitor.until(
+            f"[...document.querySelectorAll('.plot')].every((p) => p.getAttribute('aria-label') !== {json.dumps(before)})"
+        )
+    assert visitor.wrong == []
+
+
+def test_a_new_run_is_the_quickstart_unless_another_is_chosen(tmp_path: Path, serve: Any, visit: Any) -> None:
+    page = visit(serve(tmp_path)).go("/")
+    page.click("text=New run >> nth=0")
+    dialog = page.locator("dialog")
+    assert dialog.locator("select").input_value() == "quickstart" and "posttrain run quickstart --help" in dialog.inner_text()
+    dialog.locator("textarea").fill("rl.stepz = 3")
+    dialog.locator("button.main").click()
+    page.wait_for_selector("dialog .error:has-text('steps')", timeout=60_000)
+
+
 def test_fifty_runs_together_are_zoomed_without_waiting(tmp_path: Path, serve: Any, visit: Any) -> None:
     for number in range(50):
         with RunWriter.create(tmp_path / f"run-{number}", {"name": "x", "stages": STAGES}) as writer:

@@ -4,6 +4,7 @@ import { ago, duration, fill, h, number, spark, visible } from "./dom.js";
 
 const KINDS = { live: ["running", ""], finished: ["finished", "good"], waiting: ["waiting for labels", "warn"], stopped: ["stopped by a guard", "warn"], interrupted: ["interrupted", ""], crashed: ["crashed", "bad"] };
 export const MARKS = { yes: "✓", careful: "!", unclear: "~", early: "…", no: "✕" };
+const FIRST = "quickstart"; // the recipe that New run proposes: GRPO in minutes on a laptop
 const TONES = { yes: "good", careful: "warn", unclear: "", early: "", no: "bad" };
 const ANSWERS = { yes: "learning", careful: "look closer", unclear: "not clear yet", early: "too early", no: "not learning" };
 
@@ -60,9 +61,9 @@ function row(r, chosen, changed) {
 /** @param {HTMLElement} main */
 async function startDialog(main) {
   const recipes = await get("/api/recipes");
-  const recipe = h("select", { "aria-label": "Recipe" }, recipes.map((/** @type {any} */ r) => h("option", { value: r.name }, r.name)));
+  const recipe = h("select", { "aria-label": "Recipe" }, recipes.map((/** @type {any} */ r) => h("option", { value: r.name, selected: r.name === FIRST }, r.name)));
   const about = h("p", { class: "dim small" });
-  const describe = () => (about.textContent = recipes.find((/** @type {any} */ r) => r.name === recipe.value)?.summary ?? "");
+  const describe = () => (about.textContent = `${recipes.find((/** @type {any} */ r) => r.name === recipe.value)?.summary ?? ""} Every key: posttrain run ${recipe.value} --help`);
   recipe.addEventListener("change", describe);
   const settings = h("textarea", { rows: 4, placeholder: "seed=1\nrl.lr=1e-4", class: "mono" });
   const said = h("div", { class: "error", hidden: true, role: "alert" });
@@ -73,7 +74,7 @@ async function startDialog(main) {
     start.disabled = true;
     start.textContent = "Starting…";
     try {
-      const made = await post("/api/runs", { recipe: recipe.value, settings: settings.value.split("\n").map((/** @type {string} */ l) => l.trim()).filter(Boolean) });
+      const made = await post("/api/runs", { recipe: recipe.value, settings: settings.value.split("\n").map((/** @type {string} */ l) => l.trim().replace(/\s*=\s*/, "=")).filter(Boolean) });
       dialog.close();
       dispatchEvent(new CustomEvent("studio-go", { detail: `/run/${made.run}` }));
     } catch (error) {
