@@ -44,6 +44,7 @@ EXECUTED = {
     "README.md": "tests/examples/test_examples.py",
     "environments.md": "tests/tasks/test_tool_use.py",
     "outside.md": "tests/tasks/test_outside.py",
+    "own-algorithm.md": "tests/algorithms/test_own_page.py",
     "python.md": "tests/api/test_page.py",
     "rewards.md": "tests/test_docs.py",
     "serve.md": "tests/serve/test_serve.py",
@@ -79,7 +80,11 @@ def test_every_yaml_block_is_read_with_all_its_keys(tmp_path: Path, monkeypatch:
     """Files of stages, one stage, a task, an algorithm: none has a key that is not known. Kubernetes reads its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rubric.txt").write_text("Prefer the answer that is right.")
-    for name, pages in {"mine.py": ("rewards.md", "tools.md"), "guess.py": ("environments.md",)}.items():
+    for name, pages in {
+        "mine.py": ("rewards.md", "tools.md"),
+        "guess.py": ("environments.md",),
+        "median.py": ("own-algorithm.md",),
+    }.items():
         own = [code for page in pages for _, code in of_kind("python", page) if code.startswith(f"# {name}")]
         (tmp_path / name).write_text("\n".join(own))
     for number, (path, code) in enumerate(of_kind("yaml")):

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt")
     text = "of a run: the answers of every stage, one below the other"
     parser.add_argument("--stages", action="store_true", help=text)
-    add_settings(parser, "temperature, max_new_tokens, group, seed, ...")
+    add_settings(parser, "temperature, max_new_tokens, n (answers), seed, ...")
 
 
 def call(options: argparse.Namespace) -> None:

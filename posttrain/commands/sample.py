@@ -21,7 +21,7 @@ class SampleOptions(MachineOptions):
     """Options of `posttrain sample` that are not settings of sampling."""
 
     plain: bool = False
-    group: Count = 1
+    n: Count = 1  # answers to each prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def sample(model: str, prompt: str, settings: Sequence[str]) -> Iterator[Answer]
 def sample_options(settings: Sequence[str]) -> tuple[SampleOptions, Sampling]:
     pairs = dict(map(config_tree.pair, settings))
     known = [field.name for kind in (SampleOptions, Sampling) for field in fields(kind)]
-    refuse_unknown("key of sample", pairs, known)
+    refuse_unknown("key of sample", pairs, known, ["posttrain sample"])
     options = take_options(pairs, SampleOptions, "sample")
     return options, config_tree.from_tree(pairs, Sampling, "sample")
 
@@ -64,7 +64,7 @@ def _asker(
         if not isinstance(prompt, str) and (options.plain or not policy.tokenizer.chat_template):
             prompt = prompt[-1].content  # without a template each message stands alone
         ids = prompt_ids(policy.tokenizer, prompt, options.plain)
-        [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.group, seed, sampling)])
+        [group] = answers(sampler, policy.tokenizer, [Prompt(ids, options.n, seed, sampling)])
         warnings = unknown_tokens(policy.tokenizer, [ids])
         return [replace(answer, warnings=warnings) for answer in group]
 
@@ -84,7 +84,7 @@ def sample_stages(
 def chat(model: str, said: Iterable[str], settings: Sequence[str]) -> Iterator[Answer]:
     """Yield the answer to each message of a person, given the conversation so far; `/new` begins another conversation."""
     options, sampling = sample_options(settings)
-    require(options.group == 1, "chat: a message has one answer; leave out group")
+    require(options.n == 1, "chat: a message has one answer; leave out n")
     ask, history = _asker(model, options, sampling), list[Message]()
     for number, text in enumerate(said):
         if text.strip() == "/new":

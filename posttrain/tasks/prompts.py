@@ -75,7 +75,13 @@ class Prompts(Jsonl):
         problems = self.pool("train")
         count = len(self.pool("test"))
         kept = f"{count:,} held out" if count else "none held out: nothing is measured on others"
-        return (f"{len(problems):,} prompts to train on, {kept}", *super().ready())
+        lines = [f"{len(problems):,} prompts to train on, {kept}", *super().ready()]
+        if not self.style and self.wording != "direct":
+            added = " ".join(self.ask("").split())
+            lines.append(
+                f"each prompt ends with '{added}', where the reward {self.reward} looks; style=direct leaves it as it is"
+            )
+        return tuple(lines)
 
 
 @lru_cache(maxsize=16)

@@ -104,7 +104,7 @@ def test_of_a_run_only_its_model_is_an_input(run: Path) -> None:
 
 
 def test_every_stage_answers_the_same_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [stage for stage, _ in sample_stages(run, "1+1=", [*SHORT, "group=2"])] == ["sft", "sft", "rl", "rl"]
+    assert [stage for stage, _ in sample_stages(run, "1+1=", [*SHORT, "n=2"])] == ["sft", "sft", "rl", "rl"]
     assert cli.main(["sample", str(run), "1+1=", "--stages", *SHORT]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sft", "rl"]
     assert cli.main(["sample", str(run / "export"), "1+1=", "--stages"]) == 2
@@ -122,7 +122,7 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(run: Path, monkeypatch: p
     assert len(list(talk.chat(str(run), ["Hello", "Hello", "/new", "Hello"], SHORT))) == 3
     assert asked == ["user", "user assistant user", "user"]
     with pytest.raises(UserError, match="one answer"):
-        next(talk.chat(str(run), ["Hello"], ["group=2"]))
+        next(talk.chat(str(run), ["Hello"], ["n=2"]))
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale of a terminal sets it
@@ -135,12 +135,17 @@ def test_a_message_that_is_not_utf8_is_one_line(
 
 
 def test_an_unknown_key_of_sample_is_refused_with_all_that_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sample", str(run), "1+1=", "n=3"]) == 2
+    assert cli.main(["sample", str(run), "1+1=", "count=3"]) == 2
     said = capsys.readouterr().err
-    assert "unknown key of sample 'n'; known: device, group, max_new_tokens, " in said and "seed, temperature" in said
+    assert (
+        "unknown key of sample 'count'; known: device, max_new_tokens, min_new_tokens, n, " in said
+        and "seed, temperature" in said
+    )
+    assert cli.main(["sample", str(run), "1+1=", "group=3"]) == 2
+    assert "unknown key of sample 'group'; an earlier version had it, use n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["sample", "group=2"], ["sample", "--stages"], ["chat"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["sample", "n=2"], ["sample", "--stages"], ["chat"]], ids=" ".join)
 def test_characters_that_the_vocabulary_lacks_are_warned_of_once(
     words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,3 +111,11 @@ stages:
     assert (run.summary or {})["before"] == (run.summary or {})["stages"]["before"]["reward"]
     out_text = capsys.readouterr().out
     assert "tiny:nano: reward " in out_text and "answer right" not in out_text and "before: accuracy" not in out_text
+
+
+def test_what_a_style_adds_to_own_prompts_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(4)))
+    (line,) = [line for line in Prompts(str(file), reward="answer").ready() if "ends with" in line]
+    assert line.startswith("each prompt ends with 'Think step by step, then end with the final answer after #.'")
+    assert not [line for line in Prompts(str(file), reward="answer", style="direct").ready() if "ends with" in line]
