@@ -69,7 +69,7 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
     if chosen.card:
         text = own_card(chosen.card)
     else:
-        text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter)
+        text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter, chosen.stage)
     atomic_write(folder / "README.md", text)
 
 
