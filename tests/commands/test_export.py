@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,18 @@ def test_the_card_of_a_run_that_has_not_ended_claims_no_quiet_training(tmp_path:
     card = model_card(Run(directory))
     assert "The run had not ended when this card was made" in card and "- Alarm in training: " in card
     assert "No alarm in training" not in card and "0 responses could not be scored" not in card and "Made in 0 s" not in card
+
+
+def test_a_full_disk_is_named_by_the_place_that_is_written(
+    finished: Path, hub: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert cli.main(["push", str(finished), "me/full"]) == 2
+    error = capsys.readouterr().err
+    assert "posttrain-push-" in error and "could not be written" in error and str(finished) not in error
 
 
 def test_a_card_of_ones_own_is_taken_as_it_is(finished: Path, tmp_path: Path) -> None:
