@@ -78,6 +78,9 @@ class Settings(Checked):
     def __post_init__(self) -> None:
         """Checked before the run directory exists."""
         check_machine(self.seed, self.device)
+        # a tokenizer is not saved to any other name, which would be noticed at the end
+        text = f"out={self.out!r}: the name of a run directory is UTF-8; choose another"
+        require(self.out == self.out.encode("utf-8", "replace").decode(), text)
         super().__post_init__()
         check_threads(self.threads, "threads")
         if self.tensor_parallel > 1:

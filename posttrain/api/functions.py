@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from posttrain.api.run import Callback, Model, Run
 from posttrain.commands.probe import Report
 from posttrain.commands.probe import probe as probe_task
 from posttrain.data.records import parse_messages
-from posttrain.errors import called_here, refuse_unknown, require
+from posttrain.errors import UserError, called_here, refuse_unknown, require
 from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards.base import check, resolve
 from posttrain.rewards.compose import Reward
@@ -238,16 +239,27 @@ def run(
     if not isinstance(recipe, str):
         made = recipe() if callable(recipe) else recipe
         return _begun(as_recipe(made, "run"), _files(out, "run"), callback, settings).train()
-    whole = config.parse(recipe, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    whole = config.parse(recipe, [f"{key}={_text(key, value)}" for key, value in settings.items()])
     files = _files(out, whole.name)
     return Run(files.directory, replace(whole, out=str(files.directory)), files, callback).train()
 
 
+def _text(key: str, value: Any) -> str:
+    """A setting as it is typed on the command line."""
+    plain = inputs.as_model(value) if isinstance(value, Run | Model | Path) else value
+    try:
+        return json.dumps(plain, default=inputs.as_plain)
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise UserError(f"run: {key}: text, numbers, lists or dicts, not {kind}") from None
+
+
 def load(place: str | Path) -> Run | Model:
     """Open a run by its directory, or a model by its path or hub name. `load(DIRECTORY).train()` continues a run that was killed."""
-    found = Path(place).expanduser()
     none = f"there is no run and no model {place}; check the path (on the hub it is org/name)"
-    require("/" in str(place) or found.exists(), none)
+    require(isinstance(place, str | Path) and bool(str(place)), none)
+    found = Path(place).expanduser()
+    require("/" in str(place) or os.path.exists(found), none)
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
 
 
@@ -261,6 +273,7 @@ def sample(
 
     policy = _policy(model, tokenizer)
     how = inputs.built(Sampling, {}, sampling, "sample")
+    n, seed = (inputs.value_of(v, int, f"sample: {k}") for k, v in {"n": n, "seed": seed}.items())
     require(n >= 1, f"sample: n must be at least 1, not {n}")
     several = isinstance(prompt, list | tuple) and bool(prompt)
     several = several and all(isinstance(p, str | list) for p in prompt)
@@ -292,6 +305,7 @@ def evaluate(
     one, with the sampling of that stage's evaluation; the name of that task, without settings of the task, means the same. The
     result then names the stage in `task_source`; with `allow_code`, the task may run code that the run's directory names. For a
     reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its calibration."""
+    seed = inputs.value_of(seed, int, "evaluate: seed")
     if data is not None:
         return _agreement(model, data, **settings)
     if settings.get("reference"):
@@ -358,6 +372,7 @@ def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]
 
 def reward(name: str, **options: Any) -> Reward:
     """Return a shipped reward with its options as a function: reward("math", phrase="final answer:")."""
+    require(isinstance(name, str), f"reward: the name of a shipped reward, not {name!r}")
     check(name, options)
     return resolve(name, options)
 
@@ -426,6 +441,8 @@ def _algorithm(given: Algorithm | str) -> Algorithm:
 
 def _files(out: str | Path, name: str) -> inputs.Files:
     """The files of a run in the directory `out`, or in the first free runs/NAME-N."""
+    fine = isinstance(out, str | Path) and "\0" not in str(out)
+    require(fine or out is None, f"out: the path of a directory, not {out!r}")
     if out:
         return inputs.Files(Path(out), name)
     taken = {files.place for files in _waiting}

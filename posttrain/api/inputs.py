@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ class Files:
             return str(data.data)
         if isinstance(data, str | Path) and not (found := _hub_name(data)):
             path = Path(data).expanduser()
-            none = f"{what}: there is no file {data}; give a file, or a list of rows"
-            require(path.is_file(), none)
+            none = f"{what}: there is no file {str(data)[:200]}; give a file, or a list of rows"
+            require(os.path.isfile(path), none)  # False for any text, however long
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
@@ -75,7 +76,9 @@ class Files:
         if several and all(isinstance(item, Mapping) and [*item] == ["file"] for item in data):
             data = [item["file"] for item in data]
         if several and all(isinstance(item, str | Path) for item in data):
-            texts = [t for t in data if not _hub_name(t) and not Path(t).expanduser().exists()]
+            texts = [
+                t for t in data if not _hub_name(t) and not os.path.exists(Path(t).expanduser())
+            ]
             advice = 'of texts make rows: {"text": ...}'
             files = f"{what}: a list of texts is one of files, and there is no file {data[0]!r}"
             require(len(texts) < len(data), f"{files}; {advice}")
@@ -103,7 +106,7 @@ class Files:
         for path in self.lines:
             text = text.replace(f"{path} line ", f"{path.stem} row ").replace(f"{path}", path.stem)
         error.args = (text,)
-        if not (self.directory / CONFIG).exists():
+        if not os.path.exists(self.directory / CONFIG):
             for path in (*self.lines, *self.made):
                 with suppress(OSError):  # it does not exist, or is a folder that is not empty
                     path.rmdir() if path in self.made else path.unlink()
@@ -111,13 +114,15 @@ class Files:
 
 def _hub_name(data: str | Path) -> str:
     named = isinstance(data, str) and HUB.fullmatch(data) is not None
-    return str(data) if named and not Path(data).expanduser().exists() else ""
+    return str(data) if named and not os.path.exists(Path(data).expanduser()) else ""
 
 
 def _rows(data: Any, what: str) -> Iterable[Any]:
     """The rows of a list, a data set of `datasets`, a pandas table, or any iterable."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         return data.astype(object).where(data.notna(), None).to_dict("records")  # type: ignore[no-any-return]
+    if hasattr(data, "tolist"):  # a column of pandas, an array of texts
+        return data.tolist()  # type: ignore[no-any-return]
     if hasattr(data, "keys") and hasattr(data, "items"):
         held = ", ".join(map(str, data))
         wrong = f"{what}: expected a list of rows, not a mapping of {held}"
@@ -136,17 +141,17 @@ def _line(row: Any, number: int, what: str) -> str:
     require(fine, f"{what} row {number}: expected a dict of columns, not {found}")
     for name, value in row.items():
         try:
-            json.dumps({name: value}, default=_plain)
+            json.dumps({name: value}, default=as_plain)
         except (TypeError, ValueError):
             kind = type(value).__name__
             where = f"{what} row {number}: the column {name} is a {kind}"
             raise UserError(f"{where}; use text, numbers, lists, dicts") from None
-    line = json.dumps(dict(row), default=_plain, ensure_ascii=False)
+    line = json.dumps(dict(row), default=as_plain, ensure_ascii=False)
     check_whole(line, f"{what} row {number}")
     return line
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Convert NumPy numbers and arrays to plain Python."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -235,7 +240,7 @@ def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
     places = [_scorers(model) for model in models]
     if not places:
         return None
-    given = [] if weights is None else [float(w) for w in weights]
+    given = [] if weights is None else _numbers(weights)
     fits = len(given) in (0, len(places))
     require(fits, f"weights: {len(given)} for {len(places)} reward models")
     shared = tuple(w / len(own) for w, own in zip(given, places, strict=False) for _ in own)
@@ -262,9 +267,17 @@ def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
     if isinstance(weights, Mapping):
         refuse_unknown("reward in weights:", weights, labels)
         weights = [weights.get(label, 1.0) for label in labels]
-    factors = [1.0] * len(given) if weights is None else [float(w) for w in weights]
+    factors = [1.0] * len(given) if weights is None else _numbers(weights)
     require(len(factors) == len(given), f"weights: {len(factors)} for {len(given)} rewards")
     return {label: (one, w) for label, one, w in zip(labels, given, factors, strict=True)}
+
+
+def _numbers(weights: Any) -> list[float]:
+    fine = isinstance(weights, Iterable) and not isinstance(weights, str | bytes)
+    require(fine, f"weights: a list of numbers, one for each reward, not {weights!r}")
+    found = [value_of(weight, float, "weights") for weight in weights]
+    require(all(map(isfinite, found)), f"weights must be finite, not {found}")
+    return found
 
 
 def _label(reward: Any) -> str:
@@ -321,7 +334,7 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
         called = "" if key in hints or dot else called_here(key)
         require(not called, f"{where}: {called}")
         if key in hints:
-            values[key] = _value(value, hints[key], f"{where}: {key}")
+            values[key] = value_of(value, hints[key], f"{where}: {key}")
         elif len(inside) == 1:
             inner.setdefault(inside[0], {})[rest if dot else key] = value
         else:
@@ -336,8 +349,9 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
     return kind(**values)
 
 
-def _value(value: Any, hint: Any, where: str) -> Any:
-    if value is None or is_dataclass(value) or isinstance(value, Task):
+def value_of(value: Any, hint: Any, where: str) -> Any:
+    """A value of the type `hint`; an error names `where`. NumPy's numbers become plain ones."""
+    if is_dataclass(value) or isinstance(value, Task):
         return value
     value = value.item() if hasattr(value, "item") else value
     plain = list(value) if isinstance(value, tuple) else value

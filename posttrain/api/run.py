@@ -52,6 +52,8 @@ class Run:
         callback: Callback | None = None,
     ) -> None:
         self.directory = Path(directory)
+        fine = callback is None or callable(callback)
+        require(fine, f"callback: a function of a step's metrics, not {callback!r}")
         self._settings, self._files, self._callback = settings, files, callback
         self._stepper: _Stepper | None = None
         self._loaded: Any = None
@@ -184,6 +186,7 @@ class Run:
         """Compare this run with another, as `posttrain compare`. Draws the curves to `picture`, by default compare-RUN-RUN.png."""
         from posttrain.commands.compare import compare_runs
 
+        require(isinstance(other, Run), f"compare: a run, such as pt.load(PATH), not {other!r}")
         first, second = self._reader().directory, other._reader().directory
         return compare_runs(first, second, Path(picture) if picture else None, stage)
 
@@ -252,10 +255,11 @@ class Run:
 
     def scorer(self) -> Any:
         """The reward model of the run, which `score` uses."""
+        place = self.scorers()[0]
         if self._loaded is None:
             from posttrain.models.scorer import load_scorer
 
-            self._loaded = load_scorer(self.scorers()[0])
+            self._loaded = load_scorer(place)
         return self._loaded
 
     def _network(self) -> Any:

@@ -84,12 +84,16 @@ def call_harness(options: argparse.Namespace) -> None:
     require(not options.against, "eval: --against compares two models on a --task")
     found = evaluate(options.model, options.harness.split(","), options.settings)
     if options.json:
-        base.print_json({"model": options.model, "tasks": found}, indent=None)
+        base.print_json({"model": options.model, **found}, indent=None)
         return
-    for task, figures in found.items():
+    for task, figures in found["tasks"].items():
         documents = figures.pop("documents")
         base.print_lines([f"{options.model} on {documents} documents of {task}"])
         for name, value in figures.items():
             single = isinstance(value, float)
             spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             base.print_lines([f"  {name:<24} {spelled}"])
+    if found["cut"]:
+        base.print_lines(
+            [f"{found['cut']} inputs were too long (max_length) and lost their beginning"]
+        )

@@ -15,6 +15,7 @@ import yaml
 from posttrain.commands.compare import interval_of
 from posttrain.errors import require
 from posttrain.models.load import HUB_NAME
+from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs.read import Run
 from posttrain.system.files import read_text
 from posttrain.types import JSON
@@ -26,13 +27,26 @@ SETTINGS = ("format", "name", "seed", "deterministic", "processes", "stages")
 LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")  # the hub's identifiers: apache-2.0, mit, other
 
 
-def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = False) -> str:
-    """Return the card as Markdown with the hub's metadata; `base` is the model that adapters belong to."""
+def model_card(
+    run: Run, licence: str = "", base: str = "", adapter: bool = False, stage: str = ""
+) -> str:
+    """Return the card as Markdown with the hub's metadata; `base` is the model that adapters belong to. Of a `stage` that is not the
+    one a run exports, later stages and the figures of their models are left out."""
     fine = not licence or LICENCE.fullmatch(licence) is not None
     such = "is not an identifier of the hub, such as apache-2.0, mit or other"
     require(fine, f"license {licence!r} {such}")
-    stages = [stage for stage in run.config.get("stages", []) if isinstance(stage, dict)]
-    summary = run.summary or {}
+    stages = every = [s for s in run.config.get("stages", []) if isinstance(s, dict)]
+    ended = run.summary is not None
+    so_far = {"seed": run.config.get("seed", "unknown"), "alarms": alarm_lines(run.events())}
+    summary = dict(run.summary or so_far)
+    if stage:
+        names = [str(s["name"]) for s in stages]
+        stages = stages[: names.index(stage) + 1]
+        own = {**(summary.get("stages") or {})}
+        late = {
+            n: r for n, r in own.items() if n in names[len(stages) :] and r.get("model") != stage
+        }
+        summary["stages"] = {name: result for name, result in own.items() if name not in late}
     base = base or next((m for s in stages if HUB_NAME.fullmatch(m := str(s.get("model", "")))), "")
     chosen = [s["algorithm"] for s in stages if isinstance(s.get("algorithm"), dict)]
     algorithms = [str(algorithm["name"]) for algorithm in chosen]
@@ -46,20 +60,21 @@ def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = Fals
     missing = "Not stated. Its publisher must choose one that the base model and the data permit."
     licensed = f"`{licence}`, as its publisher says." if licence else missing
     origin = f"`{base}`" if base else "a model that is not on the hub"
-    kept = published({key: run.config.get(key) for key in SETTINGS})
+    kept = published({**{key: run.config.get(key) for key in SETTINGS}, "stages": stages})
     settings = yaml.safe_dump(kept, sort_keys=False)
     sections = {
         "Training": _training(stages),
-        "Held-out figures": _figures(summary, stages),
+        "Held-out figures": _figures(summary, every),
         "Data": _data(stages, summary),
-        "Limits": _limits(summary),
+        "Limits": _limits(summary, ended),
         "Licence": [licensed],
         "All settings": ["Paths are shortened to their last part.", "", f"```yaml\n{settings}```"],
     }
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {_cell(run.config.get('name', 'A model'))}, trained with posttrain",
-        f"{'Adapters (LoRA) for' if adapter else 'Trained from'} {origin}.",
+        f"{'Adapters (LoRA) for' if adapter else 'Trained from'} {origin}."
+        + (f" This is the model of the stage {_cell(stage)}." if stage else ""),
     ]
     parts += ["\n".join([f"## {title}", "", *lines]) for title, lines in sections.items()]
     return "\n\n".join(parts) + "\n"
@@ -128,19 +143,23 @@ def _data(stages: list[dict[str, JSON]], summary: Mapping[str, JSON]) -> Iterato
             yield f"- {stage['name']}: `{json.dumps(given, ensure_ascii=False).replace('`', '')}`{more}"
 
 
-def _limits(summary: Mapping[str, JSON]) -> Iterator[str]:
+def _limits(summary: Mapping[str, JSON], ended: bool) -> Iterator[str]:
+    if not ended:
+        yield "- The run had not ended when this card was made: figures that it has measured are missing here."
     yield f"- One run with seed {summary.get('seed', 'unknown')}: intervals are over problems, not over seeds."
     results = (summary.get("stages") or {}).values()
     failed = sum(int(result.get("failed") or 0) for result in results)
     seen = sum(int(result.get("contaminated") or 0) for result in results)
-    yield f"- Evaluations: {failed} responses could not be scored, {seen} problems were also trained on."
+    if ended:
+        yield f"- Evaluations: {failed} responses could not be scored, {seen} problems were also trained on."
     alarms = [str(line) for line in summary.get("alarms") or ()]
     yield from (f"- Alarm in training: {_cell(line)}" for line in alarms)
     yield from () if alarms else ["- No alarm in training."]
     yield "- Measured only on the tasks above. Its safety, its bias and other uses were not evaluated."
     known = (summary.get("versions") or {}).items()
     versions = ", ".join(f"{name} {version}" for name, version in known)
-    yield f"- Made in {float(summary.get('seconds') or 0):.0f} s with {versions}; settings sha256 `{summary.get('config_sha256', '')}`."
+    made = f"- Made in {float(summary.get('seconds') or 0):.0f} s with {versions}"
+    yield from [f"{made}; settings sha256 `{summary.get('config_sha256', '')}`."] if ended else []
 
 
 def _cell(value: JSON) -> str:

@@ -69,7 +69,7 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
     if chosen.card:
         text = own_card(chosen.card)
     else:
-        text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter)
+        text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter, chosen.stage)
     atomic_write(folder / "README.md", text)
 
 
@@ -91,7 +91,8 @@ def push(chosen: Chosen, repository: str, public: bool = False) -> Iterator[str]
     fine = HUB_NAME.fullmatch(repository) is not None and "@" not in repository
     require(fine, f"{repository!r} is not the name of a repository, such as org/name")
     with tempfile.TemporaryDirectory(prefix="posttrain-push-") as made:
-        write_folder(chosen, Path(made))
+        with one_line_when_unwritable(Path(made)):
+            write_folder(chosen, Path(made))
         try:
             api = HfApi()
             api.create_repo(repository, private=not public, exist_ok=True)

@@ -7,10 +7,12 @@ data sets; name only tasks that you trust on the command line.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.commands.models import MachineOptions, open_policy
 from posttrain.data.safe_readers import render_template
 from posttrain.data.text import Decoder
-from posttrain.errors import Count, UserError, Whole, require
+from posttrain.engine.random import derive
+from posttrain.errors import Count, UserError, Whole, first_line, require
 from posttrain.evals.statistics import score_interval
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
@@ -34,6 +37,8 @@ try:
 except ImportError:
     TemplateLM = object
 POSITIONS, TOKENS, BUDGET = 4096, 256, 8192  # defaults of a model, a task and a batch
+# names of the number of new tokens, in the order in which the harness reads them
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 ROWS = 1024  # tokens whose logits are computed at once
 NAME = re.compile(r"^task:[ \t]*[\"']?([\w./+-]+)[\"']?[ \t]*$", re.MULTILINE)
 
@@ -51,7 +56,7 @@ class HarnessOptions(MachineOptions):
 
 def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[str, JSON]:
     """Return the results of each task by its name: the harness's value and, if it is a mean over documents, an interval over
-    prompts."""
+    prompts. `cut` is the number of inputs that lost their beginning, because they were too long."""
     pairs = dict(map(config_tree.pair, settings))
     options: HarnessOptions = config_tree.from_tree(pairs, HarnessOptions, "eval")
     needs = "eval: --harness needs lm-evaluation-harness: pip install 'posttrain[harness]'"
@@ -69,21 +74,34 @@ def evaluate(model: str, tasks: Sequence[str], settings: Sequence[str]) -> dict[
     require(not unknown, f"eval: lm-evaluation-harness has no task {', '.join(unknown)}")
     policy = open_policy(model, options.device)
     network = HarnessModel(policy, make_sampler(policy), options)
-    found = simple_evaluate(
-        network,
-        tasks=names,
-        num_fewshot=None if options.fewshot < 0 else options.fewshot,
-        limit=options.limit or None,
-        bootstrap_iters=0,
-        apply_chat_template=options.chat,
-        task_manager=manager,
-        random_seed=options.seed,
-        numpy_random_seed=options.seed,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
-    )
-    results, rows = found["results"], found["samples"]
-    return {name: _figures(results[name], rows.get(name, ())) for name in names}
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    try:
+        found = simple_evaluate(
+            network,
+            tasks=names,
+            num_fewshot=None if options.fewshot < 0 else options.fewshot,
+            limit=options.limit or None,
+            bootstrap_iters=0,
+            apply_chat_template=options.chat,
+            task_manager=manager,
+            **dict.fromkeys(kinds, options.seed),
+        )
+    except Exception as error:
+        called = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+        if isinstance(error, UserError) or called.count(__name__) > 1:  # an error of ours
+            raise
+        failed = f"eval: lm-evaluation-harness cannot run {', '.join(names)}"
+        raise UserError(f"{failed}: {type(error).__name__}: {first_line(error)}") from error
+    rows, parts = found["samples"], found.get("group_subtasks", {})
+    # a group or a tag stands for several tasks
+    figures = {n: _figures(result, rows.get(n, ())) for n, result in found["results"].items()}
+
+    def documents(name: str) -> int:
+        own: int = figures[name]["documents"] if name in figures else 0
+        return own or sum(map(documents, parts.get(name, ())))
+
+    counted = {name: {**own, "documents": documents(name)} for name, own in figures.items()}
+    return {"tasks": counted, "cut": network.cut}
 
 
 def _task_name(file: Path) -> str:
@@ -119,6 +137,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self.policy, self.sampler, self.seed = policy, sampler, options.seed
         self.tokenizer, self.decoder = policy.tokenizer, Decoder(policy.tokenizer)
         self.max_length = min(options.max_length, policy.positions or options.max_length)
+        self.cut = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -155,6 +174,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return log p of each continuation, and whether argmax would write it. A too long input loses its beginning."""
         examples = []
         for _, before, after in requests:
+            self.cut += len(before) + len(after) > self.max_length
             ids = np.array([*before, *after][-self.max_length :], dtype=np.int64)
             first = len(ids) - len(after)
             require(first > 0, f"eval: a continuation of {len(after)} tokens leaves no context")
@@ -192,20 +212,32 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: Sequence[Any], **more: object) -> list[str]:
-        """Return completions up to the first of the stop texts; greedy unless the task samples."""
-        prompts, stops = [], []
+        """Return completions up to the first of the stop texts; greedy unless the task samples. Equal requests are samples of one
+        prompt, each with randomness of its own."""
+        prompts, stops, seen = [], [], Counter[tuple[int, ...]]()
         for request in requests:
             context, asked = request.args
-            length = min(int(asked.get("max_gen_toks", TOKENS)), self.max_length - 1)
-            greedy = not asked.get("do_sample", False)
+            length = next((asked[name] for name in LENGTHS if asked.get(name) is not None), TOKENS)
+            where = "eval: generation_kwargs of the task:"
+            length = config_tree.check_value(f"{where} max_gen_toks", int, length)
+            room = self.max_length - length
+            long = f"{where} max_gen_toks={length} leaves no room for a prompt in {self.max_length} tokens"
+            require(room > 0, f"{long}; raise max_length, if the model has more positions")
+            heat = config_tree.check_value(
+                f"{where} temperature", float, asked.get("temperature", 1.0)
+            )
+            greedy = not asked.get("do_sample", heat > 0 and "temperature" in asked)
             drawn = Sampling(
                 max_new_tokens=length,
-                temperature=0.0 if greedy else float(asked.get("temperature", 1.0)),
+                temperature=0.0 if greedy else heat,
                 top_k=0 if greedy else int(asked.get("top_k", 0)),
                 top_p=1.0 if greedy else float(asked.get("top_p", 1.0)),
             )
-            ids = self.tok_encode(context)[-(self.max_length - length) :] or [self.prefix_token_id]
-            prompts.append(Prompt(tuple(ids), 1, self.seed, drawn))
+            whole = self.tok_encode(context)
+            self.cut += len(whole) > room
+            ids = tuple(whole[-room:] or [self.prefix_token_id])
+            prompts.append(Prompt(ids, 1, derive(self.seed, seen[ids]), drawn))
+            seen[ids] += 1
             until = asked.get("until") or ()
             stops.append([until] if isinstance(until, str) else list(until))
         groups = generate_groups(self.sampler, prompts)

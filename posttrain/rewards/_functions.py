@@ -92,6 +92,10 @@ class Function:
 
     def check(self, columns: Sequence[str], answered: bool = True) -> None:
         """Raise an error for parameters that no row can fill. `answered`: some row has an answer."""
+        blind = (
+            f"reward {self} has no parameter for the response; name one: def {self.label}(response)"
+        )
+        require(bool(self.positional or self.names or self.takes_all), blind)
         known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
         ordered = self.in_order(known) and not self.batched
@@ -157,7 +161,9 @@ class Function:
         wanted = {name for name in values if name in self.names}
         if self.takes_all:
             wanted |= {*TEXTS, *columns}
-        return self.call(**{name: _own(values[name]) for name in sorted(wanted)})
+        first = [n for n in self.positional if n not in self.names and n in values]
+        named = {name: _own(values[name]) for name in sorted(wanted - {*first})}
+        return self.call(*[_own(values[name]) for name in first], **named)
 
     def _listed(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
         rows = [{**columns_of(p), "answer": answer_of(p)} for p in problems]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import posttrain as pt
@@ -183,6 +184,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": 3}, "a reward is a function or the name of one, not 3"),
     ({"prompts": ["a"], "reward": [len, max], "weights": [1]}, "weights: 1 for 2 rewards"),
     ({"prompts": ["a"], "reward": {"a": len}, "weights": {"b": 1}}, "unknown reward in weights: 'b'"),
+    ({"prompts": ["a"], "reward": [len, max], "weights": "12"}, "weights: a list of numbers, one for each reward, not '12'"),
+    ({"prompts": ["a"], "reward": len, "weights": 3}, "weights: a list of numbers, one for each reward, not 3"),
+    ({"prompts": ["a"], "reward": len, "weights": [None]}, "weights: input should be a valid number, not None"),
+    ({"prompts": ["a"], "reward": len, "weights": [float("nan")]}, r"weights must be finite, not \[nan\]"),
+    ({"prompts": ["a"], "reward": lambda *texts: 1.0}, "has no parameter for the response; name one"),
+    ({"prompts": "a " * 3000, "reward": len}, "prompts: there is no file a a"),
+    ({"prompts": ["a"], "reward": len, "callback": 3}, "callback: a function of a step's metrics, not 3"),
+    ({"prompts": ["a"], "reward": len, "out": 3}, "out: the path of a directory, not 3"),
+    ({"prompts": ["a"], "reward": len, "out": "x" * 300}, "File name too long; choose another"),
+    ({"prompts": ["a"], "reward": len, "seed": None}, "seed: input should be a valid integer, not None"),
+    ({"prompts": ["a"], "reward": len, "optimizer": None}, "optimizer takes keys, not None"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
     ({"task": Undecorated()}, r"task Undecorated: write @dataclass\(frozen=True\) above the class"),
@@ -211,6 +223,32 @@ def test_what_is_wrong_is_refused_in_one_line_and_nothing_is_left(given: dict[st
         pt.rl(**how).train()
     assert "\n" not in str(refused.value)
     assert not [*tmp_path.rglob("*.jsonl")]
+
+
+def test_what_a_run_is_asked_for_is_checked() -> None:
+    run = pt.rl("tiny:nano", ["a", "b"], len, **GRPO, algorithm="grpo").train()
+    assert run.sample("a", seed=np.int64(2), max_new_tokens=3) == run.sample("a", seed=2, max_new_tokens=3)
+    asked: dict[str, Any] = {
+        "sample: n: input should be a valid integer": lambda: run.sample("a", n=None),
+        "sample: seed: input should be a valid integer": lambda: run.sample("a", seed=None),
+        "evaluate: seed: input should be a valid integer": lambda: run.evaluate(prompts=["a"], reward=len, seed=None),
+        "has trained a language model, not a reward model": lambda: run.score("a", "b"),
+        "compare: a run, such as pt.load": lambda: run.compare("runs/other"),
+        "there is no run and no model None": lambda: pt.load(None),
+        "reward: the name of a shipped reward, not 3": lambda: pt.reward(3),
+        "run: model: text, numbers, lists or dicts, not object": lambda: pt.run("quickstart", model=object()),
+    }  # fmt: skip
+    for text, call in asked.items():
+        with pytest.raises(pt.UserError, match=text):
+            call()
+    with pytest.raises(pt.UserError, match="dpo: model and data, a file of preferences, go together"):
+        pt.run("dpo", model=run, out=Path("dpo"), seed=np.int64(3), **{"dpo.steps": np.int64(0)})
+
+
+def test_a_column_of_prompts_is_a_list_of_them() -> None:
+    lines = Files(Path("run"), "x")
+    lines.path(np.array(["a", "b"]), "prompts")
+    assert [*lines.lines.values()] == [['{"prompt": "a"}', '{"prompt": "b"}']]
 
 
 def test_a_list_of_texts_is_no_data_for_sft() -> None:

@@ -101,6 +101,24 @@ def test_a_place_that_cannot_be_made_is_one_line(
     assert said.startswith("posttrain: cannot write the run directory ") and said.count("\n") == 1
 
 
+def test_a_name_that_no_tokenizer_can_be_saved_to_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "quickstart", f"out={tmp_path}/a\udcffb"]) == 2
+    assert "the name of a run directory is UTF-8; choose another" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_current_directory_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["run", "quickstart"]) == 2
+    assert capsys.readouterr().err == "posttrain: the current directory has been removed; change to another (cd)\n"
+
+
 def test_a_crash_keeps_its_traceback_and_has_code_1() -> None:
     program = (
         "import sys; from posttrain import catalogue, cli\n"

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,40 @@ def test_the_card_has_settings_figures_with_intervals_data_and_limits(finished: 
     assert "| rl | rl | sft | grpo | 40 |" in card and "intervals are over problems, not over seeds" in card
     assert "Not stated." in card and "license" not in metadata(card)
     assert all((tmp_path / "out" / name).is_file() for name in WEIGHTS)
+
+
+def test_the_card_of_a_stage_claims_nothing_of_later_ones(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["stages"]["before"] = {"model": "sft", "problems": 500, "accuracy": [0.5, 0.47, 0.52]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    shutil.copytree(run / "export", run / "stages" / "sft" / "model")
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--stage", "sft"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "This is the model of the stage sft." in card and "| before | sft |" in card
+    assert "grpo" not in card and "| after | rl |" not in card and "0.9 [" not in card
+    assert "| after | rl |" in model_card(Run(run)), "the model that the run exports has all of it"
+
+
+def test_the_card_of_a_run_that_has_not_ended_claims_no_quiet_training(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run")
+    (directory / "summary.json").unlink()
+    card = model_card(Run(directory))
+    assert "The run had not ended when this card was made" in card and "- Alarm in training: " in card
+    assert "No alarm in training" not in card and "0 responses could not be scored" not in card and "Made in 0 s" not in card
+
+
+def test_a_full_disk_is_named_by_the_place_that_is_written(
+    finished: Path, hub: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert cli.main(["push", str(finished), "me/full"]) == 2
+    error = capsys.readouterr().err
+    assert "posttrain-push-" in error and "could not be written" in error and str(finished) not in error
 
 
 def test_a_card_of_ones_own_is_taken_as_it_is(finished: Path, tmp_path: Path) -> None:

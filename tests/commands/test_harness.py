@@ -13,6 +13,7 @@ import yaml
 
 from posttrain import cli
 from posttrain.commands import harness
+from posttrain.errors import UserError
 from posttrain.models.load import stop_ids
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -130,6 +131,47 @@ def test_local_task_files_are_evaluated(
     value, low, high = tasks["tiny_choice"]["acc"]
     assert value == pytest.approx(right / 3) and low <= value <= high
     assert tasks["tiny_text"]["word_perplexity"] > 1 and 0 <= tasks["tiny_written"]["exact_match"][0] <= 1
+
+
+@pytest.mark.peers
+def test_repeated_requests_are_different_samples(model: harness.HarnessModel) -> None:
+    drawn = model.generate_until([asked("1+2=", {"do_sample": True, "max_gen_toks": 4})] * 6)
+    assert len(set(drawn)) > 1, "a vote over one sample that was drawn six times"
+    again = model.generate_until([asked("1+2=", {"temperature": 1.0, "max_gen_toks": 4})] * 6)
+    assert again == drawn, "a temperature alone samples, as in the harness"
+
+
+@pytest.mark.peers
+def test_a_prompt_is_cut_only_where_it_is_said(model: harness.HarnessModel) -> None:
+    """8 tokens: a completion of 8 would leave none for the prompt; one of 3 leaves 5."""
+    with pytest.raises(UserError, match="max_gen_toks=8 leaves no room for a prompt in 8 tokens; raise max_length"):
+        model.generate_until([asked("1+2=", {"max_gen_toks": 8})])
+    with pytest.raises(UserError, match="max_gen_toks: input should be a valid integer"):
+        model.generate_until([asked("1+2=", {"max_gen_toks": "many"})])
+    model.generate_until([asked("1+2=", {"max_new_tokens": 4})])
+    assert model.cut == 0, "max_new_tokens is the same key"
+    model.generate_until([asked("11+22=", {"max_gen_toks": 3})])
+    assert model.cut == 1
+
+
+@pytest.mark.peers
+def test_tags_and_damaged_tasks_of_a_file(
+    package: None, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    save(policy.model, policy.tokenizer, tmp_path / "model")
+    file = write(tmp_path, "choice")
+    whole = yaml.safe_load(file.read_text())
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**whole, "task": "other", "tag": "several"}))
+    line = ["eval", str(tmp_path / "model"), "--harness"]
+    assert cli.main([*line, f"{file},several", "device=cpu", "max_length=4"]) == 0
+    said = capsys.readouterr().out
+    assert "on 3 documents of other" in said and "12 inputs were too long (max_length) and lost their beginning" in said
+    file.write_text(yaml.safe_dump({**whole, "test_split": "nowhere"}))
+    assert cli.main([*line, str(file), "device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "eval: lm-evaluation-harness cannot run tiny_choice: KeyError: 'nowhere'" in error and "Traceback" not in error
 
 
 @pytest.mark.peers

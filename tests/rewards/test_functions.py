@@ -122,6 +122,20 @@ def test_several_are_summed_with_weights_and_one_without_a_score_has_no_part() -
     assert str(broken.failure).startswith("c: ZeroDivisionError")
 
 
+def test_parameters_without_a_name_get_their_texts() -> None:
+    def last(response: str, /, prompt: str) -> float:
+        return float(response == "said" and prompt == PROBLEM.question)
+
+    def alone(prompt: str, response: str, /) -> float:
+        return float(response == "said" and prompt == "bound")
+
+    assert Function.of(last).scores([PROBLEM], ["said"])[0].value == 1
+    assert Function.of(partial(alone, "bound")).scores([PROBLEM], ["said"])[0].value == 1
+    for blind in (lambda: 1.0, lambda *texts: 1.0):
+        with pytest.raises(UserError, match="has no parameter for the response; name one"):
+            Function.of(blind).check([])
+
+
 @pytest.mark.parametrize("function", [lambda prompt, missing: 0, lambda prompts, missing: [], lambda a, b, c, d: 0])
 def test_parameters_that_nothing_fills_are_refused(function: Any) -> None:
     with pytest.raises(UserError, match=r"asks for .*, which is neither .* nor a column of the data \(style\)"):
