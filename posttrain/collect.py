@@ -377,11 +377,10 @@ def rate_groups(
             gold, score = rollout.score, scores.get(id(rollout))
             if score is not None:
                 parts = {} if gold.value is None else {"task": gold.value}
-                merged = {**score.parts, **parts}
                 outcome = score.outcome or gold.outcome
                 # a return includes the rewards of single turns
                 value = None if score.value is None else score.value + rollout.paid
-                score = replace(score, value=value, parts=merged, outcome=outcome)
+                score = replace(score, value=value, parts={**score.parts, **parts}, outcome=outcome)
                 rollout = replace(rollout, score=score)
             members.append(rollout)
         found.append(replace(group, rollouts=tuple(members)))

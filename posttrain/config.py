@@ -265,8 +265,7 @@ def from_config(
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
     """The settings from a fully resolved configuration."""
-    known = ("format", "name", "stages", *TEXTS, "versions", *TOP)
-    refuse_unknown(f"key in {where}:", tree, known)
+    refuse_unknown(f"key in {where}:", tree, ("format", "name", "stages", *TEXTS, "versions", *TOP))
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
     made = [_expanded(t, f"stages[{n}]") for n, t in enumerate(tree["stages"])]

@@ -158,10 +158,8 @@ class Episode:
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        session_turn = turn - self.first
-        request = Request(ids, seed, sampling, self.number, session_turn, group, keep=not last)
-        place = (self.draw, self.sample)
-        made = await episodes.turns.ask(request, place, shared, self.restart)
+        request = Request(ids, seed, sampling, self.number, turn - self.first, group, keep=not last)
+        made = await episodes.turns.ask(request, (self.draw, self.sample), shared, self.restart)
         self.kept, self.routes = not last, made.routes
         text, offsets = episodes.decoder.decode(made.ids)
         reply = Segment(made.ids, text, True, made.logprobs, offsets, made.versions, made.finish)
@@ -247,9 +245,8 @@ class Episodes:
     shared: asyncio.Event | None = None  # if others use the sampler, too; see `Turns`
 
     def __post_init__(self) -> None:
-        single_turn = type(self.task).run is Task.run
         self.rendered = self.known or Renderer(
-            self.decoder, self.problems, self.task.prompt, at_once=single_turn
+            self.decoder, self.problems, self.task.prompt, at_once=type(self.task).run is Task.run
         )
         self.sessions = count(self.session)
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]

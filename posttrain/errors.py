@@ -251,8 +251,7 @@ def _accepted(hint: Any, value: object) -> str:
     if origin is Annotated:
         ranges = [m for m in hint.__metadata__ if isinstance(m, Range)]
         broken = [m for m in ranges if value not in m]
-        bounded = any(min(m.le, m.lt) < math.inf for m in ranges)
-        if broken or bounded:
+        if broken or any(min(m.le, m.lt) < math.inf for m in ranges):
             return broken[0].asked(value) if broken else ""
         return _accepted(inner[0], value)
     if hint is int:

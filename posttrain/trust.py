@@ -129,8 +129,7 @@ class Trust:
 
     def require_package(self, name: str) -> None:
         """Refuse a task that runs episodes of an installed package, unless the user named the package."""
-        text = f"the environment {name} would run code of an installed package"
-        self._require_task(name, text)
+        self._require_task(name, f"the environment {name} would run code of an installed package")
 
     def _require_task(self, name: str, text: str) -> None:
         said = name in (typed.rpartition(":")[2] for typed in texts(self.typed))

@@ -34,8 +34,7 @@ class OnlineDPO(Algorithm):
 
     def mistakes(self) -> Iterator[str]:
         if self.loss.learns_from != "pairs" or self.loss.trains != "policy":
-            kind = type(self.loss).__name__
-            yield f"loss must learn a policy from pairs, as dpo does, unlike {kind}"
+            yield f"loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}"
 
     @property
     def roles(self) -> frozenset[str]:

@@ -154,8 +154,7 @@ class PPO(ReusedSamples, Algorithm):
         return self.with_token_rewards(step, state) if self.reuse.once and not warming_up else None
 
     def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        mask_T = scored_tokens(batch)
-        batch = batch.replace(value_T=outputs.value_T.detach(), mask_T=mask_T)
+        batch = batch.replace(value_T=outputs.value_T.detach(), mask_T=scored_tokens(batch))
         terms, metrics = self.value_terms(
             outputs, batch.replace(return_T=self.estimates(batch, self.lam)[1])
         )

@@ -426,9 +426,8 @@ def _run(
     callback: Callback | None,
 ) -> Run:
     """The run of one stage."""
-    name = files.name
     top = {key: settings.pop(key) for key in list(settings) if key in config.TOP}
-    return _begun(Recipe((inputs.built(kind, given, settings, name),)), files, callback, top)
+    return _begun(Recipe((inputs.built(kind, given, settings, files.name),)), files, callback, top)
 
 
 def _begun(

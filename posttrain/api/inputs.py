@@ -138,8 +138,7 @@ def _line(row: Any, number: int, what: str) -> str:
         try:
             json.dumps({name: value}, default=_plain)
         except (TypeError, ValueError):
-            kind = type(value).__name__
-            where = f"{what} row {number}: the column {name} is a {kind}"
+            where = f"{what} row {number}: the column {name} is a {type(value).__name__}"
             raise UserError(f"{where}; use text, numbers, lists, dicts") from None
     line = json.dumps(dict(row), default=_plain, ensure_ascii=False)
     check_whole(line, f"{what} row {number}")
@@ -206,10 +205,9 @@ def as_rewards(
         return task or Prompts(file), reward
     several = isinstance(models, list | tuple)
     ensemble = _ensemble(models if several else [models], None if reward is not None else weights)
-    named = _named(reward, weights if reward is not None else None)
     functions: dict[str, tuple[Any, float]] = {}
     learned, parts = list[Weighted](), list[Weighted]()
-    for label, (one, weight) in named.items():
+    for label, (one, weight) in _named(reward, weights if reward is not None else None).items():
         if isinstance(one, Run):
             one = RewardModels(models=_scorers(one))
         if isinstance(one, RewardSource):

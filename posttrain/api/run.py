@@ -103,8 +103,7 @@ class Run:
         policy by `sample` and `model`, and continue with `steps()` or `train()`."""
         if self._stepper is None:
             others = "rl(algorithm=...) and preference(algorithm=...) return a run whose steps you can take"
-            begun = f"{self.directory} is trained already; {others}"
-            require(self._settings is not None, begun)
+            require(self._settings is not None, f"{self.directory} is trained already; {others}")
             self._stepper = _Stepper(self._work())
         while self._stepper is not None and (row := self._next(self._stepper)) is not None:
             figures = _figures(row)

@@ -234,10 +234,9 @@ def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
     contexts = [c for c in (1, 2, 4, 8) if gpus % c == 0]
     kept = (False, True)[: 1 + samples]
     divided = (1, 2, 4, 8) if dense else (1,)
-    every = product(contexts, divided, kept, tensors, shards)
     return [
         Layout(gpus, s, t, offloaded, c, d)
-        for c, d, offloaded, t, s in every
+        for c, d, offloaded, t, s in product(contexts, divided, kept, tensors, shards)
         if d == 1 or (d <= gpu.node and s % d == 0)
     ]
 

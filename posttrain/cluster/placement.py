@@ -54,10 +54,9 @@ def check_address(address: str) -> tuple[str, int] | None:
     """
     if address == LOCAL:
         return None
-    client = address.startswith("ray://")
     advice = f"use {LOCAL}, or HOST:PORT as 'ray start' prints it"
     require(
-        not client,
+        not address.startswith("ray://"),
         f"cluster={address}: a run is started on a node of its cluster, because it writes files and trains there; {advice}, "
         "and send the command with 'ray job submit' from elsewhere",
     )

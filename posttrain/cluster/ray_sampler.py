@@ -75,8 +75,7 @@ class RaySampler(remote.RemoteSampler):
     ):
         self.cluster, self.events = cluster, policy.events or Events()
         self.put: tuple[int, Any] = (-1, None)  # the last bucket in the object store
-        resources = cluster.settings.sampler
-        device = "cuda" if resources.gpus else "cpu"
+        device = "cuda" if cluster.settings.sampler.gpus else "cpu"
         settings = remote.worker_settings(policy, -(-rows // count), processes, **asdict(precision))
         try:
             super().__init__(policy, replace(settings, device=device), count)
@@ -94,8 +93,7 @@ class RaySampler(remote.RemoteSampler):
             text = f"the sampler's process {number} could not be started: {one_line(error)[-200:]}"
             raise UserError(text) from None
         out, ours = os.pipe()
-        relay = threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True)
-        relay.start()
+        threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True).start()
         return RayWorker(pid=pid, into=-1, out=out, number=number, host=host)
 
     def _write(self, worker: remote.WorkerProcess, message: JSON) -> None:
@@ -118,11 +116,10 @@ class RaySampler(remote.RemoteSampler):
                 memory = self.buckets.memory[number % len(self.buckets.memory)]
                 self.put = (number, ray.put(memory.cpu().numpy()))
             except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-                text = one_line(error)[:160]
                 size = f"{self.buckets.size >> 20} MiB of weights"
                 advice = "give it more (ray start --object-store-memory), or end what fills it, and resume"
                 raise UserError(
-                    f"the object store of the cluster has no room for {size} ({text}); {advice}"
+                    f"the object store of the cluster has no room for {size} ({one_line(error)[:160]}); {advice}"
                 ) from None
         return self.put[1]
 
@@ -130,8 +127,7 @@ class RaySampler(remote.RemoteSampler):
         try:
             super()._replace(worker)
         except TimeoutError as error:
-            settings = self.cluster.settings
-            if settings.on_failed_node == "stop" or len(self.workers) == 1:
+            if self.cluster.settings.on_failed_node == "stop" or len(self.workers) == 1:
                 advice = "resume when there is room again, or use on_failed_node=shrink"
                 raise UserError(f"{worker.name} was lost; {error}; {advice}") from None
             self.workers.remove(worker)

@@ -213,8 +213,7 @@ class RemoteSampler:
                 self.publish(0)
             self._send_requests()
         self.prove()
-        busy = any(worker.open for worker in self.workers)
-        if busy and not self.finished:
+        if any(worker.open for worker in self.workers) and not self.finished:
             self._read(self.workers, wire.LOOK if timeout is None else min(timeout, wire.LOOK))
             self._replace_gone()
         self._check_probes()
@@ -394,8 +393,7 @@ class RemoteSampler:
         self._wait_freed(workers, filled)
         # all have the weights in place, and hash them while this one does
         assert self.version is not None
-        products = Precision(self.settings.quantization).products
-        dtype = E4M3 if products else self.policy.dtype
+        dtype = E4M3 if Precision(self.settings.quantization).products else self.policy.dtype
         self.receipts.expect(self.version, weights, dtype)
         self._wait(workers, lambda worker: worker.receipt is not None)
         for worker in workers:

@@ -87,8 +87,7 @@ class Simulation:
     def __post_init__(self) -> None:
         plan = self.plan
         self.chance, self.order, self.happened = random.Random(self.seed), count(), count()
-        settings = Staleness(batch=plan.batch, max_staleness=plan.max_staleness)
-        self.admission = Admission(settings)
+        self.admission = Admission(Staleness(batch=plan.batch, max_staleness=plan.max_staleness))
         self.at_work: list[dict[int, Begun]] = [{} for _ in range(plan.workers)]  # by attempt
         self.alive = [True] * plan.workers
         self.training = False

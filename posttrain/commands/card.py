@@ -28,9 +28,8 @@ LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")  # the hub's identifiers: apach
 
 def model_card(run: Run, licence: str = "", base: str = "", adapter: bool = False) -> str:
     """Return the card as Markdown with the hub's metadata; `base` is the model that adapters belong to."""
-    fine = not licence or LICENCE.fullmatch(licence) is not None
     such = "is not an identifier of the hub, such as apache-2.0, mit or other"
-    require(fine, f"license {licence!r} {such}")
+    require(not licence or LICENCE.fullmatch(licence) is not None, f"license {licence!r} {such}")
     stages = [stage for stage in run.config.get("stages", []) if isinstance(stage, dict)]
     summary = run.summary or {}
     base = base or next((m for s in stages if HUB_NAME.fullmatch(m := str(s.get("model", "")))), "")

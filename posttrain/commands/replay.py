@@ -82,8 +82,7 @@ def replay(
     both = "--answer needs the --prompt that it answers, or is the number of a rollout of the step"
     require(bool(answer) or not prompt, "--prompt needs the --answer whose log-prob is asked for")
     require(answer.isdigit() or not numbered, both)
-    counts = f"--update and --top count from 1, not {update} and {top}"
-    require(update >= 1 and top >= 1, counts)
+    require(update >= 1 and top >= 1, f"--update and --top count from 1, not {update} and {top}")
     _check_ended(run)
     name, step, rows = _step(run, place)
     settings, _ = settings_of(run, allow_code, ())

@@ -342,7 +342,6 @@ class ReplayLoop(Loop):
         made = f"{self.where} made {many} update{'s' * (many != 1)}"
         if seen is None:
             raise UserError(f"{made}: there is no update {asked.update} to look at")
-        without = None if asked.without is None else self.leave_out(seen, asked.without)
         items = tuple(self.item(seen, part) for part in seen.parts)
         finite = seen.norm == seen.norm
         return Findings(
@@ -356,7 +355,7 @@ class ReplayLoop(Loop):
             update_norm=norm(seen.change),
             items=items,
             additions=seen.additions,
-            without=without,
+            without=None if asked.without is None else self.leave_out(seen, asked.without),
             answer=self.answered(seen, items),
             steps=steps,
             compared=self.compared,

@@ -86,12 +86,11 @@ class LoadedReward:
         own = [one.score for one in rollouts]
         if self.rating is None:
             return own
-        found = self.rating.rate(rollouts)
         return [
             replace(score, parts={**score.parts, "task": ruled.value})
             if score.valid and ruled.value is not None
             else score
-            for score, ruled in zip(found, own, strict=True)
+            for score, ruled in zip(self.rating.rate(rollouts), own, strict=True)
         ]
 
 
@@ -145,10 +144,9 @@ def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
         stages, trust = settings.recipe.stages, settings.trust
     except UserError as error:  # code that a run may not name, or a task whose package is missing
         note = f"the rewards of its rl stages cannot be computed: {error}"
-    scored = [stage for stage in stages if _scores(stage)]
     with (
         trusting(trust),
-        worker_pool(scored) as workers,
+        worker_pool([stage for stage in stages if _scores(stage)]) as workers,
         tempfile.TemporaryDirectory() as scratch,
         RunWriter(Path(scratch)) as writer,
     ):
@@ -160,8 +158,7 @@ def _scores(stage: Stage) -> bool:
     """Whether its reward needs only one answer, and neither another machine nor the user's own code."""
     if not isinstance(stage, RLStage):
         return False
-    single = type(stage.task).run is Task.run
-    return single and _computed_here(stage.reward)
+    return type(stage.task).run is Task.run and _computed_here(stage.reward)
 
 
 def _computed_here(source: RewardSource) -> bool:

@@ -43,8 +43,7 @@ def preceded(messages: Sequence[Message], text: str) -> list[Message]:
     'The answer is 4.\\n\\nBe brief.'
     """
     own = messages[0].content if messages and messages[0].role == "system" else ""
-    first = Message("system", f"{text}\n\n{own}" if own else text)
-    return [first, *messages[1 if own else 0 :]]
+    return [Message("system", f"{text}\n\n{own}" if own else text), *messages[1 if own else 0 :]]
 
 
 def render_prompt(

@@ -62,8 +62,7 @@ def from_task(
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = check_count(task, level, count, split)
-        size = len(problems)
-        drawn += [problems[i] for i in _distinct(size, count, seed, level)]
+        drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
     examples, tools = [], task.shown_tools(str(tokenizer.chat_template or ""))
     for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
         where, given = f"the demonstration of {problem.id}", len(task.prompt(problem))
@@ -186,8 +185,7 @@ def completion_example(
 
     before, after = turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
-    plain = said and is_text(before, tools)
-    if plain and not tokenizer.chat_template:
+    if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
         rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
         return plain_example(ids + rest, len(ids), tokenizer)
@@ -199,8 +197,7 @@ def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
     end = tokenizer.eos_token_id
     if end is not None and ids and ids[-1] != end:
         ids = [*ids, end]
-    mask = np.arange(len(ids)) >= max(given, 1)
-    return Example(np.asarray(ids, dtype=np.int64), mask)
+    return Example(np.asarray(ids, dtype=np.int64), np.arange(len(ids)) >= max(given, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,8 +241,7 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):
         raise _Skip("overlong")
-    prompts = {e.ids[: prompt_length(e)].tobytes() for e in examples}
-    if len(prompts) > 1:
+    if len({e.ids[: prompt_length(e)].tobytes() for e in examples}) > 1:
         raise _Skip("boundary")
     # texts that the tokenizer reads as the same
     if len({e.ids.tobytes() for e in examples}) < len(examples):
@@ -294,8 +293,7 @@ def _read_pair(record: dict[str, Any]) -> _Row:
 def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row stores the prompt: separately, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-    same = type(chosen) is type(rejected)
-    fine = same and isinstance(chosen, str | list)
+    fine = type(chosen) is type(rejected) and isinstance(chosen, str | list)
     require(fine, "chosen and rejected must both be text, or both lists of messages")
     if prompt is None and isinstance(chosen, str):
         asked = meant("prompt", record)
@@ -353,9 +351,8 @@ def _read_ranking(record: dict[str, Any]) -> _Row:
     if count < 2:
         raise _Skip("single")
     if name == "ranking":
-        proper = all(r == int(r) and 1 <= r <= count for r in rewards)
         places = f"a ranking gives each response its place, 1 (the best) to {count}, not {values}"
-        require(proper, places)
+        require(all(r == int(r) and 1 <= r <= count for r in rewards), places)
         rewards = [count - place for place in rewards]
     return _Row(_given_prompt(record["prompt"]), responses, rewards, margins=name == "scores")
 

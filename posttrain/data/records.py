@@ -138,8 +138,7 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
                 long = f"{file} line {number} has {MAX_LINE / 2**20:g} MiB or more"
                 require(len(line) < MAX_LINE, long)
                 large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
-                fine = size <= MAX_UNPACKED or path.suffix != ".gz"
-                require(fine, f"{large}; {UNPACK}")
+                require(size <= MAX_UNPACKED or path.suffix != ".gz", f"{large}; {UNPACK}")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if blank or text.strip():
                     yield f"{file} line {number}", text
@@ -282,8 +281,7 @@ def load_hub(
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
     called = "a data set of the hub is called org/name, such as openai/gsm8k"
-    found = named or place.is_dir()
-    require(found, f"{task}: {dataset!r} is no folder here; {called}")
+    require(named or place.is_dir(), f"{task}: {dataset!r} is no folder here; {called}")
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
             whole: Any = datasets.load_from_disk(str(place))

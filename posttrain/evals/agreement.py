@@ -86,6 +86,5 @@ def krippendorff_alpha(said: Sequence[Mapping[str, str]]) -> float | None:
     total, apart = Counter(word for words in shared for word in words), 0.0
     for words in shared:
         apart += sum(a != b for a in words for b in words) / (len(words) - 1)
-    count = sum(total.values())
     chance = sum(total[a] * total[b] for a in total for b in total if a != b)
-    return 1 - (count - 1) * apart / chance if chance else None
+    return 1 - (sum(total.values()) - 1) * apart / chance if chance else None

@@ -45,9 +45,8 @@ def check_directory(folder: Path, weights: bool = True) -> None:
             refuse_code(folder / f"{part}config.json")
     if weights:
         check_weights(folder)
-    found = any((folder / name).is_file() for name in VOCABULARIES)
     absent = f"{folder} has no tokenizer (tokenizer.json or a vocabulary file)"
-    require(found, f"{absent}; {COPY_TOKENIZER}")
+    require(any((folder / name).is_file() for name in VOCABULARIES), f"{absent}; {COPY_TOKENIZER}")
 
 
 def refuse_code(path: Path) -> None:

@@ -53,8 +53,7 @@ def content(name: str) -> str:
 
 
 def _known(name: str) -> tuple[Any, Any]:
-    saved = "save the model and give its path"
-    require(name in _given, elsewhere("model", name, "module", saved))
+    require(name in _given, elsewhere("model", name, "module", "save the model and give its path"))
     return _given[name]
 
 

@@ -68,8 +68,7 @@ def load(
         else:
             model, tokenizer = read_directory(path, wanted)
     check_vocabulary(model, tokenizer, name)
-    stops = stop_ids(model, tokenizer, name)
-    return Loaded(model.to(device).eval(), tokenizer, name, stops)
+    return Loaded(model.to(device).eval(), tokenizer, name, stop_ids(model, tokenizer, name))
 
 
 def locate(name: str, weights: bool = True) -> Path:
@@ -318,8 +317,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     if isinstance(found, tuple):
         return found[0]
     advice = "for two short messages; replace chat_template.jinja"
-    unfit = f"{source}: the chat template is not fit to run: {found} {advice}"
-    require(not found.limit, unfit)
+    require(not found.limit, f"{source}: the chat template is not fit to run: {found} {advice}")
     # a template may insist on a system message or refuse roles: then it says nothing about its end
     return ""
 

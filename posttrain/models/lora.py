@@ -196,8 +196,7 @@ def adapter_of(module: Any) -> Adapter | None:
 def perturbed_adapters(body: nn.Module) -> Iterator[None]:
     """Make the adapters nonzero within the block, and restore their bits after it. They start at 0, so a comparison of two forward
     passes would not see them."""
-    adapters = map(adapter_of, body.modules())
-    found = [adapter.b_OR for adapter in adapters if adapter is not None]
+    found = [adapter.b_OR for adapter in map(adapter_of, body.modules()) if adapter is not None]
     kept = [b.detach().clone() for b in found]
     try:
         with torch.no_grad():

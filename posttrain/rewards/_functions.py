@@ -59,8 +59,7 @@ class Function:
     def of(cls, call: Callable[..., Any], label: str = "") -> Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
-        called = getattr(type(inner).__call__, "__code__", None)
-        written = getattr(inner, "__code__", called)
+        written = getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
@@ -107,12 +106,10 @@ class Function:
 
     def said(self, columns: Sequence[str]) -> str:
         """Return which text each parameter gets, if several are filled by order alone; else ""."""
-        count = len(self.positional)
-        if count < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
+        if len(self.positional) < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
             return ""
-        pairs = zip(self.positional, TEXTS, strict=False)
         return f"reward {self} is called with " + ", ".join(
-            f"{n} = the {text}" for n, text in pairs
+            f"{n} = the {text}" for n, text in zip(self.positional, TEXTS, strict=False)
         )
 
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:

@@ -221,8 +221,7 @@ def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
         if _nesting(answer) > NESTING:
             raise Unreadable("nested too deeply")
         return None
-    thousands = wanted.kind not in ("list", "set")
-    return settled(read(_localised(answer, reward), thousands))
+    return settled(read(_localised(answer, reward), wanted.kind not in ("list", "set")))
 
 
 def _agrees(

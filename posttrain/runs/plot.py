@@ -196,8 +196,7 @@ def _panels(run: Run) -> list[Panel]:
     for name in (name for name in PANELS if name in figures):
         first = FIRST.get(name, BLUE)
         colours = (first, *(colour for colour in COLOURS if colour != first))
-        paint = PAINTERS.get(name, _curves)
-        painted = partial(paint, figures=figures, name=name, colours=colours)
+        painted = partial(PAINTERS.get(name, _curves), figures=figures, name=name, colours=colours)
         panels[name] = Panel(*PANELS[name], painted)
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)

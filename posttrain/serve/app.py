@@ -157,8 +157,7 @@ async def respond(
     """Answer a completion request, in one piece or as a stream. If the client disconnects, decoding for it stops."""
     try:
         body = wire.read_body(await read(request, limits), kind)
-        retry = request.headers.get(RETRY, "0") != "0"
-        answer = await find(request).answer(body, retry)
+        answer = await find(request).answer(body, request.headers.get(RETRY, "0") != "0")
         form = wire.Form(body, answer)
         if not body.stream:
             return JSONResponse(form.whole(await connected(request, collected(answer.deltas))))

@@ -110,8 +110,7 @@ def model_there(where: str, word: str, stages: Sequence[str]) -> None:
 
 def file_there(where: str, word: str, stages: Sequence[str]) -> None:
     path = Path(word).expanduser()
-    folder = f"{where}: {word} is a directory; name a file in it"
-    require(not path.is_dir(), folder)
+    require(not path.is_dir(), f"{where}: {word} is a directory; name a file in it")
     place = "" if path.is_absolute() else f" in {Path.cwd()}"
     hint = nearest(word, [*stages, *neighbours(path)]) or "; check the path"
     require(path.is_file(), f"{where}: there is no file {word}{place}{hint}")
@@ -162,8 +161,7 @@ def find_reader(
 
 
 def tiny_reader(name: str, alphabet: str) -> Reader:
-    size = name.removeprefix("tiny:")
-    refuse_unknown("tiny model size", [size], SIZES)
+    refuse_unknown("tiny model size", [name.removeprefix("tiny:")], SIZES)
     return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
 
 

@@ -249,9 +249,8 @@ def rl_plan(
     reserved = stage.cache_bytes(policy) + stage.sampler_bytes(policy)
     way = planned_way(stage, policy, longest, reserved)
     budget = way.tokens
-    automatic = stage.optimizer.token_budget == "auto"
     here = memory.at_hand(policy.device) is not None
-    elsewhere = automatic and policy.device.type == "cuda" and not here
+    elsewhere = stage.optimizer.token_budget == "auto" and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # the prompt is computed once for all responses of its group in the same micro-batch
     together = min(samples, max(1, budget // longest))

@@ -135,9 +135,8 @@ def _of_run(
     """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and the number of rollouts without
     these."""
     parts, step = path.absolute().parts, path.stem.removeprefix("step-")
-    placed = len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit()
     text = f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl"
-    require(placed, text)
+    require(len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit(), text)
     run, stage = Run(path.absolute().parents[2]), parts[-2]
     _check_temperature(path, run, stage, temperature)
     rows, arrays = run.rollouts(stage, int(step)), run.arrays(stage, int(step))

@@ -355,8 +355,7 @@ def _due(
         other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
         require(done or again, other)
         removed = "" if done else "; what it had done is removed"
-        level: Level = "info" if done else "warning"
-        context.announce(stage.name, [f"runs again: {why}{removed}"], level)
+        context.announce(stage.name, [f"runs again: {why}{removed}"], "info" if done else "warning")
         context.discard(stage.name)
     return now
 
@@ -373,8 +372,7 @@ def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> Non
         result = stage.run(context)
     content = _lineage.content(context.folder(stage.name), result)
     made = {**lineage.hashes(), "made_sha256": content}
-    seconds = time.perf_counter() - began
-    context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
+    context.finish(stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made})
     world.end()
 
 

@@ -83,8 +83,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
-        lines = [*earlier, *map(json.dumps, rows)]
-        context.write_lines(self.name, lines, "data.jsonl")
+        context.write_lines(self.name, [*earlier, *map(json.dumps, rows)], "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += listed(counts)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])

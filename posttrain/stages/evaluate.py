@@ -102,9 +102,8 @@ class EvaluateStage(AnswerStage):
         return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:
-        stage = replace(self, text=placed(self.text, context))
         reference = partial(self.load, context, self.reference)
-        evaluation, result = stage.measure(
+        evaluation, result = replace(self, text=placed(self.text, context)).measure(
             self.load(context), reference, context.seed, context.threads, context.workers
         )
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]

@@ -78,10 +78,9 @@ class OveroptimisationStage(AnswerStage):
         ns = [2**power for power in range(self.samples.bit_length())]
         curves = {}
         for name in self.reward_models:
-            points = frontier(rated_by(context, policy, name, groups), ns=ns)
             curves[f"best of n, {name}"] = [
                 {"n": p.n, "kl": p.kl, **p.proxy.figures("proxy"), **p.gold.figures("gold")}
-                for p in points
+                for p in frontier(rated_by(context, policy, name, groups), ns=ns)
             ]
         return curves
 

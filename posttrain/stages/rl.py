@@ -240,8 +240,7 @@ class RLStage(ReferenceStage):
     plan = rl_plan
 
     def dry_run(self) -> DryRun:
-        made = few_steps(self, self.evaluate_every)
-        return replace(made, limit=self.sampling.max_new_tokens)
+        return replace(few_steps(self, self.evaluate_every), limit=self.sampling.max_new_tokens)
 
     def optimizers(self) -> dict[str, Optimization]:
         both = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
@@ -366,8 +365,7 @@ class RLStage(ReferenceStage):
         rows = min(self.rows(policy.device.type), self.prompts * group)
         if copied_bytes(policy):  # a paged cache, in which a group shares its prompt
             new = self.sampling.max_new_tokens
-            tokens = rows * new + -(-rows // group) * (longest - new)
-            return cache_bytes(policy, 1, tokens)
+            return cache_bytes(policy, 1, rows * new + -(-rows // group) * (longest - new))
         return cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
@@ -450,8 +448,7 @@ class RLStage(ReferenceStage):
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the ptx term, with loss on all tokens."""
         text, seed = placed(self.pretraining, context), context.seed
-        limit = self.pretraining_length
-        material = gather(text, policy.tokenizer, seed, limit, all_tokens=True)
+        material = gather(text, policy.tokenizer, seed, self.pretraining_length, all_tokens=True)
         for report in material.reports:
             context.announce(self.name, [f"pretraining: {line}" for line in report.lines()])
         check_lengths(policy, material.sets, "pretraining_length")

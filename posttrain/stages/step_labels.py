@@ -65,13 +65,12 @@ class StepLabelsStage(AskingStage):
         labels = [value for row in rows for value in row["labels"]]
         said = f"{listed(counts)}; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
         context.announce(self.name, [f"{said}; {len(shares) * self.completions:,} completions"])
-        spent = tokens + sum(rollout.length for rollout, _ in solutions)
         return {
             **counts,
             "steps": len(labels),
             "mean": sum(labels) / len(labels),
             "completions": len(shares) * self.completions,
-            "tokens": spent,
+            "tokens": tokens + sum(rollout.length for rollout, _ in solutions),
         }
 
     def solutions(

@@ -146,5 +146,4 @@ def _signature(studio: Studio, name: str) -> Any:
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
-    sizes = [stamp(f"{path}/{file}")[1] for path in wanted for file in files]
-    return [*runs][:50], sizes
+    return [*runs][:50], [stamp(f"{path}/{file}")[1] for path in wanted for file in files]

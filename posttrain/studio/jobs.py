@@ -77,8 +77,7 @@ class Jobs:
         if result not in self.started:
             for old in (result, _log(result)):
                 old.unlink(missing_ok=True)
-            command = ["replay", *words, f"--save={result}"]
-            self.started[result] = _run_apart(command, _log(result))
+            self.started[result] = _run_apart(["replay", *words, f"--save={result}"], _log(result))
 
     def replay_state(self, result: Path) -> tuple[str, str]:
         """The state of a replay (none, running, done or failed), and the last line of its output."""

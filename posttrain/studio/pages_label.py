@@ -113,9 +113,8 @@ def _next(desk: Desk, request: Request) -> Response:
     order: Order = "disagreement" if word(request, "order") == "disagreement" else "random"
     scored, known = None, None
     if order == "disagreement" and run:
-        directory = desk.studio.library.index(run).run.directory
         items = [*labels.items.values()]
-        server = partial(desk.studio.models.of_run, directory)
+        server = partial(desk.studio.models.of_run, desk.studio.library.index(run).run.directory)
         scored, known = desk.background.score((source.id, run), server, items, WAIT_SECONDS)
         require(not scored.error, f"the pairs cannot be scored: {scored.error}")
     item = labels.next(who, order, known and {**known})
@@ -221,9 +220,8 @@ def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
         pass
     rows: list[JSON] = []
     for step, *_ in reversed(index.rollout_steps(stage)):
-        found = index.find(at_step(stage, step), "number", limit=100_000)
         groups: dict[str, dict[str, str]] = {}
-        for row in index.text(found):
+        for row in index.text(index.find(at_step(stage, step), "number", limit=100_000)):
             groups.setdefault(row.question, {}).setdefault(row.response, row.response)
         pairs = [(question, [*texts][:2]) for question, texts in groups.items() if len(texts) > 1]
         rows += [{"prompt": question, "responses": two} for question, two in pairs]

@@ -105,8 +105,7 @@ def score_items(
         some = items[start : start + SCORED]
         pairs = [(item.prompt, response) for item in some for response in item.responses]
         asked = [{"messages": _messages(prompt), "answer": spoken(r)} for prompt, r in pairs]
-        by_model = [server.score(name, asked) for name in models]
-        scores = iter(zip(*by_model, strict=True))
+        scores = iter(zip(*[server.score(name, asked) for name in models], strict=True))
         for item in some:
             members = [_members(one) for one in islice(scores, len(item.responses))]
             found[item.id] = disagreement(members)

@@ -72,8 +72,7 @@ class Questions(Task):
 
     def check_style(self, task: str) -> None:
         known = ", ".join(self.styles)
-        fine = self.wording in self.styles
-        require(fine, f"{task}: style is one of {known}, not {self.style!r}")
+        require(self.wording in self.styles, f"{task}: style is one of {known}, not {self.style!r}")
         require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:

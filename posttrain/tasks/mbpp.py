@@ -52,6 +52,5 @@ class Mbpp(Hub):
         used = sorted({place.id for place in places if isinstance(place, ast.Name)} & defined)
         require(bool(used), f"{where}: no assertion calls a function of the reference solution")
         question += f"\nName it {' and '.join(used)}."
-        check = "\n".join([*imports, tests, ""])
-        made = checked(name, question, solution, check, used, used)
+        made = checked(name, question, solution, "\n".join([*imports, tests, ""]), used, used)
         return replace(made, facts={**made.facts, "tests": tests.split("\n")})

@@ -129,10 +129,9 @@ class Optimizer:
                 for name, p in self.parameters.items()
             ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
-        plain = [m for m in self.masters.values() if m.ndim < 2]
         groups = [
             {"params": decay, "weight_decay": settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
         ]
         betas = (settings.beta1, settings.beta2)
         common: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.epsilon}
@@ -318,8 +317,7 @@ def check_compiler(device: str) -> None:
     cuda = device.startswith("cuda")
     usual = ["gcc", "clang"] if cuda else [DEFAULT_CXX]
     names = os.environ.get("CC" if cuda else "CXX", "").split()[:1] or usual
-    found = any(map(shutil.which, names))
-    require(found, f"{NOT_COMPILED}: there is no {' or '.join(names)}")
+    require(any(map(shutil.which, names)), f"{NOT_COMPILED}: there is no {' or '.join(names)}")
 
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:

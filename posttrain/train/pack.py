@@ -48,7 +48,7 @@ def pack_groups(
     cut = [s.sampled and s.finish == "length" for s in segments]
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
     lengths, cuts = (np.diff(np.cumsum([0, *column])[bounds]) for column in (sizes, cut))
-    batch = _batch(
+    return _batch(
         lengths.tolist(),
         _joined([s.ids for s in segments], np.int64),
         np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes),
@@ -58,10 +58,8 @@ def pack_groups(
         number,
         number if together else range(len(rollouts)),
         device,
-    )
-    parted = {part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts}
-    return batch.replace(
-        **parted,
+    ).replace(
+        **{part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts},
         temperature=temperature,
         valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
         truncated_N=torch.from_numpy(cuts > 0).to(device),

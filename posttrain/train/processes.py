@@ -47,8 +47,7 @@ class Processes(World):
         own = _bytes(encode(value))
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
-        longest = int(max(lengths))
-        padded = torch.cat([own, own.new_zeros(longest - len(own))])
+        padded = torch.cat([own, own.new_zeros(int(max(lengths)) - len(own))])
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded)
         pairs = zip(found, lengths, strict=True)
@@ -204,8 +203,7 @@ def _connect(device: str, sharding: str, tensor: int) -> Processes:
         if "EADDRINUSE" in said or "address already in use" in said:
             text = f"port {port} of {address} (MASTER_PORT) is in use; choose another"
         raise UserError(text) from None
-    shared = dist.distributed_c10d._get_default_store()
-    return Processes(rank(), size(), sharding, shared, tensor)
+    return Processes(rank(), size(), sharding, dist.distributed_c10d._get_default_store(), tensor)
 
 
 def _check_same(world: Processes, identity: Mapping[str, str]) -> None:

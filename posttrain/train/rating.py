@@ -225,8 +225,7 @@ class ImplicitRating:
     def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
         """log p(y | x) of the sampled tokens of each rollout."""
         groups = [Group(rollout.problem, (rollout,)) for rollout in rollouts]
-        batch = pack_groups(groups, 1.0, policy.device)
-        return sequence_logprobs(policy, batch, self.token_budget)
+        return sequence_logprobs(policy, pack_groups(groups, 1.0, policy.device), self.token_budget)
 
 
 @torch.no_grad()

@@ -150,9 +150,8 @@ def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
     given = getattr(config, "base_model_tp_plan", None) or {}
     found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
     where = f"tensor_parallel={count}: {type(model).__name__}"
-    known = bool(found) and set(found.values()) <= STYLES.keys()
     none = f"{where} has no layers that can be divided by rows and columns"
-    require(known, f"{none}; use parallel=fsdp")
+    require(bool(found) and set(found.values()) <= STYLES.keys(), f"{none}; use parallel=fsdp")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name)
         text = f"{where} has {name}={size}, which {count} processes do not divide"

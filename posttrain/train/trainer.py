@@ -129,8 +129,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             asked = self.settings.token_budget
             whole = self.first_budget if asked == "auto" else asked
-            halved = self.token_budget < whole or self.token_budget < 2
-            if halved:
+            if self.token_budget < whole or self.token_budget < 2:
                 raise
             seen = " ".join(str(error).split())[:120]
             if self.sharded:

@@ -107,9 +107,8 @@ class Signature:
         described = {m[1]: m[2].strip() for m in map(ARGUMENT.match, text.splitlines()) if m}
         parameters: dict[str, JSON] = {}
         for one in parsed:
-            plain = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
             odd = "*args, **kwargs and positional-only parameters cannot be called"
-            require(plain, f"{where}: {odd}")
+            require(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY), f"{where}: {odd}")
             require(one.name in hints, f"{where}: the parameter {one.name} needs a type hint")
             schema = _schema(hints[one.name], f"{where}: the parameter {one.name}")
             more = {"description": described[one.name]} if one.name in described else {}
