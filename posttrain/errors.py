@@ -111,7 +111,7 @@ def refuse_unknown(
             raise unknown(kind, str(name), known, owners)
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)

@@ -203,7 +203,7 @@ def placement(settings: Settings) -> Placement:
     ]
     # a single process may be left of several
     text = f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage"
-    require(bool(samplers) or (settings.processes > 1 or STARTED in os.environ), text)
+    require(samplers or settings.processes > 1 or STARTED in os.environ, text)
     return Placement(
         address=settings.cluster,
         ranks=settings.processes,

@@ -60,7 +60,7 @@ class Files:
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
-        require(bool(lines), f"{what}: there are no rows")
+        require(lines, f"{what}: there are no rows")
         path = self.directory / "data" / f"{what}.jsonl"
         number = 1
         while path in self.lines:

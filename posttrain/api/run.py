@@ -171,7 +171,7 @@ class Run:
         table, and each dict as a map of its tokens."""
         reader = self._reader()
         stages = [name for name in reader.stages() if reader.rollout_steps(name)]
-        require(bool(stages), f"{self.directory} holds no rollouts")
+        require(stages, f"{self.directory} holds no rollouts")
         stage = stage or stages[-1]
         kept = reader.rollout_steps(stage)
         wanted = (kept or [0])[-1] if step is None else step

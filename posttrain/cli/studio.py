@@ -38,7 +38,7 @@ def call(options: argparse.Namespace) -> None:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     address = Address(options.host, options.port, hosts=options.name)
     every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
-    require(not unspecified(options.host) or bool(options.name), every)
+    require(not unspecified(options.host) or options.name, every)
     serve(roots, address, options.serve, options.demo, options.open)
 
 

@@ -428,7 +428,7 @@ def with_settings(work: Work, words: Sequence[str]) -> Work:
     changes: dict[str, int | str] = {}
     for word in words:
         key, equals, text = word.partition("=")
-        require(bool(equals), f"{word!r} is not key=value: with --params there is no recipe")
+        require(equals, f"{word!r} is not key=value: with --params there is no recipe")
         if key not in (known := [field.name for field in fields(work)]):
             raise unknown("key of an estimate", key, known)
         require(key == "algorithm" or text.isdecimal(), f"{key}={text}: give a whole number")

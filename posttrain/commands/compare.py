@@ -95,7 +95,7 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
         both = evaluate.same_problems(results[0][one], results[1][other])
         names = f"{one} is" if one == other else f"{one} and {other} are"
         words = f"{names} about different problems{' in each' if one == other else ''}"
-        require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
+        require(both or not stage, f"{words}: they cannot be compared in pairs")
         if both:
             count = len(results[0][one]) + len(results[1][other])
             found = [*runs[0].stage_rows(one, RESULT), *runs[1].stage_rows(other, RESULT)]

@@ -80,7 +80,7 @@ def replay(
     gets lines of progress."""
     began, run, numbered = time.monotonic(), Run(directory), bool(answer) and not prompt
     both = "--answer needs the --prompt that it answers, or is the number of a rollout of the step"
-    require(bool(answer) or not prompt, "--prompt needs the --answer whose log-prob is asked for")
+    require(answer or not prompt, "--prompt needs the --answer whose log-prob is asked for")
     require(answer.isdigit() or not numbered, both)
     require(update >= 1 and top >= 1, f"--update and --top count from 1, not {update} and {top}")
     _check_ended(run)
@@ -165,7 +165,7 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
     """Return the stage and the step that STAGE/STEP names, and the rows of the stage."""
     name, _, said = place.partition("/")
     trained = run.stages()
-    require(bool(trained), f"{run.directory} has no steps yet")
+    require(trained, f"{run.directory} has no steps yet")
     others = {path.parent.name for path in run.directory.glob("stages/*/result.json")}
     none = f"{name} has no steps; those that have: {', '.join(trained)}"
     require(name in trained or name not in others, none)

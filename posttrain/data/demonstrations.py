@@ -250,7 +250,7 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     total = len(kept) + sum(dropped.values())
     require(total > 0, "the data set is empty")
     require(
-        bool(kept),
+        kept,
         f"no example is left to train on: of {total}, {dropped['overlong']} are longer than max_length={max_length}, "
         f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty",
     )

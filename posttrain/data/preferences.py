@@ -142,7 +142,7 @@ def read_preferences(path: str | Path, tokenizer: Tokenizer, max_length: int) ->
         raise UserError(f"{refused[0]}{more}")
     reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
-    require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
+    require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     columns = tuple(sorted(unused))
     lost = tuple(unknown_tokens(tokenizer, (example.ids for unit in units for example in unit)))
     return Preferences(str(path), kind, units, total, max_length, margins, left_out, columns, lost)
@@ -177,7 +177,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
         texts[0] = f"tools: {json.dumps(row.tools)}\n\n{texts[0]}" if row.tools else texts[0]
         if all(text.strip() for text in texts) and texts[1] != texts[2]:
             found.append((texts[0], texts[1], texts[2]))
-    require(bool(found), f"{path}: no pair is left to judge")
+    require(found, f"{path}: no pair is left to judge")
     return found
 
 

@@ -37,7 +37,7 @@ class Evaluation:
         """Unbiased pass@k over the problems whose samples were all scored."""
         kept = [g for g in self.groups if scored(g)]
         hint = "see the failures in problems.jsonl"
-        require(bool(kept), f"every problem has a sample that could not be scored; {hint}")
+        require(kept, f"every problem has a sample that could not be scored; {hint}")
         values = [statistics.pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
         several = any(len(g.rollouts) > k for g in kept)
         return statistics.share_interval(values, prompts(kept), several)

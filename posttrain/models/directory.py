@@ -122,7 +122,7 @@ def check_safetensors(path: Path) -> None:
     except (SafetensorError, OSError, ValueError) as error:
         found = f"{path} is corrupt or cut short ({first_line(error)})"
         raise UserError(f"{found}; copy it anew") from error
-    require(bool(names), f"{path} holds no tensors; copy it anew")
+    require(names, f"{path} holds no tensors; copy it anew")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def load(
 def locate(name: str, weights: bool = True) -> Path:
     """The directory or .gguf file of `name`. `org/name` is fetched from the hub if there is no such directory; without `weights`,
     only its small files are."""
-    require(bool(name.strip()), f"the model name is empty; {directory.GIVE}")
+    require(name.strip(), f"the model name is empty; {directory.GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
         path = model_folder(path)

@@ -100,7 +100,7 @@ def nearest(word: str, names: Sequence[str]) -> str:
 
 def model_there(where: str, word: str, stages: Sequence[str]) -> None:
     """Raise an error for a plain word that is neither a stage nor a directory. Other names are checked when the model is read."""
-    require(bool(word.strip()), f"{where}: the model name is empty; {GIVE}")
+    require(word.strip(), f"{where}: the model name is empty; {GIVE}")
     plain = not set(word) & set("/:") and not Path(word).suffix
     found = not plain or Path(word).expanduser().exists()
     hint = "give a directory, a .gguf file, a hub name (org/name), tiny:nano, or an earlier stage"

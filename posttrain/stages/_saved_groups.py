@@ -46,7 +46,7 @@ def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -
     """Read the groups of a JSONL file. A line is one prompt with its responses, or a rollout of a step as a run wrote it. Rollouts of
     a run must have been sampled at this temperature."""
     rows = list(read_jsonl(path))
-    require(bool(rows), f"{path} has no rows; give one of {OWN} a line")
+    require(rows, f"{path} has no rows; give one of {OWN} a line")
     where, first = rows[0]
     if {"problem", "response", "reward"} <= first.keys():
         made, untrained = _of_run(Path(path), where, Decoder(tokenizer), temperature)
@@ -60,7 +60,7 @@ def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -
         for g in made
     ]
     kept = tuple(group for group in short if group.rollouts)
-    require(bool(kept), f"{path}: no response of at most {max_length} tokens; raise max_length")
+    require(kept, f"{path}: no response of at most {max_length} tokens; raise max_length")
     count = sum(len(g.rollouts) for g in made) - sum(len(g.rollouts) for g in kept)
     return Saved(kept, known == {True}, count, untrained)
 
@@ -88,7 +88,7 @@ def _group(row: Mapping[str, Any], tokenizer: Any, where: str) -> Group:
         ids = example.ids[begin:] if ids is None else ids
         require(len(ids) > 0, f"{what}: it is empty")
         inside = ids.min() >= 0 and ids.max() < len(tokenizer)
-        require(bool(inside), f"{what}: response_ids has a token that the tokenizer has not")
+        require(inside, f"{what}: response_ids has a token that the tokenizer has not")
         logprobs = _numbers(lists, "logprobs", n, what, np.float32)
         found = 0 if logprobs is None else len(logprobs)
         unlike = f"{what}: {found} logprobs for {len(ids)} tokens"

@@ -97,7 +97,7 @@ class AgreementStage(JudgedStage):
     ) -> dict[str, JSON]:
         judged = {n: v.winner for n, v in enumerate(verdicts) if v.winner is not None}
         why = next((v.failure for v in verdicts if v.failure), "")
-        require(bool(judged), f"{self.name}: the judge gave no verdict on any pair: {why}")
+        require(judged, f"{self.name}: the judge gave no verdict on any pair: {why}")
         kappa = cohen_kappa(judged, dict(enumerate(labels)))  # None: all verdicts are the same
         same = [float(winner == labels[n]) for n, winner in judged.items()]
         # the interval is over prompts: one prompt may be compared several times

@@ -413,7 +413,7 @@ def check_name(kind: str, name: str) -> None:
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
     """Check that the names of the stages differ, and that `only` names some of them. Returns the names."""
-    require(bool(stages), "a recipe needs at least one stage")
+    require(stages, "a recipe needs at least one stage")
     names = [stage.name for stage in stages]
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
     for name in names:  # a name becomes a folder, and may come from a file

@@ -79,7 +79,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             rows, sees = [*self.judged(context, judge, counts)], "judge"
             used["usage"] = usage.row()
         text = f"{self.name}: no two answers differed in a way that the {sees} could see; raise the temperature"
-        require(bool(rows), text)
+        require(rows, text)
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
@@ -127,8 +127,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             rows = [self.asked(kept) for kept in asked]
             said = f"{len(rows):,} prompts to compare; left out: {listed(counts)}"
             context.announce(self.name, [said])
-            same = f"{self.name}: no two answers to a prompt differ; raise the temperature"
-            require(bool(rows), same)
+            require(rows, f"{self.name}: no two answers to a prompt differ; raise the temperature")
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
         labels = Labels.read(file)

@@ -67,7 +67,7 @@ class OveroptimisationStage(AnswerStage):
         """The points that an rl stage measured while it trained."""
         curve = training_curve(context, stage)
         none = f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems"
-        require(bool(curve), none)
+        require(curve, none)
         return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:

@@ -180,7 +180,7 @@ class RewardModels(RewardSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.models), "models: name at least one reward model")
+        require(self.models, "models: name at least one reward model")
         given, count = len(self.weights), len(self.models)
         require(given in (0, count), f"weights: {given} for {count} models; give one for each")
         none = "weights: the worst of several has no weights; use combine=mean or mean_minus"
@@ -314,7 +314,7 @@ class MixedReward(RewardSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
+        require(self.parts, "parts: give at least one, such as {reward: {name: task}}")
         labels = [part.key for part in self.parts]
         alike = f"parts: {', '.join(labels)} must differ; give each a label of its own"
         require(len(set(labels)) == len(labels), alike)

@@ -439,7 +439,7 @@ class RLStage(ReferenceStage):
         asked = []
         for problem in problems:
             none = f"teacher_prompt names {{answer}}, and problem {problem.id} has none"
-            require(bool(problem.answer) or "{answer}" not in self.teacher_prompt, none)
+            require(problem.answer or "{answer}" not in self.teacher_prompt, none)
             text = self.teacher_prompt.replace("{answer}", problem.answer)
             turns = preceded(self.task.prompt(problem), text)
             asked.append((f"the teacher's prompt of {problem.id}", turns))

@@ -172,7 +172,7 @@ class Models:
 
     def named(self) -> Server:
         none = "no model server: give its address with --serve, or choose a stage of a run"
-        require(bool(self.address), none)
+        require(self.address, none)
         return Server(self.address.rstrip("/"))
 
     def of_run(self, directory: Path) -> Server:

@@ -227,7 +227,7 @@ def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
         rows += [{"prompt": question, "responses": two} for question, two in pairs]
         if len(rows) >= count:
             break
-    require(bool(rows), "no two answers to one prompt differ in this stage's rollouts")
+    require(rows, "no two answers to one prompt differ in this stage's rollouts")
     return rows[:count]
 
 
@@ -243,7 +243,7 @@ def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Respon
     prompts = [text_of({"prompt": one}, "prompt", 4000) for one in typed if one]
     if not prompts and model.partition("/")[0] in desk.studio.library.runs():
         prompts = [*prompts_of(desk.studio.library.index(model.partition("/")[0]))]
-    require(bool(prompts), "type the prompts: there is no run of this model that knows some")
+    require(prompts, "type the prompts: there is no run of this model that knows some")
     server, stage = desk.studio.server(model)
     require(stage in server.names(), f"no model {stage[:100]!r} is served")
     work = Sampled(server, stage, prompts, count, float(temperature))

@@ -181,7 +181,7 @@ class WorkerPool:
     def _number(self, task: Task) -> int:
         same = [n for n, known in enumerate(self.tasks) if known is task]
         same = same or [n for n, known in enumerate(self.tasks) if known == task]
-        require(bool(same), f"the worker processes were started without the task {task}")
+        require(same, f"the worker processes were started without the task {task}")
         return same[0]
 
     def _fields(self, problem: Problem) -> list[JSON]:

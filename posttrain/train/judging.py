@@ -62,7 +62,7 @@ class LocalModel:
         for message in messages:
             require(isinstance(message["content"], str), images)
             turns.append(Message(message["role"], harmless(message["content"], control)))
-        require(bool(self.policy.tokenizer.chat_template), f"the judge: {NO_TEMPLATE}")
+        require(self.policy.tokenizer.chat_template, f"the judge: {NO_TEMPLATE}")
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:

@@ -178,7 +178,7 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     cannot = f"{type(model).__name__} cannot be checkpointed by layers"
     advice = "leave it out and lower optimizer.token_budget"
-    require(bool(found) or not on, f"optimizer.checkpointing=layer: {cannot}; {advice}")
+    require(found or not on, f"optimizer.checkpointing=layer: {cannot}; {advice}")
     for module in found:
         module.gradient_checkpointing = on  # type: ignore[assignment]
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

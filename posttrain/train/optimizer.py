@@ -110,7 +110,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             n: p for n, p in module.named_parameters() if p.requires_grad
         }
-        require(bool(self.parameters), "the model has no trainable parameters")
+        require(self.parameters, "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
         # this process's part of each: all of it, or its shard, in the same memory
         self.parts: dict[str, Tensor] = {n: own_part(p) for n, p in self.parameters.items()}

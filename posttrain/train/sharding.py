@@ -151,7 +151,7 @@ def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
     found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
     where = f"tensor_parallel={count}: {type(model).__name__}"
     none = f"{where} has no layers that can be divided by rows and columns"
-    require(bool(found) and set(found.values()) <= STYLES.keys(), f"{none}; use parallel=fsdp")
+    require(found and set(found.values()) <= STYLES.keys(), f"{none}; use parallel=fsdp")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name)
         text = f"{where} has {name}={size}, which {count} processes do not divide"

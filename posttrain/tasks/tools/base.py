@@ -98,7 +98,7 @@ class Signature:
         name = getattr(function, "__name__", type(function).__name__)
         text = inspect.getdoc(function) or ""
         where = f"tool {name}"
-        require(bool(text.strip()), f"{where}: the model reads its docstring; give it one")
+        require(text.strip(), f"{where}: the model reads its docstring; give it one")
         parsed = inspect.signature(function).parameters.values()
         try:
             hints = typing.get_type_hints(function)

@@ -54,7 +54,7 @@ def _index(file: str) -> tuple[list[str], Callable[[str, int], list[int]]]:
     path = Path(file).expanduser()
     require(path.is_file(), f"search: there is no file {file}")
     texts = _texts(path)
-    require(bool(texts), f"search: {file} holds no text")
+    require(texts, f"search: {file} holds no text")
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
 
