@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import catalogue, config, pipeline
 from posttrain.api.display import Rollouts, rollouts
-from posttrain.errors import Interrupted, UserError, require
+from posttrain.errors import Interrupted, UserError, optional, require
 from posttrain.runs import read
 from posttrain.runs.html import run_html
 from posttrain.runs.index import Index
@@ -154,10 +154,7 @@ class Run:
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame."""
-        try:
-            import pandas  # type: ignore[import-untyped]
-        except ImportError:
-            raise UserError("frame() needs the package pandas: pip install pandas") from None
+        pandas = optional("pandas", "frame() needs the package pandas: pip install pandas")
         return pandas.DataFrame(self.metrics)
 
     def plot(self, path: Path | str = "") -> Path:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError, first_line, require
+from posttrain.errors import UserError, first_line, optional, require
 from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -107,17 +107,16 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
 
 
 def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
-    except ImportError:
-        raise UserError(f"{file}: to read parquet, pip install 'posttrain[data]'") from None
+    pyarrow = optional("pyarrow", f"{file}: to read parquet, pip install 'posttrain[data]'")
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file} row {number}", row
-    except (OSError, ArrowException) as error:
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
@@ -272,11 +271,8 @@ def load_hub(
 ) -> tuple[dict[str, Any], ...]:
     """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or a folder written by
     `save_to_disk`. `advice` ends the line that says why it cannot be read."""
-    try:
-        import datasets
-    except ImportError:
-        needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
-        raise UserError(f"{task}: {needs}{advice}") from None
+    needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
+    datasets = optional("datasets", f"{task}: {needs}{advice}")
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from posttrain import errors
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
@@ -322,8 +323,5 @@ def check_compiler(device: str) -> None:
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW with moments in 8 bits, in blocks with a scale each, for tensors of 4,096 numbers or more."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise UserError(NO_TORCHAO) from None
-    return AdamW8bit(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]
+    made = errors.optional("torchao.optim", NO_TORCHAO).AdamW8bit
+    return made(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]
