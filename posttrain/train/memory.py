@@ -109,12 +109,10 @@ def at_hand(device: torch.device) -> float | None:
     return max(0.0, free_bytes(device) - MARGIN * device_bytes(device))
 
 
-def step_bytes(
-    models: Sequence[Network], learning: float, tokens: int, checkpointed: bool
-) -> float:
+def step_bytes(models: Sequence[Network], learning: float, tokens: int, layered: bool) -> float:
     """Bytes that a step needs beyond what is allocated after the optimizers are made: gradients and moments (`learning`),
     activations, and a chunk of logits."""
-    activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
+    activations = sum(activation_bytes(m, tokens, layered) for m in models)
     return learning + logits_bytes(models[0], tokens) + head_bytes(models[0]) + activations
 
 
