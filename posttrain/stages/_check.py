@@ -58,13 +58,11 @@ def check_stages(
 
 def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
     """Raise an error for names of later stages, for stages that do not produce what is asked of them, and for missing files."""
-    for key, words in stage.named("stage").items():
-        for word in words:
-            check_stage(f"{stage.name}.{key}", word, before, later)
+    for key, word in stage.named("stage"):
+        check_stage(f"{stage.name}.{key}", word, before, later)
     for what in ("model", "reward model", "data"):
-        for key, words in stage.named(what).items():
-            for word in words:
-                check_word(f"{stage.name}.{key}", word, what, before, later)
+        for key, word in stage.named(what):
+            check_word(f"{stage.name}.{key}", word, what, before, later)
 
 
 def check_word(
@@ -126,10 +124,9 @@ def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) ->
     """The reader of a stage's model. The models that receive its token ids must have its vocabulary. The model of an earlier stage
     reads like that stage's starting model."""
     for what in ("model", "reward model"):
-        for key, words in stage.named(what).items():
-            for word in words:
-                with prefixed(f"{stage.name}.{key}"):
-                    find_reader(word, stage, what != "model", before, readers)
+        for key, word in stage.named(what):
+            with prefixed(f"{stage.name}.{key}"):
+                find_reader(word, stage, what != "model", before, readers)
     reader = find_reader(stage.starts_from(), stage, False, before, readers)
     for name in dict.fromkeys(stage.reads_ids()):
         other = find_reader(name, stage, None, before, readers)

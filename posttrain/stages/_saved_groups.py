@@ -168,10 +168,8 @@ def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> 
     """Refuse rollouts of another temperature: their log-probs would make every importance ratio wrong."""
     stages = run.config.get("stages")
     own = [s for s in stages if s.get("name") == stage] if isinstance(stages, list) else []
-    sampling = own[0].get("sampling") if own else None
-    sampled = (
-        sampling.get("temperature", temperature) if isinstance(sampling, dict) else temperature
-    )
+    how = own[0].get("sampling") if own else None
+    sampled = how.get("temperature", temperature) if isinstance(how, dict) else temperature
     other = f"{path} was sampled at temperature {sampled}, and temperature is {temperature}"
     require(sampled == temperature, f"{other}; set temperature={sampled}")
 

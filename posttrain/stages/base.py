@@ -120,16 +120,8 @@ class Context:
     ) -> None:
         """Save a stage's model as a plain HF checkpoint for later stages. With `lora`, its adapters are merged, and also saved in
         peft's format."""
-        network = plain_network(network)
-        if self.writes:
-            self._save_model(stage, network, lora, name)
-        current().same(None)  # wait until it exists for all processes
-
-    def _save_model(
-        self, stage: str, network: Policy | Scorer, lora: Lora | None, name: str
-    ) -> None:
-        adapter = None
-        if lora is not None:
+        network, adapter = plain_network(network), None
+        if self.writes and lora is not None:
             dtype, adapter = str(network.dtype).removeprefix("torch."), peft_files(network, lora)
             kept = merge_adapters(network.model)
             if kept < 1:
@@ -137,8 +129,10 @@ class Context:
                 line += f", {kept:.0%} of the changed weights differ from the base"
                 peft = f"{name}/adapter has the adapters themselves, for peft"
                 self.announce(stage, [f"{line}; {peft}"])
-        folder = self.folder(stage) / name
-        save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
+        if self.writes:
+            folder = self.folder(stage) / name
+            save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
+        current().same(None)  # wait until it exists for all processes
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Write per-problem results, or generated data, next to the stage's result."""
@@ -161,11 +155,7 @@ class Context:
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
         """Mark a stage as done. The result is written last and atomically: if it exists, everything else does."""
-        self._write(stage, _lineage.RESULT, result)
-
-    def begin(self, stage: str, lineage: _lineage.Lineage) -> None:
-        """Write the lineage of a stage before it runs."""
-        self._write(stage, _lineage.RECORD, lineage.tree())
+        self.write(stage, _lineage.RESULT, result)
 
     def discard(self, stage: str) -> None:
         """Delete the output of a stage, so that it can run again. Its result is deleted first, because the rest counts only with it."""
@@ -176,7 +166,8 @@ class Context:
             shutil.rmtree(folder, ignore_errors=True)
             require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
 
-    def _write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
+    def write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
+        """Write a JSON file of a stage."""
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
@@ -363,7 +354,7 @@ def _due(
 def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:
     """Run a stage, and save its result and its lineage."""
     world = current()
-    context.begin(stage.name, lineage)
+    context.write(stage.name, _lineage.RECORD, lineage.tree())
     context.events.emit("stage", stage=stage.name)
     began = time.perf_counter()
     world.begin(stage.name, stage.together)
@@ -386,9 +377,7 @@ def follow_stages(stages: Sequence[Stage], context: Context) -> None:
         world.end()
 
 
-def unfinished(
-    stages: Sequence[Stage], context: Context, only: Collection[str] = ()
-) -> list[Stage]:
+def unfinished(stages: Sequence[Stage], context: Context, only: Collection[str]) -> list[Stage]:
     """The stages without a result; with `only`, among these."""
     wanted = [stage for stage in stages if not only or stage.name in only]
     return [stage for stage in wanted if context.result(stage.name) is None]

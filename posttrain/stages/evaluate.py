@@ -109,9 +109,8 @@ class EvaluateStage(AnswerStage):
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
         said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
-        counted, said = seen(
-            evaluation, self.task.verifiable, self.model, trained_on(context, self.model)
-        )
+        hashes = trained_on(context, self.model)
+        counted, said = seen(evaluation, self.task.verifiable, self.model, hashes)
         if said:
             data = {"rule": "contamination"}
             context.events.emit("alarm", said, "warning", stage=self.name, data=data)

@@ -54,8 +54,7 @@ class RewardSource(Naming, ABC):
 
     def loads(self) -> tuple[str, ...]:
         """The models that it uses: stages, directories or hub names."""
-        both = (self.named(kind).values() for kind in ("model", "reward model"))
-        return tuple(chain(*chain(*both)))
+        return tuple(n for kind in ("model", "reward model") for _, n in self.named(kind))
 
     def reads_ids(self) -> tuple[str, ...]:
         """Those of its models that read the policy's token ids, and so must have its vocabulary."""
@@ -260,8 +259,8 @@ class JudgeReward(EndpointSettings, RewardSource):
     rubric: str = ""  # "": the default
     device: Device = "same"  # cpu: on the policy's device only while it judges
 
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        return {} if self.url else super().named(kind)
+    def named(self, kind: str) -> list[tuple[str, str]]:
+        return [] if self.url else super().named(kind)
 
     def reads_ids(self) -> tuple[str, ...]:
         return ()

@@ -475,9 +475,7 @@ class RLStage(ReferenceStage):
             made = answer_problems(task, sampler, tokenizer, problems, 1, greedy, seed, workers, by)
             found |= made.headlines(task.verifiable)
         if self.measure_problems and rating is not None and reference is not None:
-            problems, decoder = task.problems("test")[: self.measure_problems], Decoder(tokenizer)
-            groups = rollout_groups(
-                task, sampler, decoder, problems, 1, self.sampling, seed, workers
-            )
+            asked, decoder = task.problems("test")[: self.measure_problems], Decoder(tokenizer)
+            groups = rollout_groups(task, sampler, decoder, asked, 1, self.sampling, seed, workers)
             found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}
