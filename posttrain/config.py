@@ -227,10 +227,8 @@ def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
         tree = read_yaml(path.read_text(), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
-    require(
-        isinstance(tree, dict),
-        f"{path} must hold keys; a list of stages stands below the key stages",
-    )
+    keys = f"{path} must hold keys; a list of stages stands below the key stages"
+    require(isinstance(tree, dict), keys)
     if "recipe" in tree:
         name = str(tree.pop("recipe"))
         return build(name, catalogue.load("recipe", name), {**_flatten(tree), **pairs})

@@ -141,10 +141,8 @@ class Loop:
     stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        trainer, writer = self.trainer, self.writer
-        self.stage_monitor = StageMonitor(
-            self.stage, trainer, writer, self.checkpoints, self.monitor
-        )
+        given = (self.stage, self.trainer, self.writer, self.checkpoints, self.monitor)
+        self.stage_monitor = StageMonitor(*given)
 
     def run(self) -> None:
         """Train to the end, from the newest intact checkpoint or from the start."""

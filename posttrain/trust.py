@@ -45,9 +45,8 @@ def elsewhere(what: str, name: str, kind: str, instead: str = "") -> str:
     """The error about a name whose process has ended."""
     gone = f"the {what} {name.removeprefix(PREFIX)} is a {kind} of another Python process, and no directory holds it"
     again = "call the function that began the run again, with its out= and again=True"
-    return (
-        f"{gone}: {again}; or {instead or f'put the {what} into a file and name it FILE.py:NAME'}"
-    )
+    instead = instead or f"put the {what} into a file and name it FILE.py:NAME"
+    return f"{gone}: {again}; or {instead}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -435,6 +435,5 @@ def _begun(
 ) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
     refuse_unknown("setting", top, config.TOP, [files.name])
-    return Run(
-        files.directory, inputs.built(config.Settings, given, top, files.name), files, callback
-    )
+    settings = inputs.built(config.Settings, given, top, files.name)
+    return Run(files.directory, settings, files, callback)

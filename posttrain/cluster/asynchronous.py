@@ -68,7 +68,7 @@ class Producer:
         self.numbers = count()
         # by number; sessions of a unit begin at its number times SESSIONS
         self.units: dict[int, Episodes] = {}
-        self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
+        self.tasks: dict[Together, asyncio.Task[Made]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
         self.active = time.monotonic()  # when a group was begun or a turn came last
         self.error: BaseException | None = None
@@ -184,9 +184,7 @@ class Producer:
         self.tasks[groups] = task = self.loop.create_task(unit.run())
         task.add_done_callback(lambda done: self._finished(number, groups, done))
 
-    def _finished(
-        self, number: int, groups: Together, task: asyncio.Task[list[list[Group]]]
-    ) -> None:
+    def _finished(self, number: int, groups: Together, task: asyncio.Task[Made]) -> None:
         del self.units[number], self.tasks[groups]
         if not task.cancelled():
             self.results.put((groups, task.exception() or task.result()))

@@ -92,9 +92,8 @@ def shape_of(text: str) -> Shape:
         return named_shape(text)
     size = float(found[1]) * (1e9 if found[2] == "b" else 1e6)
     active = float(found[3]) * 1e9 if found[3] else size
-    require(
-        0 < active <= size, f"--params {text}: a token uses some of the weights, not more than all"
-    )
+    more = f"--params {text}: a token uses some of the weights, not more than all"
+    require(0 < active <= size, more)
     _, layers, hidden, keys = min(KNOWN, key=lambda known: abs(math.log(known[0] * 1e9 / size)))
     return Shape(size, active, layers, hidden, keys)
 
@@ -418,9 +417,8 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
 
 def _memory_line(phase: str, items: dict[str, float], gpu: GPU) -> str:
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in items.items() if size)
-    return (
-        f"memory of a GPU in {phase}: {sum(items.values()) / GB:.1f} of {gpu.memory:g} GB ({parts})"
-    )
+    total = sum(items.values()) / GB
+    return f"memory of a GPU in {phase}: {total:.1f} of {gpu.memory:g} GB ({parts})"
 
 
 def with_settings(work: Work, words: Sequence[str]) -> Work:

@@ -86,9 +86,8 @@ class RaySampler(remote.RemoteSampler):
         ray: Any = load_ray()
         try:
             host = self.cluster.place(self.cluster.settings.sampler)
-            pid = ray.get(
-                host.sample.remote(asdict(self.settings), self.buckets.size), timeout=ANSWER
-            )
+            asked = host.sample.remote(asdict(self.settings), self.buckets.size)
+            pid = ray.get(asked, timeout=ANSWER)
         except ray.exceptions.RayError as error:
             text = f"the sampler's process {number} could not be started: {one_line(error)[-200:]}"
             raise UserError(text) from None
@@ -133,9 +132,8 @@ class RaySampler(remote.RemoteSampler):
             self.workers.remove(worker)
             self.capacity -= self.settings.rows
             left = f"{len(self.workers)} sampler process(es) go on"
-            self.events.emit(
-                "message", f"{worker.name} was lost and has no new place; {left}", "warning"
-            )
+            lost = f"{worker.name} was lost and has no new place"
+            self.events.emit("message", f"{lost}; {left}", "warning")
 
 
 def _relay(host: Any, ours: int) -> None:

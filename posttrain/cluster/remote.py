@@ -56,9 +56,8 @@ def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) 
     lora: dict[str, JSON] | None = None
     for name, adapter in found.items():
         if adapter is None:
-            raise UserError(
-                f"the adapter of {name} is not one that a sampler in a process can have"
-            )
+            cannot = "is not one that a sampler in a process can have"
+            raise UserError(f"the adapter of {name} {cannot}")
         rank, targets = adapter.a_RI.shape[0], sorted({n.rsplit(".", 1)[-1] for n in found})
         lora = {"rank": rank, "alpha": adapter.scale * rank, "targets": targets}
     config = policy.model.config

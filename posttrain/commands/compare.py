@@ -133,9 +133,7 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
         results = [run.stage_rows(name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
-            pairs = (
-                (key, interval_of(v), interval_of(second.get(key))) for key, v in first.items()
-            )
+            pairs = ((k, interval_of(v), interval_of(second.get(k))) for k, v in first.items())
             found += [Measured(name, key, one, two) for key, one, two in pairs if one and two]
     return tuple(found)
 

@@ -141,9 +141,8 @@ class _Renderer:
                 process.stdin.flush()
             while len(found) < len(conversations):
                 answer = process.stdout.readline()
-                found.append(
-                    _answer(json.loads(answer)) if answer else self._ended(request, process)
-                )
+                ended = None if answer else self._ended(request, process)
+                found.append(ended or _answer(json.loads(answer)))
                 if not answer or _over(found[-1]):  # it has ended, or is about to
                     self.stop()
                     break

@@ -166,9 +166,7 @@ class Index:
     def _inode(self) -> int:
         return self.path.stat().st_ino if self.path.exists() else 0
 
-    def _get(
-        self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> list[tuple[Any, ...]]:
+    def _get(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
         return self._connection().execute(sql, values).fetchall()
 
     def _remake(self) -> None:

@@ -108,9 +108,8 @@ class Guard:
             raise wire.Refused(403, "requests of other sites are refused", "origin_not_allowed")
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise wire.Refused(
-                401, "a token is needed: Authorization: Bearer TOKEN", "invalid_api_key"
-            )
+            needed = "a token is needed: Authorization: Bearer TOKEN"
+            raise wire.Refused(401, needed, "invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self.limits.body_bytes:
             raise too_large(self.limits)

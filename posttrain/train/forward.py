@@ -71,10 +71,7 @@ def scorer_outputs(scorer: Scorer, batch: Batch) -> Outputs:
 
 
 # the forward pass of the trained model, by `Algorithm.trains`
-PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {
-    "policy": forward,
-    "scorer": scorer_outputs,
-}
+PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {"policy": forward, "scorer": scorer_outputs}
 
 
 def positions(batch: Batch) -> Tensor:

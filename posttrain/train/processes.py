@@ -182,21 +182,20 @@ def joined(
 def _connect(device: str, sharding: str, tensor: int) -> Processes:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     wait = timedelta(seconds=LONGEST_WAIT)
+    common: dict[str, Any] = {"timeout": wait, "rank": rank(), "world_size": size()}
     require(port.isdecimal(), f"MASTER_PORT={port} in the environment is not a number")
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     socket_number = os.environ.get(SERVER_SOCKET)
     try:
         if socket_number is None:  # torchrun: by the store of its agent
-            dist.init_process_group(backend, timeout=wait, rank=rank(), world_size=size())
+            dist.init_process_group(backend, **common)
         else:
             served = int(socket_number) if rank() == 0 else None
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             given = (address, int(port), size(), rank() == 0, wait)
             store = TCPStore(*given, master_listen_fd=served, use_libuv=False)
-            dist.init_process_group(
-                backend, store=store, timeout=wait, rank=rank(), world_size=size()
-            )
+            dist.init_process_group(backend, store=store, **common)
     except (RuntimeError, ValueError) as error:  # dist.DistError is a RuntimeError
         said = " ".join(str(error).split())
         text = f"process {rank()} of {size()} did not reach the others at {address}:{port}: {said[:200]}"
