@@ -37,18 +37,12 @@ from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.stages import base
 from posttrain.stages._check import check_stages
 from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import answering_models, stage_answers
-from posttrain.stages.base import (
-    Context,
-    check_names,
-    exported,
-    run_stages,
-    unfinished,
-    worker_pool,
-)
+from posttrain.stages.base import Context, check_names, exported, run_stages, worker_pool
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
@@ -373,7 +367,7 @@ def _run_stages(
 
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
-    due = unfinished(stages, Context(*shared, place=place), settings.only)
+    due = base.unfinished(stages, Context(*shared, place=place), settings.only)
     # the first stage reads its data at once and need not read it twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
     warnings = check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)

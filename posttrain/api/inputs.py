@@ -21,15 +21,9 @@ from posttrain.errors import UserError, called_here, refuse_unknown, require, un
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
+from posttrain.stages import reward_sources
 from posttrain.stages._judged import JudgeSettings
-from posttrain.stages.reward_sources import (
-    FunctionReward,
-    MixedReward,
-    RewardModels,
-    RewardSource,
-    TaskReward,
-    Weighted,
-)
+from posttrain.stages.reward_sources import RewardModels, RewardSource, Weighted
 from posttrain.system.files import atomic_write, explained
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
@@ -214,18 +208,18 @@ def as_rewards(
             learned.append(Weighted(reward=one, weight=weight, label=label))
         else:
             functions[label] = one, weight
-    own: RewardSource = TaskReward()
+    own: RewardSource = reward_sources.TaskReward()
     if task is None:
         task = Prompts(file, reward=_function(functions) if functions else "")
     elif functions:
-        own = FunctionReward(reward=_function(functions, always=True))
+        own = reward_sources.FunctionReward(reward=_function(functions, always=True))
     if functions or not (learned or ensemble):
         parts.append(Weighted(reward=own, label="rules"))
     parts += learned
     if ensemble:
         parts.append(Weighted(reward=ensemble, label="models"))
     alone = len(parts) == 1 and parts[0].weight == 1
-    return task, parts[0].reward if alone else MixedReward(parts=tuple(parts))
+    return task, parts[0].reward if alone else reward_sources.MixedReward(parts=tuple(parts))
 
 
 def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:

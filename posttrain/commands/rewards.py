@@ -19,17 +19,11 @@ from posttrain.models.load import Reader, read_tokenizer
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages import reward_sources
 from posttrain.stages._side_by_side import answering_models
 from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.reward_sources import (
-    ImplicitReward,
-    MixedReward,
-    ProcessRewardModels,
-    RewardModels,
-    RewardSource,
-    TaskReward,
-)
+from posttrain.stages.reward_sources import ProcessRewardModels, RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
 from posttrain.system import machine
 from posttrain.system.workers import WorkerPool
@@ -162,7 +156,12 @@ def _scores(stage: Stage) -> bool:
 
 
 def _computed_here(source: RewardSource) -> bool:
-    if isinstance(source, MixedReward):
+    if isinstance(source, reward_sources.MixedReward):
         return all(_computed_here(part.reward) for part in source.parts)
-    kinds = (TaskReward, RewardModels, ProcessRewardModels, ImplicitReward)
+    kinds = (
+        reward_sources.TaskReward,
+        RewardModels,
+        ProcessRewardModels,
+        reward_sources.ImplicitReward,
+    )
     return isinstance(source, kinds) and not source.rated

@@ -199,8 +199,7 @@ class Labels:
         return self.items.get(found[0])
 
     def _item(self, item: str) -> Item:
-        if item not in self.items:
-            raise UserError("no such item in this file")
+        require(item in self.items, "no such item in this file")
         return self.items[item]
 
     def labelled(self) -> int:

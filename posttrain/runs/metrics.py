@@ -107,8 +107,7 @@ def failure_kind(score: Score) -> str:
     >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
     ('ValueError', 'timeout')
     """
-    words = str(score.failure).split(":")[0].split()
-    return "_".join(words)[:40] or "unnamed"
+    return "_".join(str(score.failure).split(":")[0].split())[:40] or "unnamed"
 
 
 def reflects(response: str) -> bool:

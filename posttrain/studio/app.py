@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.index import FOLDER, Index
 from posttrain.studio import pages_label, pages_replay, pages_review, pages_rollouts, pages_runs
@@ -112,8 +112,7 @@ async def _page(studio: Studio, request: Request) -> Response:
 
 async def _events(studio: Studio, request: Request) -> Response:
     """Send server-sent events: `changed` when the files of a run have grown; without a run, when those of any run have."""
-    if studio.streams >= STREAMS:
-        raise UserError("too many pages are open")
+    require(studio.streams < STREAMS, "too many pages are open")
     name = word(request, "run")
     if name:
         studio.library.index(name)

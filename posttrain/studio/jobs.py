@@ -153,8 +153,7 @@ def recipe_settings(name: str) -> dict[str, JSON]:
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
     line = [sys.executable, "-c", program, name]
     done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
-    if done.returncode:
-        raise UserError(f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
+    require(not done.returncode, f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
     return dict(json.loads(done.stdout))
 
 
