@@ -103,17 +103,9 @@ class Context:
         for line in lines:
             self.events.emit("message", line, level, stage=stage)
 
-    def sampler(
-        self,
-        policy: Policy,
-        rows: int = 0,
-        kind: str = "engine",
-        count: int = 1,
-        precision: Precision = AS_TRAINED,
-    ) -> Sampler:
-        """Make a sampler for the policy that decodes up to `rows` responses at once (0: a number that suits the device). `kind` and
-        `count` are the keys sampler and sampler_processes of the rl stage; `precision` selects what is computed in fp8."""
-        return make_sampler(policy, rows, self.threads, kind, count, self.cluster, precision)
+    def sampler(self, policy: Policy, **how: Any) -> Sampler:
+        """`make_sampler` with the threads and the cluster of the run."""
+        return make_sampler(policy, processes=self.threads, cluster=self.cluster, **how)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
@@ -440,8 +432,9 @@ def make_sampler(
     cluster: Cluster | None = None,
     precision: Precision = AS_TRAINED,
 ) -> Sampler:
-    """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster; see `Context.sampler`. If the
-    weights are sharded, it samples with a gathered copy."""
+    """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster. It decodes up to `rows` responses
+    at once (0: a number that suits the device). `kind` and `count` are the keys sampler and sampler_processes of the rl stage;
+    `precision` selects what is computed in fp8. If the weights are sharded, it samples with a gathered copy."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     on_cluster = cluster is not None and kind != "engine"
     text = f"sampler={kind} is not on a cluster yet; use sampler=process"

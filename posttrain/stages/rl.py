@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -282,11 +282,10 @@ class RLStage(ReferenceStage):
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
         every = self.evaluate_every if self.task.problems("test") else 0
+        more = {"curriculum_state": curriculum_state, "problems": problems, "rating": rating}
         with (
             closing(self.make_sampler(context, policy)) as sampler,
-            closing(
-                self.rollouts(context, policy, sampler, curriculum_state, problems, rating)
-            ) as rollouts,
+            closing(self.rollouts(context, policy, sampler, **more)) as rollouts,
         ):
             loop = self.train(
                 context,
@@ -307,19 +306,15 @@ class RLStage(ReferenceStage):
         return self.router_replay
 
     def make_sampler(self, context: Context, policy: Policy) -> Sampler:
-        rows, processes = self.rows(policy.device.type), self.sampler_processes
-        return context.sampler(policy, rows, self.sampler, processes, self.precision)
+        rows, how = (
+            self.rows(policy.device.type),
+            {"kind": self.sampler, "precision": self.precision},
+        )
+        return context.sampler(policy, rows=rows, count=self.sampler_processes, **how)
 
-    def rollouts(
-        self,
-        context: Context,
-        policy: Policy,
-        sampler: Sampler,
-        curriculum_state: CurriculumState,
-        problems: Mapping[int, Sequence[Problem]],
-        rating: Rating | None,
-    ) -> Rollouts:
-        """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer."""
+    def rollouts(self, context: Context, policy: Policy, sampler: Sampler, **more: Any) -> Rollouts:
+        """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer. `more` are further
+        fields of `Rollouts`."""
         source: Callable[..., Rollouts] = Rollouts
         if self.max_staleness:
             bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
@@ -330,15 +325,13 @@ class RLStage(ReferenceStage):
             task=self.task,
             sampler=sampler,
             tokenizer=policy.tokenizer,
-            curriculum_state=curriculum_state,
             prompts=self.prompts,
             sampling=self.sampling,
             seed=context.seed,
             device=policy.device,
-            rating=rating,
             events=context.events,
             workers=context.workers,
-            problems=problems,
+            **more,
         )
 
     def training_task(self, context: Context) -> Task:
