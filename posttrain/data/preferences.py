@@ -247,20 +247,14 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
     if len({e.ids.tobytes() for e in examples}) < len(examples):
         raise _Skip("equal")
     if row.steps is not None and row.labels is not None:
-        labels = _step_labels(examples[0], row.steps, row.joint, row.labels, decoder, where)
+        labels = _step_labels(examples[0], row, decoder, where)
         return (replace(examples[0], steps=labels),)
     return tuple(examples)
 
 
-def _step_labels(
-    example: Example,
-    steps: list[str],
-    joint: str,
-    labels: list[float],
-    decoder: Decoder,
-    where: str,
-) -> np.ndarray:
+def _step_labels(example: Example, row: _Row, decoder: Decoder, where: str) -> np.ndarray:
     """Each label at the token where its step ends, NaN elsewhere."""
+    steps, joint = row.steps or [], row.joint
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
     begin = text.find(joint.join(steps))
@@ -268,7 +262,7 @@ def _step_labels(
     require(begin >= 0, missing)
     label_T = np.full(len(example.ids), np.nan, np.float32)
     end = begin - len(joint)
-    for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
+    for number, (step, label) in enumerate(zip(steps, row.labels or [], strict=True)):
         end += len(joint) + len(step)
         token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
         free = bool(np.isnan(label_T[token]))

@@ -40,15 +40,8 @@ class Prompts(Jsonl):
         self.check_settings("prompts")
 
     @staticmethod
-    def make(
-        row: Mapping[str, Any],
-        where: str,
-        name: str,
-        question: str,
-        answer: str,
-        answer_after: str,
-        own: bool,
-    ) -> Problem:
+    def make(row: Mapping[str, Any], where: str, name: str, *fields: Any) -> Problem:
+        question, answer, answer_after, _ = fields
         asked = question or next((column for column in ASKED if column in row), "")
         has = ", ".join(map(str, row)) or "nothing"
         lacking = f"{where}: no column prompt, question or messages; it has {has}"

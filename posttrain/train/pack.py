@@ -252,16 +252,8 @@ def first_tokens(batch: Batch, tokens: int) -> Batch:
     return batch if held[-1] == batch.sequences else take(batch, 0, held[-1])
 
 
-def _select(
-    batch: Batch,
-    at_T: Tensor | slice,
-    at_N: Tensor | slice,
-    host: np.ndarray | slice,
-    starts: tuple[int, ...],
-    unit_N: tuple[int, ...],
-    sequence_T: Tensor,
-) -> Batch:
-    """Every tensor of a batch at the given tokens or sequences."""
+def _select(batch: Batch, at_T: Any, at_N: Any, host: Any, **more: Any) -> Batch:
+    """Every tensor of a batch at the given tokens or sequences; `more` are the fields that these indices do not give."""
 
     def parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {name: t[at_T if name.endswith("_T") else at_N] for name, t in tensors.items()}
@@ -269,9 +261,7 @@ def _select(
     return replace(
         batch,
         **parts({name: getattr(batch, name) for name in TENSORS}),
-        starts=starts,
-        sequence_T=sequence_T,
-        unit_N=unit_N,
+        **more,
         columns=parts(batch.columns),
         ids=None if batch.ids is None else batch.ids[host],
         mask=None if batch.mask is None else batch.mask[host],
