@@ -235,16 +235,14 @@ class Run:
     def policy(self) -> Policy:
         """The policy, ready to sample. Between two steps, the one that is being trained."""
         if self._stepper is not None and self._stepper.loop is not None:
-            found: Any = self._stepper.loop.trainer.policy
-            return found  # type: ignore[no-any-return]
+            return self._stepper.loop.trainer.policy  # type: ignore[return-value]
         mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
         require(not is_reward_model(self.export), mute)
         if self._loaded is None:
             from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(str(self.export))
-        loaded: Policy = self._loaded
-        return loaded
+        return self._loaded  # type: ignore[no-any-return]
 
     def scorer(self) -> Any:
         """The reward model of the run, which `score` uses."""
@@ -305,8 +303,7 @@ class Model:
             from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(self.source)
-        loaded: Policy = self._loaded
-        return loaded
+        return self._loaded  # type: ignore[no-any-return]
 
     model = property(lambda self: self.policy().model)
     tokenizer = property(lambda self: self.policy().tokenizer)

@@ -215,7 +215,8 @@ class RemoteSampler:
         if any(worker.open for worker in self.workers) and not self.finished:
             self._read(self.workers, wire.LOOK if timeout is None else min(timeout, wire.LOOK))
             self._replace_gone()
-        self._check_probes()
+        while self.probes:
+            self.receipts.probe(*self.probes.pop())
         found, self.finished = self.finished, []
         for request, completion in found:
             session = self.sessions[request.session]
@@ -399,10 +400,6 @@ class RemoteSampler:
             if worker.receipt is not None:
                 self.receipts.check(worker.receipt, worker.name)
                 worker.complete = True
-
-    def _check_probes(self) -> None:
-        while self.probes:
-            self.receipts.probe(*self.probes.pop())
 
     def prove(self) -> None:
         """Compute the log-probs with which the probe's answers are compared, while the processes sample. Call it before changing

@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 from posttrain.commands.replay_loop import Findings, Question, Replayed, ReplayLoop
 from posttrain.config import Settings
@@ -28,9 +31,6 @@ from posttrain.stages.train import TrainStage
 from posttrain.train import checkpoint
 from posttrain.trust import trusting
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 TEXT = 36  # characters of a column
 
@@ -256,9 +256,7 @@ def lines(replayed: Replay) -> Iterator[str]:
 
 def tables(replayed: Replay, top: int) -> Iterator[Table]:
     """Yield the units with the largest shares of the gradient, and the tokens with the largest shares in these."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
-    from rich.text import Text
 
     found = replayed.found
     heads = ["#", "share", "norm", "reward", "advantage", found.measure, "change"]
