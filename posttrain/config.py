@@ -162,9 +162,8 @@ def _words(command: JSON) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command))
     except ValueError as error:
-        raise errors.UserError(
-            f"checkpoint_hook: {command!r} is not a command line ({error})"
-        ) from None
+        text = f"checkpoint_hook: {command!r} is not a command line ({error})"
+        raise errors.UserError(text) from None
 
 
 def check_named(stages: Sequence[Stage]) -> None:
@@ -211,9 +210,8 @@ def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str]
     try:
         errors.refuse_unknown("key", keys, known, owners)
     except errors.UserError as error:
-        raise errors.UserError(
-            f"{error} (one of a stage is STAGE.KEY, such as rl.steps=10)"
-        ) from None
+        hint = "one of a stage is STAGE.KEY, such as rl.steps=10"
+        raise errors.UserError(f"{error} ({hint})") from None
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:

@@ -61,10 +61,8 @@ class Address:
     def of(cls, url: str) -> Address:
         found = ADDRESS.fullmatch(url)
         if found is None:
-            raise UserError(
-                f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
-                "environment variable, not into the address)"
-            )
+            form = "http or https, a host, a port, a path; put a key into an environment variable, not into the address"
+            raise UserError(f"judge: {url!r} is no http address ({form})")
         scheme, host, given, _ = found.groups()
         port = int(given) if given else {"http": 80, "https": 443}[scheme]
         require(0 < port < 2**16, f"judge: {url!r} has no port of 1 to 65535")

@@ -28,9 +28,8 @@ def call(options: argparse.Namespace) -> None:
         from posttrain.serve.server import Address
         from posttrain.studio.server import serve
     except ImportError as error:
-        raise UserError(
-            f"the studio needs a package that is not installed ({error.name}); pip install 'posttrain[studio]'"
-        ) from None
+        needs = f"the studio needs a package that is not installed ({error.name})"
+        raise UserError(f"{needs}; pip install 'posttrain[studio]'") from None
     roots = options.runs or [Path("runs")]
     if options.demo or not options.runs:
         roots[0].mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,8 @@ class RaySampler(remote.RemoteSampler):
             except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
                 size = f"{self.buckets.size >> 20} MiB of weights"
                 advice = "give it more (ray start --object-store-memory), or end what fills it, and resume"
-                raise UserError(
-                    f"the object store of the cluster has no room for {size} ({one_line(error)[:160]}); {advice}"
-                ) from None
+                full = f"the object store of the cluster has no room for {size} ({one_line(error)[:160]})"
+                raise UserError(f"{full}; {advice}") from None
         return self.put[1]
 
     def _replace(self, worker: remote.WorkerProcess) -> None:

@@ -350,10 +350,9 @@ class _Template:
         full, *rest = self.render_all([(messages, False), *asked])
         spans = []
         for turn, before, after in zip(turns, rest, rest[len(turns) :], strict=False):
-            require(
-                after.startswith(before) and full.startswith(after),
-                f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "
-                f"assistant turn {turn} cannot be found; use a template with generation blocks, or one example per turn",
-            )
+            text = f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking)"
+            advice = "use a template with generation blocks, or one example per turn"
+            found = after.startswith(before) and full.startswith(after)
+            require(found, f"{text}, so assistant turn {turn} cannot be found; {advice}")
             spans.append((len(before), len(after)))
         return full, spans

@@ -249,11 +249,9 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
             kept.append(example)
     total = len(kept) + sum(dropped.values())
     require(total > 0, "the data set is empty")
-    require(
-        kept,
-        f"no example is left to train on: of {total}, {dropped['overlong']} are longer than max_length={max_length}, "
-        f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty",
-    )
+    long = f"of {total}, {dropped['overlong']} are longer than max_length={max_length}"
+    short = f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty"
+    require(kept, f"no example is left to train on: {long}, {short}")
     lengths = np.array([len(example.ids) for example in kept])
     tokens, loss = int(lengths.sum()), sum(int(example.mask.sum()) for example in kept)
     quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")

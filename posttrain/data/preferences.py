@@ -307,10 +307,8 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
         if shared == len(chosen) == len(rejected):
             raise _Skip("equal")
         said = [m.get("content") if isinstance(m, dict) else None for m in chosen[:shared]]
-        require(
-            prompt is None or prompt in said,
-            f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(said[-1])[:40]!r}",
-        )
+        other = f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(said[-1])[:40]!r}"
+        require(prompt is None or prompt in said, other)
         return chosen[:shared], chosen[shared:], rejected[shared:]
     return _given_prompt(prompt), chosen, rejected
 

@@ -56,10 +56,9 @@ def check_requests(
         before = 0 if session is None else len(session.ids)
         longest = max(longest, before + len(request.ids) + request.sampling.max_new_tokens)
     policy.check_length(longest)
-    require(
-        len({request.session for request in requests}) == len(requests),
-        "requests submitted together must be of different sessions",
-    )
+    sessions_asked = {request.session for request in requests}
+    same = "requests submitted together must be of different sessions"
+    require(len(sessions_asked) == len(requests), same)
 
 
 def _prefill_key(r: Request) -> object:

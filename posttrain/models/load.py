@@ -257,11 +257,8 @@ def same_vocabulary(
             places = ((min(v.get(t, len(v)) for v in (mine, theirs)), t) for t in differ)
             token = min(places)[1]
             detail = f"{len(differ)} tokens differ, such as {token!r}: id {theirs.get(token)} against {mine.get(token)}"
-    require(
-        not detail,
-        f"{where}: {other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail}), and would "
-        f"read other text from the same ids; {advice}",
-    )
+    unlike = f"{other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail})"
+    require(not detail, f"{where}: {unlike}, and would read other text from the same ids; {advice}")
 
 
 def stop_ids(

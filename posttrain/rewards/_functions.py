@@ -187,10 +187,8 @@ class Function:
         try:
             return as_score(value)
         except TypeError:
-            raise UserError(
-                f"reward {self} returned {type(value).__name__} {str(value)[:60]!r} for the row {problem.id}; return a number, "
-                "None (not scored) or a Score"
-            ) from None
+            made = f"reward {self} returned {type(value).__name__} {str(value)[:60]!r} for the row {problem.id}"
+            raise UserError(f"{made}; return a number, None (not scored) or a Score") from None
 
     def _failed(self, error: BaseException, count: int) -> list[Score | None]:
         """Turn an error in the function into a failure, with the line in the user's file where it happened."""

@@ -146,10 +146,9 @@ class RewardModelStage(UnitStage):
         accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))
         if accuracy.value < self.min_accuracy:
             which = self.folder(context, member).name
-            raise GuardStop(
-                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} prompts, below min_accuracy="
-                f"{self.min_accuracy}; a policy would learn its errors: look at the data, or train longer"
-            )
+            low = f"is {accuracy} over {count} prompts, below min_accuracy={self.min_accuracy}"
+            advice = "a policy would learn its errors: look at the data, or train longer"
+            raise GuardStop(f"{self.name}: held-out accuracy of {which} {low}; {advice}")
 
 
 def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:

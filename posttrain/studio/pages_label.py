@@ -63,9 +63,8 @@ class Desk:
             for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
                 if not file.name.endswith(".labels.jsonl") and not file.is_symlink():
                     name = f"{owner.name}: {file.stem}" if of_run else file.stem
-                    found.append(
-                        Source(path_id(file), name, file, path_id(owner) if of_run else "")
-                    )
+                    run = path_id(owner) if of_run else ""
+                    found.append(Source(path_id(file), name, file, run))
         return {source.id: source for source in found}
 
     def labels(self, name: str) -> tuple[Source, Labels]:
