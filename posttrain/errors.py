@@ -195,7 +195,7 @@ Count = Annotated[int, Range(ge=1)]
 # counts of things that one step, or one problem, holds in memory at once
 Several = Annotated[int, Range(ge=1, le=65_536, text="at least 1 and at most 65,536")]
 # the same of what is compared with others: the range of a field, with a text of its own
-AtLeastTwo = partial(Range, ge=2, le=65_536)
+TwoOrMore = partial(Range, ge=2, le=65_536)
 Seed = Annotated[int, Range(ge=0, lt=2**63, text="a whole number, 0 or more and below 2**63")]
 Whole = Annotated[int, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]

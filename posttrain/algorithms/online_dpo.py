@@ -8,7 +8,7 @@ from typing import Annotated
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.dpo import DPO
-from posttrain.errors import AtLeastTwo
+from posttrain.errors import TwoOrMore
 from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Terms
 
 
@@ -27,7 +27,7 @@ class OnlineDPO(Algorithm):
     paper = "Guo et al. 2024, arXiv:2402.04792"
     unit = "pair"
 
-    group: Annotated[int, AtLeastTwo(text="at least 2 (a pair needs two responses)")] = 8
+    group: Annotated[int, TwoOrMore(text="at least 2 (a pair needs two responses)")] = 8
     loss: Algorithm = field(default_factory=DPO)
 
     def mistakes(self) -> Iterator[str]:

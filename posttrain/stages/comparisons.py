@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
-from posttrain.errors import AtLeastTwo, NotNegative, Waiting, Whole, require
+from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
 from posttrain.stages._judged import JudgedStage
@@ -43,7 +43,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
     The stage writes `data.jsonl` in its folder. Reward_model and preference stages read it if they name this stage as their data.
     """
 
-    samples: Annotated[int, AtLeastTwo(text="at least 2 (one answer cannot be compared)")] = 2
+    samples: Annotated[int, TwoOrMore(text="at least 2 (one answer cannot be compared)")] = 2
     noise: NotNegative = 0.1  # of the simulated annotator
     # people: the run ends until people have compared the answers
     annotator: Literal["simulated", "people"] = "simulated"
