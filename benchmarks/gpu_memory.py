@@ -116,7 +116,7 @@ def pairs_plan(stage: Sized, policy: Policy) -> list[str]:
     both = 2 * stage.longest(None)
     way = _plan.planned_way(stage, policy, both)
     tokens = min(max(way.tokens, both), stage.prompts * both)
-    return [_plan.training_memory(policy, tokens, stage.optimizer, stage.lora, layered=way.layered).line()]
+    return [_plan.training_memory(stage, policy, tokens, way.layered, {}).line()]
 
 
 def planned_gib(lines: list[str]) -> float:

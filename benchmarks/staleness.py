@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.simulator import Plan, simulate
 from posttrain.algorithms.grpo import GRPO
 from posttrain.cluster.admission import Staleness
 from posttrain.cluster.asynchronous import Asynchronous
-from posttrain.cluster.simulator import Plan, simulate
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.models.tiny import character_tokenizer
 from posttrain.tasks.arithmetic import Arithmetic

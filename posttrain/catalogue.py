@@ -133,7 +133,7 @@ def short_form(kind: str, text: str, base: type) -> dict[str, Any]:
     if not colon or name.endswith(".py") or name not in names(kind):
         return {"name": text}
     key = getattr(load(kind, name, base), "shorthand", "")
-    require(bool(key), f"{text}: the {kind} {name} takes no value after its name")
+    require(key, f"{text}: the {kind} {name} takes no value after its name")
     return {"name": name, key: value}
 
 

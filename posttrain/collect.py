@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from posttrain import types
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.data.curriculum import CurriculumState
 from posttrain.data.rendering import Renderer
@@ -26,23 +27,9 @@ from posttrain.tasks._rollouts import score_row
 from posttrain.tasks.base import Task
 from posttrain.train.pack import pack_examples, pack_groups
 from posttrain.turns import Seconds
-from posttrain.types import (
-    JSON,
-    Batch,
-    Completion,
-    Example,
-    Group,
-    Metric,
-    Problem,
-    Rating,
-    Request,
-    Sampler,
-    Sampling,
-    Score,
-    Selection,
-)
+from posttrain.types import JSON, Batch, Completion, Group, Metric, Request, Sampler, Sampling
 
-Item = Example | tuple[Example, ...]
+Item = types.Example | tuple[types.Example, ...]
 MAX_ROUNDS = 4  # of sampling in a step; then it trains on the groups that it has
 MAX_SECONDS = 1800.0  # after this long a step starts no further round of sampling
 
@@ -152,11 +139,11 @@ class Rollouts(Source):
     sampling: Sampling
     seed: int
     device: torch.device
-    rating: Rating | None = None
+    rating: types.Rating | None = None
     events: Events = field(default_factory=Events)
     workers: WorkerPool | None = None
     # by level; default: the task's
-    problems: Mapping[int, Sequence[Problem]] = field(default_factory=dict)
+    problems: Mapping[int, Sequence[types.Problem]] = field(default_factory=dict)
     # kinds of failures that were reported; each is reported once
     reported: set[str] = field(default_factory=set, init=False)
     # (level, index) of the problems whose prompts are rendered already, and the prompts
@@ -339,7 +326,7 @@ def generate_groups(
 
 
 def pack_selection(
-    selection: Selection, algorithm: Algorithm, temperature: float, device: torch.device
+    selection: types.Selection, algorithm: Algorithm, temperature: float, device: torch.device
 ) -> Batch:
     """Pack the selected groups into a batch as the algorithm needs it."""
     together = algorithm.unit != "sequence"
@@ -357,7 +344,7 @@ def rollout_indices(groups: Sequence[Group], selected: Sequence[Group]) -> list[
 
 
 def rate_groups(
-    rating: Rating, groups: Sequence[Group], seconds: Seconds | None = None
+    rating: types.Rating, groups: Sequence[Group], seconds: Seconds | None = None
 ) -> list[Group]:
     """Replace the scores of groups by those of a model. The task's own score stays as the part `task`, to compare proxy and gold
     reward. A failed episode stays without a score. Each of several processes rates its share."""
@@ -368,7 +355,7 @@ def rate_groups(
     else:
         own = rating.rate([rated[n] for n in world.share(len(rated))])
         gathered = world.gather([score_row(score) for score in own])
-        found_scores = [Score(*row) for rows in gathered for row in rows]
+        found_scores = [types.Score(*row) for rows in gathered for row in rows]
     scores = dict(zip(map(id, rated), found_scores, strict=True))
     found = []
     for group in groups:
@@ -377,11 +364,10 @@ def rate_groups(
             gold, score = rollout.score, scores.get(id(rollout))
             if score is not None:
                 parts = {} if gold.value is None else {"task": gold.value}
-                merged = {**score.parts, **parts}
                 outcome = score.outcome or gold.outcome
                 # a return includes the rewards of single turns
                 value = None if score.value is None else score.value + rollout.paid
-                score = replace(score, value=value, parts=merged, outcome=outcome)
+                score = replace(score, value=value, parts={**score.parts, **parts}, outcome=outcome)
                 rollout = replace(rollout, score=score)
             members.append(rollout)
         found.append(replace(group, rollouts=tuple(members)))

@@ -12,21 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from posttrain import catalogue
+from posttrain import catalogue, errors
 from posttrain.cluster.placement import LOCAL, check_address
 from posttrain.config_tree import check_value, from_tree, override, pair, to_tree
 from posttrain.data.safe_readers import read_yaml
-from posttrain.errors import (
-    Checked,
-    NotNegative,
-    Positive,
-    Range,
-    Seed,
-    Several,
-    UserError,
-    refuse_unknown,
-    require,
-)
+from posttrain.errors import Checked, NotNegative, Positive, Range, Seed, Several, require
 from posttrain.recipes.base import Recipe, as_recipe, repeat
 from posttrain.runs.layout import FORMAT
 from posttrain.stages._lineage import MODELS, PLACES, inside, place
@@ -175,7 +165,8 @@ def _words(command: JSON) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command))
     except ValueError as error:
-        raise UserError(f"checkpoint_hook: {command!r} is not a command line ({error})") from None
+        text = f"checkpoint_hook: {command!r} is not a command line ({error})"
+        raise errors.UserError(text) from None
 
 
 def check_named(stages: Sequence[Stage]) -> None:
@@ -220,20 +211,19 @@ def _path(field: str, value: str) -> Path | None:
 def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()) -> None:
     """Raise an error for keys that neither the run nor its recipe has."""
     try:
-        refuse_unknown("key", keys, known, owners)
-    except UserError as error:
-        raise UserError(f"{error} (one of a stage is STAGE.KEY, such as rl.steps=10)") from None
+        errors.refuse_unknown("key", keys, known, owners)
+    except errors.UserError as error:
+        hint = "one of a stage is STAGE.KEY, such as rl.steps=10"
+        raise errors.UserError(f"{error} ({hint})") from None
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:
     try:
         tree = read_yaml(path.read_text(), str(path))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    require(
-        isinstance(tree, dict),
-        f"{path} must hold keys; a list of stages stands below the key stages",
-    )
+        raise errors.UserError(f"{path} is not valid YAML: {error}") from None
+    keys = f"{path} must hold keys; a list of stages stands below the key stages"
+    require(isinstance(tree, dict), keys)
     if "recipe" in tree:
         name = str(tree.pop("recipe"))
         return build(name, catalogue.load("recipe", name), {**_flatten(tree), **pairs})
@@ -268,8 +258,9 @@ def from_config(
 
 def _resolved(tree: Mapping[str, JSON], where: str, pairs: Mapping[str, JSON]) -> Settings:
     """The settings from a fully resolved configuration."""
-    known = ("format", "name", "stages", *TEXTS, "versions", *TOP)
-    refuse_unknown(f"key in {where}:", tree, known)
+    errors.refuse_unknown(
+        f"key in {where}:", tree, ("format", "name", "stages", *TEXTS, "versions", *TOP)
+    )
     active().require_program(pairs.get("checkpoint_hook", tree.get("checkpoint_hook")))
     require(isinstance(tree.get("stages"), list), f"{where}: 'stages' must be a list")
     made = [_expanded(t, f"stages[{n}]") for n, t in enumerate(tree["stages"])]
@@ -285,7 +276,7 @@ def _expanded(tree: JSON, where: str) -> list[Stage]:
     """One stage, or the stages of several rounds: {rounds: 3, first: {...}, advance: {...}, stages: [...]}; see recipes/base.py."""
     if not isinstance(tree, dict) or "rounds" not in tree:
         return [from_tree(tree, Stage, where)]
-    refuse_unknown(f"key in {where}:", tree, ("rounds", "first", "advance", "stages"))
+    errors.refuse_unknown(f"key in {where}:", tree, ("rounds", "first", "advance", "stages"))
     require(isinstance(tree.get("stages"), list), f"{where}: rounds need a list of stages")
     stages = [from_tree(t, Stage, f"{where}.stages[{n}]") for n, t in enumerate(tree["stages"])]
     first = check_value(f"{where}.first", dict[str, str], tree.get("first") or {})

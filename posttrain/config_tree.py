@@ -52,7 +52,7 @@ class Text(str):
 def pair(argument: str) -> tuple[str, JSON]:
     """Split key=value. The value is text, a list or a mapping; other values stay as typed until their field is known."""
     key, equals, text = argument.partition("=")
-    require(bool(equals) and bool(key), f"{argument!r} is not key=value")
+    require(equals and key, f"{argument!r} is not key=value")
     try:
         if text.lstrip().startswith("#"):  # a comment to YAML; here a marker such as ####
             return key, text

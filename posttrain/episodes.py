@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from posttrain import types
 from posttrain.data.rendering import Renderer
 from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
@@ -30,19 +31,7 @@ from posttrain.tasks._remote import Host
 from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
 from posttrain.tasks.base import STOPS, EpisodeEnd, Given, Limits, Task, failed, score_group
 from posttrain.turns import Seconds, Turns
-from posttrain.types import (
-    JSON,
-    UNSCORED,
-    Group,
-    Problem,
-    Request,
-    Rollout,
-    Sampler,
-    Sampling,
-    Score,
-    Segment,
-    as_number,
-)
+from posttrain.types import JSON, Group, Problem, Rollout, Sampler, Sampling, Score, Segment
 
 PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome if the task's code raised an error
@@ -158,10 +147,10 @@ class Episode:
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        session_turn = turn - self.first
-        request = Request(ids, seed, sampling, self.number, session_turn, group, keep=not last)
-        place = (self.draw, self.sample)
-        made = await episodes.turns.ask(request, place, shared, self.restart)
+        request = types.Request(
+            ids, seed, sampling, self.number, turn - self.first, group, keep=not last
+        )
+        made = await episodes.turns.ask(request, (self.draw, self.sample), shared, self.restart)
         self.kept, self.routes = not last, made.routes
         text, offsets = episodes.decoder.decode(made.ids)
         reply = Segment(made.ids, text, True, made.logprobs, offsets, made.versions, made.finish)
@@ -200,13 +189,15 @@ class Episode:
     def reward(self, value: float) -> None:
         if not self.segments:
             raise ValueError("a reward is paid to a turn that the policy has sampled")
-        last, value = self.segments[-1], as_number(value, "a turn's reward")
+        last, value = self.segments[-1], types.as_number(value, "a turn's reward")
         if not math.isfinite(value):
             raise ValueError(f"a turn's reward must be finite, not {value}")
         self.segments[-1] = replace(last, reward=last.reward + value)
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + as_number(amount, f"the count {name}")
+        self.counts[name] = self.counts.get(name, 0.0) + types.as_number(
+            amount, f"the count {name}"
+        )
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None
@@ -247,9 +238,8 @@ class Episodes:
     shared: asyncio.Event | None = None  # if others use the sampler, too; see `Turns`
 
     def __post_init__(self) -> None:
-        single_turn = type(self.task).run is Task.run
         self.rendered = self.known or Renderer(
-            self.decoder, self.problems, self.task.prompt, at_once=single_turn
+            self.decoder, self.problems, self.task.prompt, at_once=type(self.task).run is Task.run
         )
         self.sessions = count(self.session)
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
@@ -354,7 +344,7 @@ class Episodes:
 
     async def score_together(self, problem: Problem, members: list[Rollout]) -> list[Rollout]:
         """Score the unscored rollouts of a group: together if the task compares them, else one by one."""
-        waiting = [n for n, r in enumerate(members) if r.score.failure == UNSCORED]
+        waiting = [n for n, r in enumerate(members) if r.score.failure == types.UNSCORED]
         if not waiting:
             return members
         together = await score_group(self.task, problem, [members[n].judged for n in waiting])
@@ -366,7 +356,7 @@ class Episodes:
 
     async def score(self, problem: Problem, rollout: Rollout) -> Rollout:
         """Score a rollout: in a worker process if the task is isolated, else in this process."""
-        if rollout.score.failure != UNSCORED:
+        if rollout.score.failure != types.UNSCORED:
             return rollout
         began, turns = time.perf_counter(), self.turns
         polls = turns.polls

@@ -4,12 +4,13 @@ their traceback."""
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from numbers import Integral, Real
 from pathlib import Path
 from types import MemberDescriptorType, NoneType, UnionType
@@ -111,10 +112,18 @@ def refuse_unknown(
             raise unknown(kind, str(name), known, owners)
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:
         raise UserError(message)
+
+
+def optional(module: str, absent: str) -> Any:
+    """A module of a package that need not be installed; `absent` says what to do if it is not."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(absent) from None
 
 
 def first_line(error: BaseException) -> str:
@@ -185,6 +194,8 @@ LARGEST = 10_000_000  # the largest integer of a field without bounds of its own
 Count = Annotated[int, Range(ge=1)]
 # counts of things that one step, or one problem, holds in memory at once
 Several = Annotated[int, Range(ge=1, le=65_536, text="at least 1 and at most 65,536")]
+# the same of what is compared with others: the range of a field, with a text of its own
+TwoOrMore = partial(Range, ge=2, le=65_536)
 Seed = Annotated[int, Range(ge=0, lt=2**63, text="a whole number, 0 or more and below 2**63")]
 Whole = Annotated[int, Range(ge=0)]
 Positive = Annotated[float, Range(gt=0)]
@@ -251,8 +262,7 @@ def _accepted(hint: Any, value: object) -> str:
     if origin is Annotated:
         ranges = [m for m in hint.__metadata__ if isinstance(m, Range)]
         broken = [m for m in ranges if value not in m]
-        bounded = any(min(m.le, m.lt) < math.inf for m in ranges)
-        if broken or bounded:
+        if broken or any(min(m.le, m.lt) < math.inf for m in ranges):
             return broken[0].asked(value) if broken else ""
         return _accepted(inner[0], value)
     if hint is int:

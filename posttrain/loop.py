@@ -16,20 +16,11 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
+from posttrain import errors
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.collect import Source
 from posttrain.engine.random import derive
-from posttrain.errors import (
-    Checked,
-    Count,
-    Interrupted,
-    Interval,
-    NotNegative,
-    Seed,
-    UserError,
-    Whole,
-    require,
-)
+from posttrain.errors import Checked, Count, Interval, NotNegative, Seed, Whole, require
 from posttrain.monitor.monitor import StageMonitor
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.runs.console import Console
@@ -141,10 +132,8 @@ class Loop:
     stage_monitor: StageMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        trainer, writer = self.trainer, self.writer
-        self.stage_monitor = StageMonitor(
-            self.stage, trainer, writer, self.checkpoints, self.monitor
-        )
+        given = (self.stage, self.trainer, self.writer, self.checkpoints, self.monitor)
+        self.stage_monitor = StageMonitor(*given)
 
     def run(self) -> None:
         """Train to the end, from the newest intact checkpoint or from the start."""
@@ -191,7 +180,7 @@ class Loop:
                     self.save()
                 if interrupted:
                     self.checkpoints.finish()
-                    raise Interrupted(f"stopped after step {self.step} of {self.stage}")
+                    raise errors.Interrupted(f"stopped after step {self.step} of {self.stage}")
             monitor.check_frozen(self.step)
             if self.keep_best:
                 self.take_best()
@@ -445,7 +434,7 @@ class Loop:
         if path is None:
             if problems:
                 advice = f"remove {self.checkpoints.directory} to start the stage again"
-                raise UserError(f"no usable checkpoint: {problems[0]}; {advice}")
+                raise errors.UserError(f"no usable checkpoint: {problems[0]}; {advice}")
             if self.writer.attempt > 1:
                 self.writer.resumed(self.stage, -1)
             return
@@ -455,7 +444,7 @@ class Loop:
         except FOREIGN as error:  # the files are intact, but of another stage
             what = f"{type(error).__name__}: {str(error)[:200]}"
             text = f"{path} is not of this stage ({what}); remove it, then resume"
-            raise UserError(text) from error
+            raise errors.UserError(text) from error
         self.writer.resumed(self.stage, self.step)
 
     def newest(self) -> tuple[Path | None, list[str]]:

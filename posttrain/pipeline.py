@@ -37,18 +37,12 @@ from posttrain.runs.resume_policy import Changes
 from posttrain.runs.resume_policy import compare as compare_settings
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
+from posttrain.stages import base
 from posttrain.stages._check import check_stages
 from posttrain.stages._conclusion import compare_before_after, pass_at_k, score_of
 from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import answering_models, stage_answers
-from posttrain.stages.base import (
-    Context,
-    check_names,
-    exported,
-    run_stages,
-    unfinished,
-    worker_pool,
-)
+from posttrain.stages.base import Context, check_names, exported, run_stages, worker_pool
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, begun, explained
 from posttrain.system.processes import STARTED
@@ -160,8 +154,7 @@ def settings_of(
     """The settings of a run to continue, and those of them that were given now."""
     check_format(run)
     pairs = dict(map(config_tree.pair, arguments))
-    place = str(run.directory / CONFIG)
-    return config.from_config(run.config, place, pairs, allow_code), pairs
+    return config.from_config(run.config, str(run.directory / CONFIG), pairs, allow_code), pairs
 
 
 def follows(settings: Settings) -> bool:
@@ -203,9 +196,8 @@ def placement(settings: Settings) -> Placement:
         if getattr(stage, "sampler", "engine") != "engine"
     ]
     # a single process may be left of several
-    several = settings.processes > 1 or STARTED in os.environ
     text = f"cluster={settings.cluster}: nothing of this run is on it; add processes=N, or sampler=process to an rl stage"
-    require(bool(samplers) or several, text)
+    require(samplers or settings.processes > 1 or STARTED in os.environ, text)
     return Placement(
         address=settings.cluster,
         ranks=settings.processes,
@@ -391,11 +383,10 @@ def _run_stages(
 
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
-    due = unfinished(stages, Context(*shared, place=place), settings.only)
+    due = base.unfinished(stages, Context(*shared, place=place), settings.only)
     # the first stage reads its data at once and need not read it twice
     reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
-    names = [stage.name for stage in due]
-    warnings = check_stages(stages, settings.seed, device, names, reading)
+    warnings = check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
     threads = set_up_torch(settings, device)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
     saving = Saving(keep=keep, synchronous=settings.checkpoint_sync, hook=hook)
@@ -473,20 +464,18 @@ def _export(context: Context, settings: Settings) -> None:
 
 
 def _summary(context: Context, settings: Settings, seconds: float) -> dict[str, JSON]:
-    tree = config.to_config(settings)
     results = {stage.name: context.result(stage.name) or {} for stage in settings.recipe.stages}
-    lineage = {name: result.pop("lineage", None) for name, result in results.items()}
     return {
         "name": settings.name,
         "seed": settings.seed,
         "before": score_of(results.get(settings.recipe.before) or {}),
         "after": score_of(results.get(settings.recipe.after) or {}),
         "stages": results,
-        "lineage": lineage,
+        "lineage": {name: result.pop("lineage", None) for name, result in results.items()},
         "alarms": alarm_lines(Run(context.directory).events()),
         "seconds": round(seconds, 1),
         "attempts": context.writer.attempt,
-        "config_sha256": digest(tree),
+        "config_sha256": digest(config.to_config(settings)),
         "versions": versions(),
     }
 

@@ -45,9 +45,8 @@ def elsewhere(what: str, name: str, kind: str, instead: str = "") -> str:
     """The error about a name whose process has ended."""
     gone = f"the {what} {name.removeprefix(PREFIX)} is a {kind} of another Python process, and no directory holds it"
     again = "call the function that began the run again, with its out= and again=True"
-    return (
-        f"{gone}: {again}; or {instead or f'put the {what} into a file and name it FILE.py:NAME'}"
-    )
+    instead = instead or f"put the {what} into a file and name it FILE.py:NAME"
+    return f"{gone}: {again}; or {instead}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,8 @@ class Address:
     def of(cls, url: str) -> Address:
         found = ADDRESS.fullmatch(url)
         if found is None:
-            raise UserError(
-                f"judge: {url!r} is no http address (http or https, a host, a port, a path; put a key into an "
-                "environment variable, not into the address)"
-            )
+            form = "http or https, a host, a port, a path; put a key into an environment variable, not into the address"
+            raise UserError(f"judge: {url!r} is no http address ({form})")
         scheme, host, given, _ = found.groups()
         port = int(given) if given else {"http": 80, "https": 443}[scheme]
         require(0 < port < 2**16, f"judge: {url!r} has no port of 1 to 65535")
@@ -129,8 +126,7 @@ class Trust:
 
     def require_package(self, name: str) -> None:
         """Refuse a task that runs episodes of an installed package, unless the user named the package."""
-        text = f"the environment {name} would run code of an installed package"
-        self._require_task(name, text)
+        self._require_task(name, f"the environment {name} would run code of an installed package")
 
     def _require_task(self, name: str, text: str) -> None:
         said = name in (typed.rpartition(":")[2] for typed in texts(self.typed))

@@ -74,8 +74,7 @@ class Turns:
 
     def close(self) -> None:
         """Cancel all sessions at the sampler."""
-        open_sessions = {turn.request.session for turn in self.submitted.values()}
-        self.sampler.cancel(self.ended | open_sessions)
+        self.sampler.cancel(self.ended | {turn.request.session for turn in self.submitted.values()})
 
     def submit(self) -> None:
         """Submit the asked turns to the sampler, sorted by (problem, sample, session)."""

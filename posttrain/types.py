@@ -193,7 +193,7 @@ class Request:
 
     def __post_init__(self) -> None:
         empty = "a prompt needs at least one token: nothing would predict the first of the answer"
-        require(bool(self.ids), empty)
+        require(self.ids, empty)
         require(self.turn >= 0, f"turns are counted from 0, not {self.turn}")
 
 

@@ -35,7 +35,7 @@ FUNCTIONS = {
 DESCRIPTORS = {"os.read", "os.readv", "os.write", "os.writev"}  # a pipe may be empty, or full, for ever
 # Waits without a limit of their own, and what ends them.
 BOUNDED = {
-    "commands/export.py: subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)": "a person "
+    "commands/export.py: subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True)": "a person "
     "waits at the terminal for a converter, as long as a large model takes",
     "cli/chat.py: input(prompt if sys.stdin.isatty() else '')": "a person at the terminal, who ends it with Ctrl-C or Ctrl-D",
     "api/run.py: self._go.acquire()": "a thread that stands still between two steps, and ends with the process",

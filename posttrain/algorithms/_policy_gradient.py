@@ -166,8 +166,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
         advantage_T = self.advantages(self.paid(step), mask_T, state)
         wrong = f"advantages are one for each token, of shape {list(mask_T.shape)}"
-        fits = advantage_T.shape == mask_T.shape
-        self.check(fits, f"{wrong}, not {list(advantage_T.shape)}")
+        self.check(advantage_T.shape == mask_T.shape, f"{wrong}, not {list(advantage_T.shape)}")
         if self.truncated == "mask":
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from posttrain.algorithms._imitation import Imitation
 from posttrain.algorithms.base import State
-from posttrain.errors import Range
+from posttrain.errors import TwoOrMore
 from posttrain.ops.kl import best_of_n_kl
 from posttrain.types import Group, Metric, Rollout, Selection
 
@@ -29,9 +29,7 @@ class BestOfN(Imitation):
     paper = "Stiennon et al. 2020, arXiv:2009.01325; Beirami et al. 2024, arXiv:2401.01879"
 
     # the paper's N
-    group: Annotated[
-        int, Range(ge=2, le=65_536, text="at least 2 (the best of one is any sample)")
-    ] = 8
+    group: Annotated[int, TwoOrMore(text="at least 2 (the best of one is any sample)")] = 8
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         kept = [(group, best(group)) for group in groups]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.dpo import DPO
-from posttrain.errors import Range
+from posttrain.errors import TwoOrMore
 from posttrain.types import Batch, Group, Metric, Outputs, Rollout, Selection, Terms
 
 
@@ -27,15 +27,12 @@ class OnlineDPO(Algorithm):
     paper = "Guo et al. 2024, arXiv:2402.04792"
     unit = "pair"
 
-    group: Annotated[
-        int, Range(ge=2, le=65_536, text="at least 2 (a pair needs two responses)")
-    ] = 8
+    group: Annotated[int, TwoOrMore(text="at least 2 (a pair needs two responses)")] = 8
     loss: Algorithm = field(default_factory=DPO)
 
     def mistakes(self) -> Iterator[str]:
         if self.loss.learns_from != "pairs" or self.loss.trains != "policy":
-            kind = type(self.loss).__name__
-            yield f"loss must learn a policy from pairs, as dpo does, unlike {kind}"
+            yield f"loss must learn a policy from pairs, as dpo does, unlike {type(self.loss).__name__}"
 
     @property
     def roles(self) -> frozenset[str]:

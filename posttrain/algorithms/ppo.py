@@ -12,13 +12,8 @@ from torch import Tensor
 from posttrain.algorithms._corrections import ReusedSamples, ratio_range, step_kl
 from posttrain.algorithms.base import Algorithm, Reuse, State, mean_of
 from posttrain.errors import Count, NotNegative, Range, Several, Share, Whole
-from posttrain.ops.advantages import (
-    generalised_advantages,
-    last_tokens,
-    length_adaptive,
-    turn_generalised_advantages,
-    whiten,
-)
+from posttrain.ops import advantages
+from posttrain.ops.advantages import generalised_advantages, turn_generalised_advantages, whiten
 from posttrain.ops.kl import kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_lengths, sequence_sums
@@ -154,8 +149,7 @@ class PPO(ReusedSamples, Algorithm):
         return self.with_token_rewards(step, state) if self.reuse.once and not warming_up else None
 
     def early_terms(self, outputs: Outputs, batch: Batch) -> Terms:
-        mask_T = scored_tokens(batch)
-        batch = batch.replace(value_T=outputs.value_T.detach(), mask_T=mask_T)
+        batch = batch.replace(value_T=outputs.value_T.detach(), mask_T=scored_tokens(batch))
         terms, metrics = self.value_terms(
             outputs, batch.replace(return_T=self.estimates(batch, self.lam)[1])
         )
@@ -167,7 +161,9 @@ class PPO(ReusedSamples, Algorithm):
         advantage_T, return_T = self.estimates(step, self.lam)
         if self.lam_alpha > 0:
             length_N = sequence_lengths(mask_T, step.sequence_T, step.sequences)
-            advantage_T, _ = self.estimates(step, length_adaptive(length_N, self.lam_alpha))
+            advantage_T, _ = self.estimates(
+                step, advantages.length_adaptive(length_N, self.lam_alpha)
+            )
         if self.whiten_advantages:
             advantage_T = whiten(advantage_T, mask_T)
         warming_up = state.get("steps", 0) < self.critic_warmup
@@ -210,7 +206,7 @@ class PPO(ReusedSamples, Algorithm):
             score_N = score_N - paid_N.to(score_N.dtype)
             reward_T = reward_T + paid_T
         score_N = score_N - self.missing_eos * step.truncated_N.to(score_N.dtype)
-        where, whose = last_tokens(mask_T, step.sequence_T, step.sequences)
+        where, whose = advantages.last_tokens(mask_T, step.sequence_T, step.sequences)
         return reward_T.index_add(0, where, score_N[whose].to(reward_T.dtype))
 
     def terms(self, outputs: Outputs, batch: Batch) -> Terms:

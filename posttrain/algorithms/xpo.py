@@ -11,7 +11,7 @@ import torch
 
 from posttrain.algorithms.base import State
 from posttrain.algorithms.online_dpo import OnlineDPO
-from posttrain.errors import NotNegative, Range
+from posttrain.errors import NotNegative, Range, TwoOrMore
 from posttrain.ops.weights import sequence_lengths, sequence_sums
 from posttrain.types import Batch, Group, Metric, Outputs, Selection, Term, Terms
 
@@ -35,9 +35,7 @@ class XPO(OnlineDPO):
 
     paper = "Xie et al. 2024, arXiv:2405.21046"
 
-    group: Annotated[
-        int, Range(ge=2, le=65_536, text="at least 2 and even (responses are paired)")
-    ] = 2
+    group: Annotated[int, TwoOrMore(text="at least 2 and even (responses are paired)")] = 2
     alpha: NotNegative = 1e-5  # coefficient of the bonus
     max_weight: Annotated[float, Range(ge=1)] = 10.0  # bound of ref / mu
 

@@ -461,9 +461,8 @@ def _run(
     callback: Callback | None,
 ) -> Run:
     """The run of one stage."""
-    name = files.name
     top = {key: settings.pop(key) for key in list(settings) if key in config.TOP}
-    return _begun(Recipe((inputs.built(kind, given, settings, name),)), files, callback, top)
+    return _begun(Recipe((inputs.built(kind, given, settings, files.name),)), files, callback, top)
 
 
 def _begun(
@@ -471,6 +470,5 @@ def _begun(
 ) -> Run:
     given = {"recipe": recipe, "name": files.name, "out": str(files.directory)}
     refuse_unknown("setting", top, config.TOP, [files.name])
-    return Run(
-        files.directory, inputs.built(config.Settings, given, top, files.name), files, callback
-    )
+    settings = inputs.built(config.Settings, given, top, files.name)
+    return Run(files.directory, settings, files, callback)

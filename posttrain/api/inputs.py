@@ -22,15 +22,9 @@ from posttrain.errors import UserError, called_here, refuse_unknown, require, un
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
+from posttrain.stages import reward_sources
 from posttrain.stages._judged import JudgeSettings
-from posttrain.stages.reward_sources import (
-    FunctionReward,
-    MixedReward,
-    RewardModels,
-    RewardSource,
-    TaskReward,
-    Weighted,
-)
+from posttrain.stages.reward_sources import RewardModels, RewardSource, Weighted
 from posttrain.system.files import atomic_write, explained
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
@@ -61,7 +55,7 @@ class Files:
             return str(data)
         rows = load_hub(found, "", "train", "", what) if isinstance(data, str | Path) else data
         lines = [_line(row, number, what) for number, row in enumerate(_rows(rows, what), start=1)]
-        require(bool(lines), f"{what}: there are no rows")
+        require(lines, f"{what}: there are no rows")
         path = self.directory / "data" / f"{what}.jsonl"
         number = 1
         while path in self.lines:
@@ -143,8 +137,7 @@ def _line(row: Any, number: int, what: str) -> str:
         try:
             json.dumps({name: value}, default=as_plain)
         except (TypeError, ValueError):
-            kind = type(value).__name__
-            where = f"{what} row {number}: the column {name} is a {kind}"
+            where = f"{what} row {number}: the column {name} is a {type(value).__name__}"
             raise UserError(f"{where}; use text, numbers, lists, dicts") from None
     line = json.dumps(dict(row), default=as_plain, ensure_ascii=False)
     check_whole(line, f"{what} row {number}")
@@ -211,28 +204,27 @@ def as_rewards(
         return task or Prompts(file), reward
     several = isinstance(models, list | tuple)
     ensemble = _ensemble(models if several else [models], None if reward is not None else weights)
-    named = _named(reward, weights if reward is not None else None)
     functions: dict[str, tuple[Any, float]] = {}
     learned, parts = list[Weighted](), list[Weighted]()
-    for label, (one, weight) in named.items():
+    for label, (one, weight) in _named(reward, weights if reward is not None else None).items():
         if isinstance(one, Run):
             one = RewardModels(models=_scorers(one))
         if isinstance(one, RewardSource):
             learned.append(Weighted(reward=one, weight=weight, label=label))
         else:
             functions[label] = one, weight
-    own: RewardSource = TaskReward()
+    own: RewardSource = reward_sources.TaskReward()
     if task is None:
         task = Prompts(file, reward=_function(functions) if functions else "")
     elif functions:
-        own = FunctionReward(reward=_function(functions, always=True))
+        own = reward_sources.FunctionReward(reward=_function(functions, always=True))
     if functions or not (learned or ensemble):
         parts.append(Weighted(reward=own, label="rules"))
     parts += learned
     if ensemble:
         parts.append(Weighted(reward=ensemble, label="models"))
     alone = len(parts) == 1 and parts[0].weight == 1
-    return task, parts[0].reward if alone else MixedReward(parts=tuple(parts))
+    return task, parts[0].reward if alone else reward_sources.MixedReward(parts=tuple(parts))
 
 
 def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import catalogue, config, pipeline
 from posttrain.api.display import Rollouts, rollouts
-from posttrain.errors import Interrupted, UserError, require
+from posttrain.errors import Interrupted, UserError, optional, require
 from posttrain.runs import read
 from posttrain.runs.html import run_html
 from posttrain.runs.index import Index
@@ -105,8 +105,7 @@ class Run:
         policy by `sample` and `model`, and continue with `steps()` or `train()`."""
         if self._stepper is None:
             others = "rl(algorithm=...) and preference(algorithm=...) return a run whose steps you can take"
-            begun = f"{self.directory} is trained already; {others}"
-            require(self._settings is not None, begun)
+            require(self._settings is not None, f"{self.directory} is trained already; {others}")
             self._stepper = _Stepper(self._work())
         while self._stepper is not None and (row := self._next(self._stepper)) is not None:
             figures = _figures(row)
@@ -157,10 +156,7 @@ class Run:
 
     def frame(self) -> Any:
         """The metrics as a pandas DataFrame."""
-        try:
-            import pandas  # type: ignore[import-untyped]
-        except ImportError:
-            raise UserError("frame() needs the package pandas: pip install pandas") from None
+        pandas = optional("pandas", "frame() needs the package pandas: pip install pandas")
         return pandas.DataFrame(self.metrics)
 
     def plot(self, path: Path | str = "") -> Path:
@@ -174,7 +170,7 @@ class Run:
         table, and each dict as a map of its tokens."""
         reader = self._reader()
         stages = [name for name in reader.stages() if reader.rollout_steps(name)]
-        require(bool(stages), f"{self.directory} holds no rollouts")
+        require(stages, f"{self.directory} holds no rollouts")
         stage = stage or stages[-1]
         kept = reader.rollout_steps(stage)
         wanted = (kept or [0])[-1] if step is None else step
@@ -242,16 +238,14 @@ class Run:
     def policy(self) -> Policy:
         """The policy, ready to sample. Between two steps, the one that is being trained."""
         if self._stepper is not None and self._stepper.loop is not None:
-            found: Any = self._stepper.loop.trainer.policy
-            return found  # type: ignore[no-any-return]
+            return self._stepper.loop.trainer.policy  # type: ignore[return-value]
         mute = f"{self.directory} has trained a reward model, which writes nothing; use score"
         require(not is_reward_model(self.export), mute)
         if self._loaded is None:
             from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(str(self.export))
-        loaded: Policy = self._loaded
-        return loaded
+        return self._loaded  # type: ignore[no-any-return]
 
     def scorer(self) -> Any:
         """The reward model of the run, which `score` uses."""
@@ -313,8 +307,7 @@ class Model:
             from posttrain.commands.models import open_policy
 
             self._loaded = open_policy(self.source)
-        loaded: Policy = self._loaded
-        return loaded
+        return self._loaded  # type: ignore[no-any-return]
 
     model = property(lambda self: self.policy().model)
     tokenizer = property(lambda self: self.policy().tokenizer)

@@ -82,14 +82,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if found is None:
-            raise errors.UserError(
-                f"{message.replace(', key=value', '')}; see '{self.prog} --help'"
-            )
+            wrong = message.replace(", key=value", "")
+            raise errors.UserError(f"{wrong}; see '{self.prog} --help'")
         kind, name, choices = found.groups()
         known = [choice.strip(" '") for choice in choices.split(",")]
-        raise errors.unknown(
-            "command" if kind == "COMMAND" else f"{kind} of '{self.prog}'", name, known
-        )
+        what = "command" if kind == "COMMAND" else f"{kind} of '{self.prog}'"
+        raise errors.unknown(what, name, known)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,8 +32,7 @@ def call(options: argparse.Namespace) -> None:
         shape = estimate.shape_of(options.params)
         print_lines(estimate.lines(shape, work, options.gpu, options.gpus))
         return
-    text = "give a recipe, or a size with --params; see 'posttrain plan --help'"
-    require(bool(options.recipe), text)
+    require(options.recipe, "give a recipe, or a size with --params; see 'posttrain plan --help'")
     catalogue.check_recipe(options.recipe)  # before torch is imported, which takes seconds
     from posttrain import config
     from posttrain.commands.plan import describe

@@ -38,17 +38,10 @@ def call(options: argparse.Namespace) -> None:
     from posttrain.runs.console import show, write_text
     from posttrain.system.files import atomic_write
 
-    found = replay(
-        options.run,
-        options.place,
-        update=options.update,
-        without=options.without,
-        answer=options.answer,
-        prompt=options.prompt,
-        top=options.top,
-        allow_code=options.allow_code,
-        say=lambda line: write_text(f"{line}\n", sys.stderr),
-    )
+    names = ("update", "without", "answer", "prompt", "top", "allow_code")
+    asked = {name: getattr(options, name) for name in names}
+    asked["say"] = lambda line: write_text(f"{line}\n", sys.stderr)
+    found = replay(options.run, options.place, **asked)
     if options.save is not None:
         atomic_write(options.save, json.dumps(found.tree()), durable=False)
     if options.json:

@@ -28,9 +28,8 @@ def call(options: argparse.Namespace) -> None:
         from posttrain.serve.server import Address
         from posttrain.studio.server import serve
     except ImportError as error:
-        raise UserError(
-            f"the studio needs a package that is not installed ({error.name}); pip install 'posttrain[studio]'"
-        ) from None
+        needs = f"the studio needs a package that is not installed ({error.name})"
+        raise UserError(f"{needs}; pip install 'posttrain[studio]'") from None
     roots = options.runs or [Path("runs")]
     if options.demo or not options.runs:
         roots[0].mkdir(parents=True, exist_ok=True)
@@ -38,7 +37,7 @@ def call(options: argparse.Namespace) -> None:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     address = Address(options.host, options.port, hosts=options.name)
     every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
-    require(not unspecified(options.host) or bool(options.name), every)
+    require(not unspecified(options.host) or options.name, every)
     serve(roots, address, options.serve, options.demo, options.open)
 
 

@@ -68,7 +68,7 @@ class Producer:
         self.numbers = count()
         # by number; sessions of a unit begin at its number times SESSIONS
         self.units: dict[int, Episodes] = {}
-        self.tasks: dict[Together, asyncio.Task[list[list[Group]]]] = {}
+        self.tasks: dict[Together, asyncio.Task[Made]] = {}
         self.idle = self.reported = 0.0  # seconds in which nothing was asked of the sampler
         self.active = time.monotonic()  # when a group was begun or a turn came last
         self.error: BaseException | None = None
@@ -184,9 +184,7 @@ class Producer:
         self.tasks[groups] = task = self.loop.create_task(unit.run())
         task.add_done_callback(lambda done: self._finished(number, groups, done))
 
-    def _finished(
-        self, number: int, groups: Together, task: asyncio.Task[list[list[Group]]]
-    ) -> None:
+    def _finished(self, number: int, groups: Together, task: asyncio.Task[Made]) -> None:
         del self.units[number], self.tasks[groups]
         if not task.cancelled():
             self.results.put((groups, task.exception() or task.result()))
@@ -246,10 +244,9 @@ class Asynchronous(Rollouts):
         found = super().collect(step, algorithm, state)
         batch = found.batch
         age_T = (step - batch.version_T).where(batch.mask_T, 0)
-        waiting = len(self.admission.finished) - len(self.taken)
         metrics = [
             Metric("staleness/mean", age_T.sum(), batch.mask_T.sum()),
-            Metric("queue", waiting, None),
+            Metric("queue", len(self.admission.finished) - len(self.taken), None),
             Metric("seconds/trainer_idle", self.waited, None),
             Metric("seconds/sampler_idle", self.producer.idle_seconds(), None),
         ]
@@ -283,9 +280,8 @@ class Asynchronous(Rollouts):
         batch = self.admission.settings.batch
         end = self.steps * batch
         last = min(end, self.planned + self.admission.settings.room - self.admission.outstanding)
-        drawn = [(n // batch, 0, n % batch) for n in range(self.planned, last)]
         self.planned = max(self.planned, last)
-        self.begin(drawn)
+        self.begin([(n // batch, 0, n % batch) for n in range(self.planned, last)])
 
     def begin(self, places: Sequence[tuple[int, int, int]]) -> None:
         """Restart groups that must be restarted, and start new ones with these steps, attempts and places."""
@@ -379,13 +375,12 @@ class Asynchronous(Rollouts):
             self.running.close()
 
     def state(self) -> JSON:
-        finished = [[number, rows_of(groups)] for number, groups in self.ready.items()]
         return {
             "curriculum": super().state(),
             "admission": self.admission.state(),
             "planned": self.planned,
             "drawn": [[number, *one.row()] for number, one in self.drawn.items()],
-            "finished": finished,
+            "finished": [[number, rows_of(groups)] for number, groups in self.ready.items()],
         }
 
     def restore(self, state: JSON) -> None:

@@ -92,9 +92,8 @@ def shape_of(text: str) -> Shape:
         return named_shape(text)
     size = float(found[1]) * (1e9 if found[2] == "b" else 1e6)
     active = float(found[3]) * 1e9 if found[3] else size
-    require(
-        0 < active <= size, f"--params {text}: a token uses some of the weights, not more than all"
-    )
+    more = f"--params {text}: a token uses some of the weights, not more than all"
+    require(0 < active <= size, more)
     _, layers, hidden, keys = min(KNOWN, key=lambda known: abs(math.log(known[0] * 1e9 / size)))
     return Shape(size, active, layers, hidden, keys)
 
@@ -234,10 +233,9 @@ def layouts(gpus: int, gpu: GPU, samples: bool, dense: bool) -> list[Layout]:
     contexts = [c for c in (1, 2, 4, 8) if gpus % c == 0]
     kept = (False, True)[: 1 + samples]
     divided = (1, 2, 4, 8) if dense else (1,)
-    every = product(contexts, divided, kept, tensors, shards)
     return [
         Layout(gpus, s, t, offloaded, c, d)
-        for c, d, offloaded, t, s in every
+        for c, d, offloaded, t, s in product(contexts, divided, kept, tensors, shards)
         if d == 1 or (d <= gpu.node and s % d == 0)
     ]
 
@@ -419,9 +417,8 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
 
 def _memory_line(phase: str, items: dict[str, float], gpu: GPU) -> str:
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in items.items() if size)
-    return (
-        f"memory of a GPU in {phase}: {sum(items.values()) / GB:.1f} of {gpu.memory:g} GB ({parts})"
-    )
+    total = sum(items.values()) / GB
+    return f"memory of a GPU in {phase}: {total:.1f} of {gpu.memory:g} GB ({parts})"
 
 
 def with_settings(work: Work, words: Sequence[str]) -> Work:
@@ -429,7 +426,7 @@ def with_settings(work: Work, words: Sequence[str]) -> Work:
     changes: dict[str, int | str] = {}
     for word in words:
         key, equals, text = word.partition("=")
-        require(bool(equals), f"{word!r} is not key=value: with --params there is no recipe")
+        require(equals, f"{word!r} is not key=value: with --params there is no recipe")
         if key not in (known := [field.name for field in fields(work)]):
             raise unknown("key of an estimate", key, known)
         require(key == "algorithm" or text.isdecimal(), f"{key}={text}: give a whole number")

@@ -143,10 +143,8 @@ def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
         return False
     more[HALVED] = "1"
     text = f"memory: process {found[0]} of {len(started)} ran out of memory; token_budget is halved in all, and the run goes on"
-    write_text(
-        f"posttrain: {text} from its last checkpoint: the gradient is the same; the next time stops\n",
-        sys.stderr,
-    )
+    text += " from its last checkpoint: the gradient is the same; the next time stops"
+    write_text(f"posttrain: {text}\n", sys.stderr)
     return True
 
 

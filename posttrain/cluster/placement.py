@@ -54,13 +54,10 @@ def check_address(address: str) -> tuple[str, int] | None:
     """
     if address == LOCAL:
         return None
-    client = address.startswith("ray://")
     advice = f"use {LOCAL}, or HOST:PORT as 'ray start' prints it"
-    require(
-        not client,
-        f"cluster={address}: a run is started on a node of its cluster, because it writes files and trains there; {advice}, "
-        "and send the command with 'ray job submit' from elsewhere",
-    )
+    there = f"cluster={address}: a run is started on a node of its cluster, because it writes files and trains there"
+    send = "and send the command with 'ray job submit' from elsewhere"
+    require(not address.startswith("ray://"), f"{there}; {advice}, {send}")
     found = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
     require(found is not None, f"cluster={address} is no address of a cluster: {advice}")
     assert found is not None

@@ -231,8 +231,7 @@ def _multipliers(
     place = torch.cat([torch.arange(first + 1, first + 1 + count) for count in counts])
     mixed = place * (MULTIPLIER - (1 << 64))
     mixed = (mixed ^ (mixed >> 29)) * (MULTIPLIER - (1 << 64))
-    owner = torch.repeat_interleave(torch.tensor(counts))
-    return (mixed | 1).to(device), owner.to(device)
+    return (mixed | 1).to(device), torch.repeat_interleave(torch.tensor(counts)).to(device)
 
 
 @dataclass(frozen=True, slots=True)

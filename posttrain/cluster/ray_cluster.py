@@ -24,7 +24,7 @@ from posttrain.cluster import placement
 from posttrain.cluster.launch import LOOPBACK, Started, launch
 from posttrain.cluster.placement import LOCAL, Placement, Resources, shortage
 from posttrain.cluster.ray_host import host_class, interface
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, optional, require
 from posttrain.system import machine
 
 ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds, for a cluster or a place
@@ -33,7 +33,6 @@ ADDRESS = "POSTTRAIN_RAY"
 FAILED = -1000  # as an exit code: the node or the actor of a process has failed
 PLACES = 3  # places to try for one process if nodes fail
 STORE = 1 << 28  # bytes of the object store of a cluster on this machine
-INSTALL = "Ray is not installed; install posttrain[ray]"
 # Environment of a cluster on this machine, set before Ray is imported: the cluster listens on the loopback interface, requires the
 # token of this user, and ends what its actors have started together with them.
 SETTINGS = {
@@ -78,10 +77,7 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(INSTALL) from error
+    ray = optional("ray", "Ray is not installed; install posttrain[ray]")
     logging.getLogger("ray").setLevel(logging.ERROR)
     return ray
 

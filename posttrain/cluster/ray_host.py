@@ -60,10 +60,8 @@ class Host:
 
     def run(self, words: Sequence[str], environment: dict[str, str], folder: str) -> int:
         """Start `posttrain WORDS` as one process of several. Returns its process id."""
-        require(
-            os.path.isdir(folder),
-            f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share",
-        )
+        absent = f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share"
+        require(os.path.isdir(folder), absent)
         return self._start([*COMMAND, *words], environment, folder)
 
     def _start(

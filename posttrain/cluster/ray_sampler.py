@@ -75,8 +75,7 @@ class RaySampler(remote.RemoteSampler):
     ):
         self.cluster, self.events = cluster, policy.events or Events()
         self.put: tuple[int, Any] = (-1, None)  # the last bucket in the object store
-        resources = cluster.settings.sampler
-        device = "cuda" if resources.gpus else "cpu"
+        device = "cuda" if cluster.settings.sampler.gpus else "cpu"
         settings = remote.worker_settings(policy, -(-rows // count), processes, **asdict(precision))
         try:
             super().__init__(policy, replace(settings, device=device), count)
@@ -87,15 +86,13 @@ class RaySampler(remote.RemoteSampler):
         ray: Any = load_ray()
         try:
             host = self.cluster.place(self.cluster.settings.sampler)
-            pid = ray.get(
-                host.sample.remote(asdict(self.settings), self.buckets.size), timeout=ANSWER
-            )
+            asked = host.sample.remote(asdict(self.settings), self.buckets.size)
+            pid = ray.get(asked, timeout=ANSWER)
         except ray.exceptions.RayError as error:
             text = f"the sampler's process {number} could not be started: {one_line(error)[-200:]}"
             raise UserError(text) from None
         out, ours = os.pipe()
-        relay = threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True)
-        relay.start()
+        threading.Thread(target=_relay, args=(host, ours), name="ray sampler", daemon=True).start()
         return RayWorker(pid=pid, into=-1, out=out, number=number, host=host)
 
     def _write(self, worker: remote.WorkerProcess, message: JSON) -> None:
@@ -118,28 +115,24 @@ class RaySampler(remote.RemoteSampler):
                 memory = self.buckets.memory[number % len(self.buckets.memory)]
                 self.put = (number, ray.put(memory.cpu().numpy()))
             except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-                text = one_line(error)[:160]
                 size = f"{self.buckets.size >> 20} MiB of weights"
                 advice = "give it more (ray start --object-store-memory), or end what fills it, and resume"
-                raise UserError(
-                    f"the object store of the cluster has no room for {size} ({text}); {advice}"
-                ) from None
+                full = f"the object store of the cluster has no room for {size} ({one_line(error)[:160]})"
+                raise UserError(f"{full}; {advice}") from None
         return self.put[1]
 
     def _replace(self, worker: remote.WorkerProcess) -> None:
         try:
             super()._replace(worker)
         except TimeoutError as error:
-            settings = self.cluster.settings
-            if settings.on_failed_node == "stop" or len(self.workers) == 1:
+            if self.cluster.settings.on_failed_node == "stop" or len(self.workers) == 1:
                 advice = "resume when there is room again, or use on_failed_node=shrink"
                 raise UserError(f"{worker.name} was lost; {error}; {advice}") from None
             self.workers.remove(worker)
             self.capacity -= self.settings.rows
             left = f"{len(self.workers)} sampler process(es) go on"
-            self.events.emit(
-                "message", f"{worker.name} was lost and has no new place; {left}", "warning"
-            )
+            lost = f"{worker.name} was lost and has no new place"
+            self.events.emit("message", f"{lost}; {left}", "warning")
 
 
 def _relay(host: Any, ours: int) -> None:

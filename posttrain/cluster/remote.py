@@ -56,9 +56,8 @@ def worker_settings(policy: Policy, rows: int, processes: int = 0, **more: Any) 
     lora: dict[str, JSON] | None = None
     for name, adapter in found.items():
         if adapter is None:
-            raise UserError(
-                f"the adapter of {name} is not one that a sampler in a process can have"
-            )
+            cannot = "is not one that a sampler in a process can have"
+            raise UserError(f"the adapter of {name} {cannot}")
         rank, targets = adapter.a_RI.shape[0], sorted({n.rsplit(".", 1)[-1] for n in found})
         lora = {"rank": rank, "alpha": adapter.scale * rank, "targets": targets}
     config = policy.model.config
@@ -213,11 +212,11 @@ class RemoteSampler:
                 self.publish(0)
             self._send_requests()
         self.prove()
-        busy = any(worker.open for worker in self.workers)
-        if busy and not self.finished:
+        if any(worker.open for worker in self.workers) and not self.finished:
             self._read(self.workers, wire.LOOK if timeout is None else min(timeout, wire.LOOK))
             self._replace_gone()
-        self._check_probes()
+        while self.probes:
+            self.receipts.probe(*self.probes.pop())
         found, self.finished = self.finished, []
         for request, completion in found:
             session = self.sessions[request.session]
@@ -394,18 +393,13 @@ class RemoteSampler:
         self._wait_freed(workers, filled)
         # all have the weights in place, and hash them while this one does
         assert self.version is not None
-        products = Precision(self.settings.quantization).products
-        dtype = E4M3 if products else self.policy.dtype
+        dtype = E4M3 if Precision(self.settings.quantization).products else self.policy.dtype
         self.receipts.expect(self.version, weights, dtype)
         self._wait(workers, lambda worker: worker.receipt is not None)
         for worker in workers:
             if worker.receipt is not None:
                 self.receipts.check(worker.receipt, worker.name)
                 worker.complete = True
-
-    def _check_probes(self) -> None:
-        while self.probes:
-            self.receipts.probe(*self.probes.pop())
 
     def prove(self) -> None:
         """Compute the log-probs with which the probe's answers are compared, while the processes sample. Call it before changing

@@ -95,8 +95,7 @@ class VLLMSampler:
         for request in requests:
             none = "sampler=vllm has no min_new_tokens: it would change the distribution"
             require(request.sampling.min_new_tokens == 0, none)
-            prompt = (*self.kept.pop(request.session, ()), *request.ids)
-            self._add(Row(request, prompt))
+            self._add(Row(request, (*self.kept.pop(request.session, ()), *request.ids)))
         self.statistics += Statistics(prefilled=sum(len(r.ids) for r in requests))
 
     def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:

@@ -181,8 +181,7 @@ def serve(channel: Channel) -> None:
 
     def reply() -> None:
         nonlocal finished, sent
-        completed = encode_completions(finished)
-        channel.send("reply", seen, astuple(worker.statistics), completed)
+        channel.send("reply", seen, astuple(worker.statistics), encode_completions(finished))
         finished, sent = [], time.monotonic()
 
     while True:

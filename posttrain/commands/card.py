@@ -32,9 +32,8 @@ def model_card(
 ) -> str:
     """Return the card as Markdown with the hub's metadata; `base` is the model that adapters belong to. Of a `stage` that is not the
     one a run exports, later stages and the figures of their models are left out."""
-    fine = not licence or LICENCE.fullmatch(licence) is not None
     such = "is not an identifier of the hub, such as apache-2.0, mit or other"
-    require(fine, f"license {licence!r} {such}")
+    require(not licence or LICENCE.fullmatch(licence) is not None, f"license {licence!r} {such}")
     stages = every = [s for s in run.config.get("stages", []) if isinstance(s, dict)]
     ended = run.summary is not None
     so_far = {"seed": run.config.get("seed", "unknown"), "alarms": alarm_lines(run.events())}

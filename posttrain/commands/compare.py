@@ -95,7 +95,7 @@ def compare_runs(first: Path, second: Path, picture: Path | None = None, stage: 
         both = evaluate.same_problems(results[0][one], results[1][other])
         names = f"{one} is" if one == other else f"{one} and {other} are"
         words = f"{names} about different problems{' in each' if one == other else ''}"
-        require(bool(both) or not stage, f"{words}: they cannot be compared in pairs")
+        require(both or not stage, f"{words}: they cannot be compared in pairs")
         if both:
             count = len(results[0][one]) + len(results[1][other])
             found = [*runs[0].stage_rows(one, RESULT), *runs[1].stage_rows(other, RESULT)]
@@ -133,9 +133,7 @@ def _measured(runs: Sequence[Run], known: Sequence[str]) -> tuple[Measured, ...]
         results = [run.stage_rows(name, RESULT) for run in runs]
         if name not in known and all(results):
             first, second = (rows[0] for rows in results)
-            pairs = (
-                (key, interval_of(v), interval_of(second.get(key))) for key, v in first.items()
-            )
+            pairs = ((k, interval_of(v), interval_of(second.get(k))) for k, v in first.items())
             found += [Measured(name, key, one, two) for key, one, two in pairs if one and two]
     return tuple(found)
 

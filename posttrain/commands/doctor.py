@@ -153,8 +153,7 @@ def writing(folder: Path) -> Finding:
             atomic_write(Path(made) / "file", "text")
     except (OSError, UserError) as error:
         text = f"cannot write runs in {folder}: {getattr(error, 'strerror', None) or error}"
-        fix = "go to a directory you may write to, or set out="
-        return finding("writing", text, fix, BROKEN)
+        return finding("writing", text, "go to a directory you may write to, or set out=", BROKEN)
     return finding("writing", "files can be written, locked and replaced here")
 
 

@@ -120,9 +120,7 @@ def to_gguf(chosen: Chosen, target: Path, kind: str) -> Path:
     part = target.with_name(f".{target.name}.part.gguf")
     line = [sys.executable, str(converter), str(source), "--outfile", str(part), "--outtype", kind]
     try:
-        done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode or not part.is_file():
             last = [*filter(str.strip, ["it says nothing", *done.stderr.splitlines()])][-1]
             failed = f"{converter} cannot convert {source} (exit {done.returncode})"

@@ -75,10 +75,9 @@ class Source:
             parsed = ast.parse(text)
         except SyntaxError as error:
             raise UserError(catalogue.place_of(error, path)) from None
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         found = {
             token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
-            for token in tokens
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
             if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa"))
         }
         return cls(path, parsed, found)

@@ -49,5 +49,5 @@ def stage_models(directory: Path) -> dict[str, Path]:
     from posttrain.stages._side_by_side import answering_models
 
     found = answering_models(directory, Run(directory).configured)
-    require(bool(found), f"{directory}: none of its stages has made a model that answers")
+    require(found, f"{directory}: none of its stages has made a model that answers")
     return found

@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 
 from posttrain import catalogue
-from posttrain.commands.probe_answers import (
-    GOLD,
-    KINDS,
-    Case,
-    answers,
-    lookup_program,
-    read_program_tests,
-)
+from posttrain.commands import probe_answers
+from posttrain.commands.probe_answers import GOLD, KINDS, Case, answers
 from posttrain.config_tree import from_tree, meant, pair
 from posttrain.errors import refuse_unknown, require
 from posttrain.rewards._loop import run_to_end
@@ -224,9 +218,11 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     step = max(1, len(given) // count)
     chosen = [given[n * step] for n in range(min(count, len(given)))]
     programs = isinstance(task, Judged) and any(name == "code" for name, _ in task.rewards())
-    tests = [read_program_tests(problem.answer) if programs else () for problem in chosen]
+    tests = [
+        probe_answers.read_program_tests(problem.answer) if programs else () for problem in chosen
+    ]
     golds = [
-        (lookup_program(own) if own else None) or task.demonstration(problem)
+        (probe_answers.lookup_program(own) if own else None) or task.demonstration(problem)
         for problem, own in zip(chosen, tests, strict=True)
     ]
     cases = []

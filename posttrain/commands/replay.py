@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 from posttrain.commands.replay_loop import Findings, Question, Replayed, ReplayLoop
 from posttrain.config import Settings
@@ -28,9 +31,6 @@ from posttrain.stages.train import TrainStage
 from posttrain.train import checkpoint
 from posttrain.trust import trusting
 from posttrain.types import JSON
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 TEXT = 36  # characters of a column
 
@@ -80,10 +80,9 @@ def replay(
     gets lines of progress."""
     began, run, numbered = time.monotonic(), Run(directory), bool(answer) and not prompt
     both = "--answer needs the --prompt that it answers, or is the number of a rollout of the step"
-    require(bool(answer) or not prompt, "--prompt needs the --answer whose log-prob is asked for")
+    require(answer or not prompt, "--prompt needs the --answer whose log-prob is asked for")
     require(answer.isdigit() or not numbered, both)
-    counts = f"--update and --top count from 1, not {update} and {top}"
-    require(update >= 1 and top >= 1, counts)
+    require(update >= 1 and top >= 1, f"--update and --top count from 1, not {update} and {top}")
     _check_ended(run)
     name, step, rows = _step(run, place)
     settings, _ = settings_of(run, allow_code, ())
@@ -166,7 +165,7 @@ def _step(run: Run, place: str) -> tuple[str, int, list[Row]]:
     """Return the stage and the step that STAGE/STEP names, and the rows of the stage."""
     name, _, said = place.partition("/")
     trained = run.stages()
-    require(bool(trained), f"{run.directory} has no steps yet")
+    require(trained, f"{run.directory} has no steps yet")
     others = {path.parent.name for path in run.directory.glob("stages/*/result.json")}
     none = f"{name} has no steps; those that have: {', '.join(trained)}"
     require(name in trained or name not in others, none)
@@ -257,9 +256,7 @@ def lines(replayed: Replay) -> Iterator[str]:
 
 def tables(replayed: Replay, top: int) -> Iterator[Table]:
     """Yield the units with the largest shares of the gradient, and the tokens with the largest shares in these."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
-    from rich.text import Text
 
     found = replayed.found
     heads = ["#", "share", "norm", "reward", "advantage", found.measure, "change"]

@@ -20,17 +20,8 @@ from posttrain.errors import UserError, require
 from posttrain.loop import Loop, manual_garbage_collection
 from posttrain.monitor.rules import ALWAYS, RULES
 from posttrain.stages._material import until_end
-from posttrain.train.attribution import (
-    Part,
-    Span,
-    Tensors,
-    dot,
-    gradient,
-    norm,
-    token_spans,
-    unit_parts,
-    whole_gradient,
-)
+from posttrain.train import attribution
+from posttrain.train.attribution import Part, Span, Tensors, dot, gradient, norm
 from posttrain.train.pack import gather, micro_batches, pack_examples, unit_ends, with_loss
 from posttrain.train.roles.base import Addition
 from posttrain.train.trainer import Update
@@ -261,17 +252,19 @@ class ReplayLoop(Loop):
         states = [deepcopy(role.state()) for role in trainer.roles]
         added = [(role.name, more) for role in trainer.roles if (more := role.draw()) is not None]
         self.restore_roles(states)
-        whole = whole_gradient(trainer, prepared, added)
+        whole = attribution.whole_gradient(trainer, prepared, added)
         none = "the gradient is 0: no token carries loss, or all advantages are 0"
         require(norm(whole) != 0, f"{self.where}: {none}")
-        parts = sorted(unit_parts(trainer, prepared, whole), key=rank)
+        parts = sorted(attribution.unit_parts(trainer, prepared, whole), key=rank)
         kept = asked.without is not None
         seen = Seen(
             prepared=prepared,
             rate=rate,
             norm=norm(whole),
             parts=parts,
-            spans={p: token_spans(trainer, prepared, p, whole) for p in parts[: asked.top]},
+            spans={
+                p: attribution.token_spans(trainer, prepared, p, whole) for p in parts[: asked.top]
+            },
             additions={name: self.addition_share(more, whole) for name, more in added},
             answer=answer,
             masters=copies(trainer.optimizer.masters),
@@ -342,7 +335,6 @@ class ReplayLoop(Loop):
         made = f"{self.where} made {many} update{'s' * (many != 1)}"
         if seen is None:
             raise UserError(f"{made}: there is no update {asked.update} to look at")
-        without = None if asked.without is None else self.leave_out(seen, asked.without)
         items = tuple(self.item(seen, part) for part in seen.parts)
         finite = seen.norm == seen.norm
         return Findings(
@@ -356,7 +348,7 @@ class ReplayLoop(Loop):
             update_norm=norm(seen.change),
             items=items,
             additions=seen.additions,
-            without=without,
+            without=None if asked.without is None else self.leave_out(seen, asked.without),
             answer=self.answered(seen, items),
             steps=steps,
             compared=self.compared,

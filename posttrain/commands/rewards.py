@@ -19,17 +19,11 @@ from posttrain.models.load import Reader, read_tokenizer
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
+from posttrain.stages import reward_sources
 from posttrain.stages._side_by_side import answering_models
 from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.reward_sources import (
-    ImplicitReward,
-    MixedReward,
-    ProcessRewardModels,
-    RewardModels,
-    RewardSource,
-    TaskReward,
-)
+from posttrain.stages.reward_sources import ProcessRewardModels, RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
 from posttrain.system import machine
 from posttrain.system.workers import WorkerPool
@@ -86,12 +80,11 @@ class LoadedReward:
         own = [one.score for one in rollouts]
         if self.rating is None:
             return own
-        found = self.rating.rate(rollouts)
         return [
             replace(score, parts={**score.parts, "task": ruled.value})
             if score.valid and ruled.value is not None
             else score
-            for score, ruled in zip(found, own, strict=True)
+            for score, ruled in zip(self.rating.rate(rollouts), own, strict=True)
         ]
 
 
@@ -145,10 +138,9 @@ def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
         stages, trust = settings.recipe.stages, settings.trust
     except UserError as error:  # code that a run may not name, or a task whose package is missing
         note = f"the rewards of its rl stages cannot be computed: {error}"
-    scored = [stage for stage in stages if _scores(stage)]
     with (
         trusting(trust),
-        worker_pool(scored) as workers,
+        worker_pool([stage for stage in stages if _scores(stage)]) as workers,
         tempfile.TemporaryDirectory() as scratch,
         RunWriter(Path(scratch)) as writer,
     ):
@@ -160,12 +152,16 @@ def _scores(stage: Stage) -> bool:
     """Whether its reward needs only one answer, and neither another machine nor the user's own code."""
     if not isinstance(stage, RLStage):
         return False
-    single = type(stage.task).run is Task.run
-    return single and _computed_here(stage.reward)
+    return type(stage.task).run is Task.run and _computed_here(stage.reward)
 
 
 def _computed_here(source: RewardSource) -> bool:
-    if isinstance(source, MixedReward):
+    if isinstance(source, reward_sources.MixedReward):
         return all(_computed_here(part.reward) for part in source.parts)
-    kinds = (TaskReward, RewardModels, ProcessRewardModels, ImplicitReward)
+    kinds = (
+        reward_sources.TaskReward,
+        RewardModels,
+        ProcessRewardModels,
+        reward_sources.ImplicitReward,
+    )
     return isinstance(source, kinds) and not source.rated

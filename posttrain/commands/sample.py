@@ -107,7 +107,7 @@ def prompt_ids(
     require(said.encode("utf-8", "ignore").decode() == said, "the prompt is not UTF-8 text")
     bare = isinstance(prompt, str) and (plain or not tokenizer.chat_template)
     ids = tuple(text_ids(tokenizer, said) if bare else render_prompt(tokenizer, turns))
-    require(bool(ids), "the prompt has no tokens")
+    require(ids, "the prompt has no tokens")
     return ids
 
 

@@ -88,9 +88,8 @@ def _serving(
     places = model_places(model)
     default = [*places][-1]
     first = {default: open_policy(places[default], options.device)}
-    lengths = {name: context_length(place) for name, place in places.items()}
     models = Models(
-        lengths,
+        {name: context_length(place) for name, place in places.items()},
         lambda name: first.pop(name, None) or open_policy(places[name], options.device),
         default,
         options.loaded,
@@ -102,8 +101,7 @@ def _serving(
     scoring = Scoring(models, *given)
     lines = [rewards.note] if rewards and rewards.note else []
     try:
-        routes = application(lambda _: models, limits, scores=scoring)
-        server = make_server(routes, address, limits)
+        server = make_server(application(lambda _: models, limits, scores=scoring), address, limits)
         lines.append(f"serving {', '.join(places)} at {server.url}/v1")
         made = address.token != options.token
         yield server, lines + ([f"token: {address.token}"] if made else [])

@@ -20,11 +20,11 @@ def show(directory: Path, rollout: str = "") -> list[str]:
     """Return the rollouts of a step as lines, or one of them token by token."""
     run = Run(directory)
     stages = [s for s in run.stages() if run.rollout_steps(s)]
-    require(bool(stages), f"{directory} holds no rollouts yet")
+    require(stages, f"{directory} holds no rollouts yet")
     stage, step, number = _parse(rollout, run, stages)
     rows = run.rollouts(stage, step)
     kept = ", ".join(map(str, run.rollout_steps(stage)))
-    require(bool(rows), f"no rollouts of {stage} step {step}; there are those of {kept}")
+    require(rows, f"no rollouts of {stage} step {step}; there are those of {kept}")
     if number is None:
         return _overview(directory, stage, step, rows)
     there = f"{stage} step {step} has rollouts 0 to {len(rows) - 1}"
@@ -119,5 +119,5 @@ def _tokenizer(directory: Path, stage: str) -> Any:
 
     own = [directory / "stages" / stage / "model", directory / "export"]
     found = [path for path in [*own, *sorted(directory.glob("stages/*/model"))] if path.is_dir()]
-    require(bool(found), f"{directory} holds no model yet, so its tokens cannot be spelled")
+    require(found, f"{directory} holds no model yet, so its tokens cannot be spelled")
     return read_tokenizer(found[0])

@@ -43,8 +43,7 @@ def preceded(messages: Sequence[Message], text: str) -> list[Message]:
     'The answer is 4.\\n\\nBe brief.'
     """
     own = messages[0].content if messages and messages[0].role == "system" else ""
-    first = Message("system", f"{text}\n\n{own}" if own else text)
-    return [first, *messages[1 if own else 0 :]]
+    return [Message("system", f"{text}\n\n{own}" if own else text), *messages[1 if own else 0 :]]
 
 
 def render_prompt(
@@ -98,7 +97,7 @@ def render_turn(
     whole = template.render([*_turn(REPLY), *given], generation_prompt=True)
     _, found, after = whole.partition(REPLY)
     shown = f"{where}: the chat template does not show an assistant's turn as it is"
-    require(bool(found), f"{shown}, so it cannot be continued")
+    require(found, f"{shown}, so it cannot be continued")
     ids = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
     return ids[1:] if ids[:1] == (stop,) else ids
 
@@ -112,7 +111,7 @@ def check_continues(tokenizer: Tokenizer, roles: Iterable[str]) -> None:
     """Raise an error for a chat template that renders an earlier turn of the assistant differently once a message of these roles
     follows: training continues from the sampled ids, and a server that renders the conversation would show others."""
     for role in roles:
-        require(bool(tokenizer.chat_template), NO_TEMPLATE)
+        require(tokenizer.chat_template, NO_TEMPLATE)
         problem = _not_continued(tokenizer, len(tokenizer), str(tokenizer.chat_template), role)
         require(not problem, problem)
 
@@ -180,7 +179,7 @@ def render_example(
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
     needs = "finding the assistant's tokens needs a fast tokenizer, one with offsets"
-    require(bool(tokenizer.is_fast), f"{where}: {needs}")
+    require(tokenizer.is_fast, f"{where}: {needs}")
     if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         text, spans = template.marked_spans(messages)
         marked = f"marks {len(spans)} of {len(turns)} assistant turns"
@@ -351,10 +350,9 @@ class _Template:
         full, *rest = self.render_all([(messages, False), *asked])
         spans = []
         for turn, before, after in zip(turns, rest, rest[len(turns) :], strict=False):
-            require(
-                after.startswith(before) and full.startswith(after),
-                f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking), so "
-                f"assistant turn {turn} cannot be found; use a template with generation blocks, or one example per turn",
-            )
+            text = f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking)"
+            advice = "use a template with generation blocks, or one example per turn"
+            found = after.startswith(before) and full.startswith(after)
+            require(found, f"{text}, so assistant turn {turn} cannot be found; {advice}")
             spans.append((len(before), len(after)))
         return full, spans

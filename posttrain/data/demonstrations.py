@@ -62,8 +62,7 @@ def from_task(
     drawn: list[Problem] = []
     for level, count in sorted(counts.items()):
         problems = check_count(task, level, count, split)
-        size = len(problems)
-        drawn += [problems[i] for i in _distinct(size, count, seed, level)]
+        drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
     examples, tools = [], task.shown_tools(str(tokenizer.chat_template or ""))
     for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
         where, given = f"the demonstration of {problem.id}", len(task.prompt(problem))
@@ -189,8 +188,7 @@ def completion_example(
 
     before, after = turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
-    plain = said and is_text(before, tools)
-    if plain and not tokenizer.chat_template:
+    if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
         rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
         return plain_example(ids + rest, len(ids), tokenizer)
@@ -202,8 +200,7 @@ def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:
     end = tokenizer.eos_token_id
     if end is not None and ids and ids[-1] != end:
         ids = [*ids, end]
-    mask = np.arange(len(ids)) >= max(given, 1)
-    return Example(np.asarray(ids, dtype=np.int64), mask)
+    return Example(np.asarray(ids, dtype=np.int64), np.arange(len(ids)) >= max(given, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +252,9 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
             kept.append(example)
     total = len(kept) + sum(dropped.values())
     require(total > 0, "the data set is empty")
-    require(
-        bool(kept),
-        f"no example is left to train on: of {total}, {dropped['overlong']} are longer than max_length={max_length}, "
-        f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty",
-    )
+    long = f"of {total}, {dropped['overlong']} are longer than max_length={max_length}"
+    short = f"{dropped['masked']} have no token that carries loss, {dropped['empty']} are empty"
+    require(kept, f"no example is left to train on: {long}, {short}")
     lengths = np.array([len(example.ids) for example in kept])
     tokens, loss = int(lengths.sum()), sum(int(example.mask.sum()) for example in kept)
     quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")

@@ -100,8 +100,7 @@ class Labels:
         lost = f"out {place} has labels, and {store.name}, which they come from, is missing"
         require(kept, f"{lost}; choose another out")
         rows = (_item(record, where) for where, record in read_rows(file))
-        items = {item.id: item for item in rows}
-        return cls(items, place, store)
+        return cls({item.id: item for item in rows}, place, store)
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -195,14 +194,12 @@ class Labels:
             found = connection.execute(last, [who]).fetchone()
             if found is None:
                 return None
-            values = [found[0], who, time.time()]
             undo = "INSERT INTO log(kind, item, annotator, time) VALUES('undo', ?, ?, ?)"
-            connection.execute(undo, values)
+            connection.execute(undo, [found[0], who, time.time()])
         return self.items.get(found[0])
 
     def _item(self, item: str) -> Item:
-        if item not in self.items:
-            raise UserError("no such item in this file")
+        require(item in self.items, "no such item in this file")
         return self.items[item]
 
     def labelled(self) -> int:
@@ -245,10 +242,9 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
         raise UserError(f"{where}: give responses (a list of two or more), or chosen and rejected")
     name = _digest([record["prompt"], sorted(map(json.dumps, found))]).hex()[:16]
     # an order that depends on the texts alone: neither chosen and rejected nor the alphabet shows in it
-    ordered = tuple(sorted(found, key=_digest))
     given = record.get("disagreement", 0.0)
     disagreement = float(given) if isinstance(given, int | float) else 0.0
-    return Item(name, record["prompt"], ordered, disagreement)
+    return Item(name, record["prompt"], tuple(sorted(found, key=_digest)), disagreement)
 
 
 def _digest(value: Any) -> bytes:

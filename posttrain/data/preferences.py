@@ -144,7 +144,7 @@ def read_preferences(
         raise UserError(f"{refused[0]}{more}")
     reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
     left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
-    require(bool(units), f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
+    require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     left = tuple(sorted(unused))
     lost = tuple(unknown_tokens(tokenizer, (example.ids for unit in units for example in unit)))
     return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, lost)
@@ -179,7 +179,7 @@ def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
         texts[0] = f"tools: {json.dumps(row.tools)}\n\n{texts[0]}" if row.tools else texts[0]
         if all(text.strip() for text in texts) and texts[1] != texts[2]:
             found.append((texts[0], texts[1], texts[2]))
-    require(bool(found), f"{path}: no pair is left to judge")
+    require(found, f"{path}: no pair is left to judge")
     return found
 
 
@@ -243,27 +243,20 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):
         raise _Skip("overlong")
-    prompts = {e.ids[: prompt_length(e)].tobytes() for e in examples}
-    if len(prompts) > 1:
+    if len({e.ids[: prompt_length(e)].tobytes() for e in examples}) > 1:
         raise _Skip("boundary")
     # texts that the tokenizer reads as the same
     if len({e.ids.tobytes() for e in examples}) < len(examples):
         raise _Skip("equal")
     if row.steps is not None and row.labels is not None:
-        labels = _step_labels(examples[0], row.steps, row.joint, row.labels, decoder, where)
+        labels = _step_labels(examples[0], row, decoder, where)
         return (replace(examples[0], steps=labels),)
     return tuple(examples)
 
 
-def _step_labels(
-    example: Example,
-    steps: list[str],
-    joint: str,
-    labels: list[float],
-    decoder: Decoder,
-    where: str,
-) -> np.ndarray:
+def _step_labels(example: Example, row: _Row, decoder: Decoder, where: str) -> np.ndarray:
     """Each label at the token where its step ends, NaN elsewhere."""
+    steps, joint = row.steps or [], row.joint
     at = np.flatnonzero(example.mask)
     text, offsets = decoder.decode(example.ids[at])
     begin = text.find(joint.join(steps))
@@ -271,7 +264,7 @@ def _step_labels(
     require(begin >= 0, missing)
     label_T = np.full(len(example.ids), np.nan, np.float32)
     end = begin - len(joint)
-    for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
+    for number, (step, label) in enumerate(zip(steps, row.labels or [], strict=True)):
         end += len(joint) + len(step)
         token = at[int(np.searchsorted(offsets, end))]  # the first token that reaches this far
         free = bool(np.isnan(label_T[token]))
@@ -296,8 +289,7 @@ def _read_pair(record: dict[str, Any]) -> _Row:
 def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The prompt and the two responses, wherever the row stores the prompt: separately, inside both conversations, or both."""
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-    same = type(chosen) is type(rejected)
-    fine = same and isinstance(chosen, str | list)
+    fine = type(chosen) is type(rejected) and isinstance(chosen, str | list)
     require(fine, "chosen and rejected must both be text, or both lists of messages")
     if prompt is None and isinstance(chosen, str):
         asked = meant("prompt", record)
@@ -317,10 +309,8 @@ def _prompt_of_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
         if shared == len(chosen) == len(rejected):
             raise _Skip("equal")
         said = [m.get("content") if isinstance(m, dict) else None for m in chosen[:shared]]
-        require(
-            prompt is None or prompt in said,
-            f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(said[-1])[:40]!r}",
-        )
+        other = f"the prompt is {str(prompt)[:40]!r}, but chosen and rejected go on from {str(said[-1])[:40]!r}"
+        require(prompt is None or prompt in said, other)
         return chosen[:shared], chosen[shared:], rejected[shared:]
     return _given_prompt(prompt), chosen, rejected
 
@@ -355,9 +345,8 @@ def _read_ranking(record: dict[str, Any]) -> _Row:
     if count < 2:
         raise _Skip("single")
     if name == "ranking":
-        proper = all(r == int(r) and 1 <= r <= count for r in rewards)
         places = f"a ranking gives each response its place, 1 (the best) to {count}, not {values}"
-        require(proper, places)
+        require(all(r == int(r) and 1 <= r <= count for r in rewards), places)
         rewards = [count - place for place in rewards]
     return _Row(_given_prompt(record["prompt"]), responses, rewards, margins=name == "scores")
 

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError, first_line, require
+from posttrain.errors import UserError, first_line, optional, require
 from posttrain.types import JSON, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -108,17 +108,16 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
 
 
 def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
-    except ImportError:
-        raise UserError(f"{file}: to read parquet, pip install 'posttrain[data]'") from None
+    pyarrow = optional("pyarrow", f"{file}: to read parquet, pip install 'posttrain[data]'")
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=TABLE_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file} row {number}", row
-    except (OSError, ArrowException) as error:
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
@@ -148,8 +147,7 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
                 long = f"{file} line {number} has {MAX_LINE / 2**20:g} MiB or more"
                 require(len(line) < MAX_LINE, long)
                 large = f"{file} is larger than {MAX_UNPACKED / 2**30:g} GiB unpacked"
-                fine = size <= MAX_UNPACKED or path.suffix != ".gz"
-                require(fine, f"{large}; {UNPACK}")
+                require(size <= MAX_UNPACKED or path.suffix != ".gz", f"{large}; {UNPACK}")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if blank or text.strip():
                     yield f"{file} line {number}", text
@@ -284,17 +282,13 @@ def load_hub(
 ) -> tuple[dict[str, Any], ...]:
     """The records of a data set's split through `datasets`: from the hub, its cache, a local folder, or a folder written by
     `save_to_disk`. `advice` ends the line that says why it cannot be read."""
-    try:
-        import datasets
-    except ImportError:
-        needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
-        raise UserError(f"{task}: {needs}{advice}") from None
+    needs = f"reading {dataset} needs the package datasets: pip install 'posttrain[data]'"
+    datasets = optional("datasets", f"{task}: {needs}{advice}")
     place = Path(dataset).expanduser()
     # a bare name may be that of a builder (text, json, csv, ...), which would read all such files of the working directory
     named = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) is not None
     called = "a data set of the hub is called org/name, such as openai/gsm8k"
-    found = named or place.is_dir()
-    require(found, f"{task}: {dataset!r} is no folder here; {called}")
+    require(named or place.is_dir(), f"{task}: {dataset!r} is no folder here; {called}")
     try:
         if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
             whole: Any = datasets.load_from_disk(str(place))

@@ -38,8 +38,7 @@ class Renderer:
             draws = range(len(self.problems)) if self.at_once else (draw,)
             problems = [self.problems[n] for n in draws]
             given = ((f"problem {p.id}", tuple(self.prompt_of(p))) for p in problems)
-            rendered = render_prompts(self.decoder.tokenizer, given)
-            for n, ids in zip(draws, rendered, strict=True):
+            for n, ids in zip(draws, render_prompts(self.decoder.tokenizer, given), strict=True):
                 self.prompts[n], self.prompt_ids[n] = self.segment(ids), ids
         return self.prompts[draw]
 

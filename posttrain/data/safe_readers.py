@@ -141,9 +141,8 @@ class _Renderer:
                 process.stdin.flush()
             while len(found) < len(conversations):
                 answer = process.stdout.readline()
-                found.append(
-                    _answer(json.loads(answer)) if answer else self._ended(request, process)
-                )
+                ended = None if answer else self._ended(request, process)
+                found.append(ended or _answer(json.loads(answer)))
                 if not answer or _over(found[-1]):  # it has ended, or is about to
                     self.stop()
                     break
@@ -185,10 +184,9 @@ class _Renderer:
             return LATE
         if code >= 0:
             raise RuntimeError(f"the process that renders chat templates ended with {code}")
-        timed = -code == signal.SIGPROF
         limit = (
             f"{request['seconds']:g} s of processor time"
-            if timed
+            if -code == signal.SIGPROF
             else f"{TEMPLATE_BYTES >> 20} MB of memory"
         )
         return TemplateError(f"it took over {limit}", limit=True)
@@ -268,8 +266,7 @@ def _check_node(node: yaml.Node, sizes: dict[int, int], above: set[int], where: 
         size += sum(_check_node(part, sizes, above, where) for pair in node.value for part in pair)
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_check_node(part, sizes, above, where) for part in node.value)
-    large = f"{where}: line {line} stands for more than {YAML_NODES:,} values"
-    require(size <= YAML_NODES, large)
+    require(size <= YAML_NODES, f"{where}: line {line} stands for more than {YAML_NODES:,} values")
     above.discard(id(node))
     sizes[id(node)] = size
     return size

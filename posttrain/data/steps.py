@@ -73,7 +73,7 @@ def compile_separator(separator: str) -> Any:
     >>> compile_separator("pattern:\\n+").split("one\\n\\ntwo"), compile_separator("a+").split("aaa+b")
     (['one', 'two'], ['aa', 'b'])
     """
-    require(bool(separator), "steps need a separator that is not empty")
+    require(separator, "steps need a separator that is not empty")
     if not separator.startswith(PATTERN):
         return regex.compile(regex.escape(separator))
     text = separator.removeprefix(PATTERN)

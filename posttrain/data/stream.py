@@ -56,8 +56,7 @@ class Stream:
         return taken
 
     def state(self) -> dict[str, JSON]:
-        names = ("count", "seed", "epoch", "position")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("count", "seed", "epoch", "position")}
 
     def restore(self, state: dict[str, JSON]) -> None:
         """Continue from a saved `state`. An error if the data or the seed is another, because the order would differ."""

@@ -99,8 +99,7 @@ class Extend:
         self.position_T = (cached_N[row_T] + step_T).to(self.device)
         self.order_T = (row_T * len(step_S) + step_T).to(self.device)
         # the last token of a shorter row is repeated, and the repetitions are left out of what is returned
-        from_NS = torch.minimum(start_N[:, None] + step_S, end_N[:, None] - 1)
-        self.from_NS = from_NS.to(self.device)
+        self.from_NS = torch.minimum(start_N[:, None] + step_S, end_N[:, None] - 1).to(self.device)
         self.position_NS = (cached_N[:, None] + step_S).to(self.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:

@@ -67,10 +67,8 @@ class CPUBackend:
         if fresh:
             requests = [r for work in works for r in work.requests]
             tokens = sum(r.sampling.max_new_tokens for r in requests)
-            lasting = any(r.keep or r.turn for r in requests)
-            self.decoder = self.make_decoder(tokens, lasting)
-            quantised = self.precision.products
-            self.products = fp8.Emulation(self.policy) if quantised else nullcontext()
+            self.decoder = self.make_decoder(tokens, any(r.keep or r.turn for r in requests))
+            self.products = fp8.Emulation(self.policy) if self.precision.products else nullcontext()
             self.cache, self.head = Cache(rows, self.policy.dtype, self.device), self.policy.head
         self.cache.resize(rows)
 
@@ -190,8 +188,7 @@ class CPUBackend:
         """Sample a token for each row from `first` on."""
         choices = self.choices if not first else self.choices.rest(first)
         if first or not self.uniforms:
-            ahead = 1 if first else UNIFORMS
-            count_NL = self.rows.live("count", first)[:, None] + np.arange(ahead)
+            count_NL = self.rows.live("count", first)[:, None] + np.arange(1 if first else UNIFORMS)
             drawn = uniforms(self.seed_N[first:, None], torch.from_numpy(count_NL).to(self.device))
             self.uniforms.extend(drawn.unbind(1))
         id_N, logprob_N = sample(hidden_NH, self.head, choices, self.uniforms.popleft())

@@ -48,8 +48,7 @@ def check_requests(
     longest = 0
     for request in requests:
         key, turn, session = request.session, request.turn, sessions.get(request.session)
-        if request.model:
-            raise UserError(f"this sampler has the policy alone, no model {request.model!r}")
+        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
         if turn and (session is None or session.waits or session.turn != turn - 1):
             raise UserError(f"turn {turn} of session {key} needs turn {turn - 1} finished and kept")
         if not turn and session is not None:
@@ -57,10 +56,9 @@ def check_requests(
         before = 0 if session is None else len(session.ids)
         longest = max(longest, before + len(request.ids) + request.sampling.max_new_tokens)
     policy.check_length(longest)
-    require(
-        len({request.session for request in requests}) == len(requests),
-        "requests submitted together must be of different sessions",
-    )
+    sessions_asked = {request.session for request in requests}
+    same = "requests submitted together must be of different sessions"
+    require(len(sessions_asked) == len(requests), same)
 
 
 def _prefill_key(r: Request) -> object:

@@ -49,8 +49,7 @@ def shares(works: Sequence[Work], count: int) -> list[Sequence[Work]]:
     """Cut the works into contiguous shares with about equal numbers of rows."""
     rows = np.cumsum([len(work.requests) for work in works])
     cuts = [int(np.searchsorted(rows, rows[-1] * n / count)) + 1 for n in range(1, count)]
-    bounds = sorted({0, *cuts, len(works)})
-    return [works[a:b] for a, b in pairwise(bounds)]
+    return [works[a:b] for a, b in pairwise(sorted({0, *cuts, len(works)}))]
 
 
 @contextmanager

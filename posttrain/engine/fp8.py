@@ -193,9 +193,8 @@ class Emulation(TorchFunctionMode):
         super().__init__()
         described = layers.describe(policy)
         reason = described if isinstance(described, str) else unsupported(described)
-        require(
-            not reason, f"sampler_quantization=fp8 does not know this model: {reason}; leave it out"
-        )
+        unknown = f"sampler_quantization=fp8 does not know this model: {reason}; leave it out"
+        require(not reason, unknown)
         assert not isinstance(described, str)
         both = (p for layer in described.layers for p in (layer.gate_up, layer.down))
         # parameters are kept, so that no other gets the same id

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from posttrain.data.labels import SKIP, Choice, Labels
+from posttrain.data.labels import SKIP, Labels
 from posttrain.evals.statistics import Interval, share_interval
 
 
@@ -33,7 +33,8 @@ def report(labels: Labels) -> Report:
     said: dict[str, dict[str, str]] = {}  # annotator, item -> what
     sided: dict[str, list[bool]] = {}  # by prompt
     for vote in counted:
-        said.setdefault(vote.annotator, {})[vote.item] = _category(vote.choice)
+        category = vote.choice if isinstance(vote.choice, str) else str(vote.choice[0])
+        said.setdefault(vote.annotator, {})[vote.item] = category
         if isinstance(vote.choice, list):
             first = vote.shown.index(vote.choice[0]) == 0
             sided.setdefault(str(labels.items[vote.item].prompt), []).append(first)
@@ -51,10 +52,6 @@ def report(labels: Labels) -> Report:
         krippendorff=krippendorff_alpha(list(said.values())),
         first_side=share_interval(shares) if even and shares else None,
     )
-
-
-def _category(choice: Choice) -> str:
-    return choice if isinstance(choice, str) else str(choice[0])
 
 
 def cohen_kappa(first: Mapping[Any, str], second: Mapping[Any, str]) -> float | None:
@@ -86,6 +83,5 @@ def krippendorff_alpha(said: Sequence[Mapping[str, str]]) -> float | None:
     total, apart = Counter(word for words in shared for word in words), 0.0
     for words in shared:
         apart += sum(a != b for a in words for b in words) / (len(words) - 1)
-    count = sum(total.values())
     chance = sum(total[a] * total[b] for a in total for b in total if a != b)
-    return 1 - (count - 1) * apart / chance if chance else None
+    return 1 - (sum(total.values()) - 1) * apart / chance if chance else None

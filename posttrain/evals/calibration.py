@@ -72,9 +72,8 @@ def accuracy_by(
     key_K, margin_K = key_K[order], margin_K[order]
     wanted = {len(key_K) * b // buckets for b in range(1, buckets + 1)} - {0}
     ends = [int(np.searchsorted(key_K, key_K[end - 1], side="right")) for end in wanted]
-    cuts = sorted({0, *ends})
     found = []
-    for a, b in pairwise(cuts):
+    for a, b in pairwise(sorted({0, *ends})):
         accuracy = pair_accuracy(margin_K[a:b].tolist())
         found.append(Bucket(float(key_K[a]), float(key_K[b - 1]), b - a, accuracy))
     return tuple(found)

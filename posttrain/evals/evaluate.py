@@ -37,7 +37,7 @@ class Evaluation:
         """Unbiased pass@k over the problems whose samples were all scored."""
         kept = [g for g in self.groups if scored(g)]
         hint = "see the failures in problems.jsonl"
-        require(bool(kept), f"every problem has a sample that could not be scored; {hint}")
+        require(kept, f"every problem has a sample that could not be scored; {hint}")
         values = [statistics.pass_at_k(len(g.rollouts), sum(solved(g)), k) for g in kept]
         several = any(len(g.rollouts) > k for g in kept)
         return statistics.share_interval(values, prompts(kept), several)
@@ -101,9 +101,8 @@ class Evaluation:
         """The mean of one named part of the score, such as format, over problems or, if it is a share of several items of each
         problem (IFEval's instructions), over the items."""
         parts = [[r.score.parts for r in group.rollouts] for group in self.groups]
-        values = [[own[name] for own in ps if name in own] for ps in parts]
         counts = [int(g.problem.facts.get(COUNTED, {}).get(name, 1)) for g in self.groups]
-        return self._averaged(values, counts)
+        return self._averaged([[own[name] for own in ps if name in own] for ps in parts], counts)
 
     def _averaged(
         self, values: Sequence[Sequence[float]], counts: Sequence[int] | None = None

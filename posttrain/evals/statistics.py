@@ -237,7 +237,7 @@ def compare(first: Values, second: Values, clusters: Clusters = None) -> Compari
     rows = zip(first, second, range(len(first)) if clusters is None else clusters, strict=True)
     scored = [(a, b, key) for a, b, key in rows if not (isnan(a) or isnan(b))]
     needs = "a paired comparison needs a problem that was scored on both sides, and there is none"
-    require(bool(scored), needs)
+    require(scored, needs)
     if not all(isfinite(a) and isfinite(b) for a, b, _ in scored):
         raise ValueError("scores must be finite")
     differences, kept = [b - a for a, b, _ in scored], [key for _, _, key in scored]

@@ -146,8 +146,7 @@ class Packed:
         order = torch.empty(self.starts[-1], dtype=torch.long)
         base = 0
         for members in bucket(lengths):
-            longest = max(lengths[i] for i in members)
-            at = torch.arange(longest)
+            at = torch.arange(max(lengths[i] for i in members))
             first = torch.tensor([self.starts[i] for i in members])
             last = torch.tensor([lengths[i] - 1 for i in members])
             gather = first[:, None] + torch.minimum(at[None, :], last[:, None])
@@ -252,8 +251,7 @@ def attend_packed(
         parts = (t.split_with_sizes(n, 2) for t, n in zip(rows, counts, strict=True))
         out = []
         for q, k, v in zip(*parts, strict=True):
-            allowed = seen(q.shape[2], k.shape[2], rule, device)
-            out.append(masked(q, k, v, allowed, rule))
+            out.append(masked(q, k, v, seen(q.shape[2], k.shape[2], rule, device), rule))
         return torch.cat(out, 2)[0].transpose(0, 1)
 
     return attend

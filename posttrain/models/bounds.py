@@ -51,8 +51,7 @@ def check_files(folder: Path) -> None:
     links from a snapshot to the blobs beside it."""
     home = folder.resolve()
     roots = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
-    inner = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
-    for path in inner:
+    for path in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
         if path.suffix.lower() not in READ and path.name != "additional_chat_templates":
             continue
         real = Path(os.path.realpath(path))
@@ -139,9 +138,8 @@ def check_growth(path: Path) -> None:
     for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
         once: dict[str, float] = {}
         factor = prod(growth(tree.get(part), once, str(path)) for part in parts)
-        times = factor * prod(once.values())
         detail = f"its {' and '.join(parts)} could make a text over {GROWTH:,} times as long"
-        require(times <= GROWTH, f"{path}: {detail}; copy it anew")
+        require(factor * prod(once.values()) <= GROWTH, f"{path}: {detail}; copy it anew")
 
 
 def growth(step: Any, once: dict[str, float], where: str) -> float:

@@ -45,9 +45,8 @@ def check_directory(folder: Path, weights: bool = True) -> None:
             refuse_code(folder / f"{part}config.json")
     if weights:
         check_weights(folder)
-    found = any((folder / name).is_file() for name in VOCABULARIES)
     absent = f"{folder} has no tokenizer (tokenizer.json or a vocabulary file)"
-    require(found, f"{absent}; {COPY_TOKENIZER}")
+    require(any((folder / name).is_file() for name in VOCABULARIES), f"{absent}; {COPY_TOKENIZER}")
 
 
 def refuse_code(path: Path) -> None:
@@ -56,11 +55,9 @@ def refuse_code(path: Path) -> None:
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
-            require(
-                not value.get("auto_map") and not value.get("custom_pipelines"),
-                f"{path} asks to run Python code that came with the model (auto_map), which posttrain never does; "
-                "use a model whose architecture is part of transformers",
-            )
+            code = value.get("auto_map") or value.get("custom_pipelines")
+            asks = f"{path} asks to run Python code that came with the model (auto_map), which posttrain never does"
+            require(not code, f"{asks}; use a model whose architecture is part of transformers")
             pending.extend(value.values())
         elif isinstance(value, list):
             pending.extend(value)
@@ -76,11 +73,9 @@ def check_weights(folder: Path) -> None:
             check_safetensors(folder / shard)
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    require(
-        not pickles,
-        f"{folder} has only pickled weights ({pickles[0] if pickles else ''}), which can run code when read; convert them to "
-        "safetensors first (load the model where you trust it and call save_pretrained)",
-    )
+    found = f"{folder} has only pickled weights ({pickles[0] if pickles else ''}), which can run code when read"
+    advice = "safetensors first (load the model where you trust it and call save_pretrained)"
+    require(not pickles, f"{found}; convert them to {advice}")
     absent = f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}"
     raise UserError(f"{absent}; copy the weight files there")
 
@@ -123,7 +118,7 @@ def check_safetensors(path: Path) -> None:
     except (SafetensorError, OSError, ValueError) as error:
         found = f"{path} is corrupt or cut short ({first_line(error)})"
         raise UserError(f"{found}; copy it anew") from error
-    require(bool(names), f"{path} holds no tensors; copy it anew")
+    require(names, f"{path} holds no tensors; copy it anew")
 
 
 def read_json(path: Path) -> dict[str, Any]:

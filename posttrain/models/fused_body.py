@@ -35,9 +35,8 @@ class FusedBody:
         sharing: Sharing | None = None,
     ) -> Tensor:
         """[T] ids at positions below `positions` -> [T, H]. `sharing`: they stand for more tokens, to whose keys they attend."""
-        body = self.described.body
         x, y, rope = self.embed(id_T), None, self.described.rope_table(positions)
-        recomputed = body.gradient_checkpointing and torch.is_grad_enabled()
+        recomputed = self.described.body.gradient_checkpointing and torch.is_grad_enabled()
         for number in range(len(self.described.layers)):
             given = (number, x, y, rope, position_T, attend, routes, sharing)
             x, y = (
@@ -93,8 +92,7 @@ def _layer(
             for part, norm in zip((query, key), layer.qk_norms, strict=True)
         )
         qkv = torch.cat([query, key, value], 1).view(tokens, -1)
-    shape = (heads, keys, width)
-    query, key, value = attention_heads(qkv, shape, rope, position_T, sharing)
+    query, key, value = attention_heads(qkv, (heads, keys, width), rope, position_T, sharing)
     seen = attend(layer.number, query, key, value, layer.rule)
     seen = (seen if sharing is None else sharing.computed(seen)).reshape(tokens, -1)
     x, inner = _add_norm(x, _linear(layer.out, seen), layer.post_norm)

@@ -20,14 +20,11 @@ def give(model: Any, tokenizer: Any) -> str:
     """Make a causal language model of transformers and its tokenizer known; the name that settings call them."""
     kind = type(model).__name__
     causal = callable(getattr(model, "get_output_embeddings", None)) and hasattr(model, "config")
-    require(
-        causal and model.get_output_embeddings() is not None and not hasattr(model, "peft_config"),
-        f"model: {kind} is no plain causal language model of transformers; merge adapters (merge_and_unload), or give a path",
-    )
-    require(
-        callable(getattr(tokenizer, "get_vocab", None)),
-        f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)",
-    )
+    plain = causal and model.get_output_embeddings() is not None
+    other = f"model: {kind} is no plain causal language model of transformers; merge adapters (merge_and_unload), or give a path"
+    require(plain and not hasattr(model, "peft_config"), other)
+    alone = f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)"
+    require(callable(getattr(tokenizer, "get_vocab", None)), alone)
     check_vocabulary(model, tokenizer, kind)
     name = known_as(_given, kind, lambda one: one[0] is model and one[1] is tokenizer)
     _given[name] = model, tokenizer
@@ -53,8 +50,7 @@ def content(name: str) -> str:
 
 
 def _known(name: str) -> tuple[Any, Any]:
-    saved = "save the model and give its path"
-    require(name in _given, elsewhere("model", name, "module", saved))
+    require(name in _given, elsewhere("model", name, "module", "save the model and give its path"))
     return _given[name]
 
 

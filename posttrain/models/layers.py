@@ -255,8 +255,7 @@ def _unsupported_layer(layer: Any) -> str:
         return f"{type(layer.mlp).__name__} is not the MLP of a Llama"
     if _parts(layer.self_attn) not in (ATTENTION, ATTENTION | NORMS):
         return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
-    known = _tanh(mlp.act_fn) is not None
-    return "" if known else f"activation {type(mlp.act_fn).__name__}"
+    return "" if _tanh(mlp.act_fn) is not None else f"activation {type(mlp.act_fn).__name__}"
 
 
 def _tanh(activation: nn.Module) -> bool | None:

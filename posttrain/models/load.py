@@ -68,14 +68,13 @@ def load(
         else:
             model, tokenizer = read_directory(path, wanted)
     check_vocabulary(model, tokenizer, name)
-    stops = stop_ids(model, tokenizer, name)
-    return Loaded(model.to(device).eval(), tokenizer, name, stops)
+    return Loaded(model.to(device).eval(), tokenizer, name, stop_ids(model, tokenizer, name))
 
 
 def locate(name: str, weights: bool = True) -> Path:
     """The directory or .gguf file of `name`. `org/name` is fetched from the hub if there is no such directory; without `weights`,
     only its small files are."""
-    require(bool(name.strip()), f"the model name is empty; {directory.GIVE}")
+    require(name.strip(), f"the model name is empty; {directory.GIVE}")
     path = Path(name).expanduser()
     if path.is_dir():
         path = model_folder(path)
@@ -258,11 +257,8 @@ def same_vocabulary(
             places = ((min(v.get(t, len(v)) for v in (mine, theirs)), t) for t in differ)
             token = min(places)[1]
             detail = f"{len(differ)} tokens differ, such as {token!r}: id {theirs.get(token)} against {mine.get(token)}"
-    require(
-        not detail,
-        f"{where}: {other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail}), and would "
-        f"read other text from the same ids; {advice}",
-    )
+    unlike = f"{other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail})"
+    require(not detail, f"{where}: {unlike}, and would read other text from the same ids; {advice}")
 
 
 def stop_ids(
@@ -318,8 +314,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], s
     if isinstance(found, tuple):
         return found[0]
     advice = "for two short messages; replace chat_template.jinja"
-    unfit = f"{source}: the chat template is not fit to run: {found} {advice}"
-    require(not found.limit, unfit)
+    require(not found.limit, f"{source}: the chat template is not fit to run: {found} {advice}")
     # a template may insist on a system message or refuse roles: then it says nothing about its end
     return ""
 

@@ -314,9 +314,8 @@ def parse_header(cursor: Cursor) -> Header:
     for _ in range(tensor_count):
         name, dimensions = cursor.string(), cursor.value("I")
         if dimensions > MAX_DIMENSIONS or name in places:
-            raise ValueError(
-                f"its tensor {name[:100]!r} has {dimensions} dimensions, or is there twice"
-            )
+            many = f"{dimensions} dimensions, or is there twice"
+            raise ValueError(f"its tensor {name[:100]!r} has {many}")
         elements = prod(cursor.value("Q") for _ in range(dimensions))
         total += elements
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.value("I"))]

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from posttrain.errors import Checked, Positive, Several, UserError, require
+from posttrain.errors import Checked, Positive, Several, optional, require
 from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy
 
@@ -89,20 +89,17 @@ def share_weights(policy: Policy) -> Policy:
 def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()) -> None:
     """Freeze the model and add adapters to its body, in place. Parameters whose names begin with one of `learning` stay trainable,
     such as a critic's head."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError(NO_PEFT) from None
+    peft = optional("peft", NO_PEFT)
     body = model.base_model
     present = sorted({name.rsplit(".", 1)[-1] for name in Lora().layers(body)})
     missing = ", ".join(name for name in lora.targets if name not in present)
     has = f"it has {', '.join(present)}" + (", and experts get none" if has_experts(body) else "")
     require(not missing, f"lora: this model has no linear layer called {missing}; {has}")
     targets = list(lora.layers(body))
-    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, body)
+        peft.inject_adapter_in_model(settings, body)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
 
@@ -196,8 +193,7 @@ def adapter_of(module: Any) -> Adapter | None:
 def perturbed_adapters(body: nn.Module) -> Iterator[None]:
     """Make the adapters nonzero within the block, and restore their bits after it. They start at 0, so a comparison of two forward
     passes would not see them."""
-    adapters = map(adapter_of, body.modules())
-    found = [adapter.b_OR for adapter in adapters if adapter is not None]
+    found = [adapter.b_OR for adapter in map(adapter_of, body.modules()) if adapter is not None]
     kept = [b.detach().clone() for b in found]
     try:
         with torch.no_grad():

@@ -176,7 +176,7 @@ def with_our_attention(
     model.train(was_training)
     worst, limit = disagreement(found, expected, model.dtype)
     finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
-    require(bool(expected.isfinite().all()), f"{where}: {finite}")
+    require(expected.isfinite().all(), f"{where}: {finite}")
     if not worst <= limit:
         found_by = f"by {worst:.2g} (at most {limit:g} is rounding)"
         reason = f"outputs with our attention differ from the model's own {found_by}"

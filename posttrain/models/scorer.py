@@ -70,9 +70,8 @@ def from_policy(
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
     except (ValueError, KeyError) as error:
-        name = policy.source or type(policy.model).__name__
         reason = f"transformers has no model with a score for this family ({error})"
-        raise UserError(f"{name}: {reason}") from None
+        raise UserError(f"{policy.source or type(policy.model).__name__}: {reason}") from None
     kept = {id(p): p for p in policy.body.parameters()} if share else {}
     setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))
     width = policy.model.config.get_text_config().hidden_size

@@ -37,7 +37,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
     Characters outside the alphabet become <|unk|>. Ids 0 to 5 are the special tokens, then the alphabet in its order.
     """
-    require(bool(alphabet), "a character tokenizer needs at least one character in its alphabet")
+    require(alphabet, "a character tokenizer needs at least one character in its alphabet")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

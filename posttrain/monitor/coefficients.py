@@ -104,8 +104,7 @@ def gradient(algorithm: Algorithm, batch: Batch, outputs: Outputs, state: State)
     if not total.requires_grad:
         return None
     hidden = [made.hidden_MH for made in outputs.predictions.values()]
-    leaves = [*outputs.columns.values(), *hidden]
-    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    found = torch.autograd.grad(total, [*outputs.columns.values(), *hidden], materialize_grads=True)
     return torch.cat([one.flatten().double() for one in found])
 
 

@@ -8,11 +8,11 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from posttrain.algorithms.base import State
 from posttrain.collect import Collected
 from posttrain.errors import GuardStop
 from posttrain.events import Level
@@ -26,7 +26,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.train.pack import micro_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer
-from posttrain.types import JSON, Batch, Group, Metric
+from posttrain.types import JSON, Batch, Group
 
 TREND = "/trend"  # ends the name of a trend's streak
 PARTS = {"history": History, "keywords": Keywords, "traits": TraitSums}
@@ -251,15 +251,9 @@ class StageMonitor:
         seconds = self.monitor.check_seconds(step, figures["seconds/total"], self.stacks)
         self.emit(step, [*alarms, *seconds])
 
-    def check_coefficients(
-        self,
-        step: int,
-        filled: Batch,
-        state: State,
-        groups: Sequence[Group],
-        metrics: Sequence[Metric],
-    ) -> None:
-        """Check once a stage whether every coefficient that was set has an effect."""
+    def check_coefficients(self, step: int, filled: Batch, *seen: Any) -> None:
+        """Check once a stage whether every coefficient that was set has an effect. `seen` are the state, groups and metrics of the
+        step, for `dead_coefficients`."""
         if self.monitor.coefficients_checked or "coefficient" in self.settings.off:
             return
         if not coefficients(self.trainer.algorithm):
@@ -269,7 +263,7 @@ class StageMonitor:
         piece = micro_batches(whole, self.trainer.token_budget)[0]
         with torch.no_grad():
             outputs = self.trainer.outputs(piece)
-        dead = dead_coefficients(self.trainer.algorithm, piece, outputs, state, groups, metrics)
+        dead = dead_coefficients(self.trainer.algorithm, piece, outputs, *seen)
         self.pending += self.monitor.check_coefficients(step, dead)
 
     def check_frozen(self, step: int) -> None:

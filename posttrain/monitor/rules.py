@@ -64,10 +64,8 @@ class MonitorSettings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_unknown("rule", (*self.off, *self.warn, *self.stop), RULES)
-        require(
-            not set(ALWAYS) & {*self.off, *self.warn},
-            "monitor: nonfinite and memory can be neither off nor warnings; skip=N leaves out N steps in a row, not finite",
-        )
+        text = "monitor: nonfinite and memory can be neither off nor warnings; skip=N leaves out N steps in a row, not finite"
+        require(not set(ALWAYS) & {*self.off, *self.warn}, text)
 
 
 Moved = Callable[[float, float], bool]  # from then to now

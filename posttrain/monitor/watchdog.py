@@ -32,8 +32,7 @@ class Watchdog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._file = io.TextIOWrapper(file)
+        self._file = io.TextIOWrapper(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         self._deadline: float | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None

@@ -48,8 +48,7 @@ def vocabulary_divergence(
     if chunk_logits is None:
         chunk_logits = logprobs.chunk_size(hidden_NH.device)
     # about six tensors of so many rows are alive at once
-    rows = max(1, chunk_logits // (4 * words))
-    settings = (kind, temperature, beta, rows)
+    settings = (kind, temperature, beta, max(1, chunk_logits // (4 * words)))
     teacher_head = replace(teacher_head, weight_VH=teacher_head.weight_VH.detach())
     teacher = (teacher_NH.detach(), teacher_head)
     given = (hidden_NH, head.weight_VH, head.bias_V, head, teacher, settings)
@@ -107,8 +106,7 @@ class _Divergence(torch.autograd.Function):
         (teacher_NH, teacher_head), (kind, temperature, beta, _) = teacher, settings
         logp_NV = (logits_NV / temperature).log_softmax(-1)
         teacher_NV = logprobs.head_logits(teacher_NH[part], teacher_head)
-        logq_NV = (teacher_NV / temperature).log_softmax(-1)
-        return _parts(logp_NV, logq_NV, kind, beta)
+        return _parts(logp_NV, (teacher_NV / temperature).log_softmax(-1), kind, beta)
 
     @staticmethod
     @once_differentiable

@@ -110,9 +110,13 @@ def mixture(
 ) -> Tensor:
     """sum_k weight_k down_k activation(gate_up_k x), with the tokens sorted by expert. Shapes depend only on those of the inputs, and
     nothing waits for the device, so that a CUDA graph can contain it."""
-    if not _groups(x_TH, gate_up_EJH, down_EHI):
-        return _every_expert(x_TH, weight_TK, index_TK, gate_up_EJH, down_EHI, activation)
     (tokens, count), experts = index_TK.shape, len(gate_up_EJH)
+    if not _groups(x_TH, gate_up_EJH, down_EHI):  # every expert for every token
+        both_ETJ = x_TH @ gate_up_EJH.transpose(1, 2)
+        inner_ETI = activation(both_ETJ.flatten(0, 1)).view(experts, tokens, -1)
+        y_ETH = inner_ETI @ down_EHI.transpose(1, 2)
+        weight_TE = weight_TK.new_zeros(tokens, experts).scatter(1, index_TK, weight_TK)
+        return torch.einsum("te,eth->th", weight_TE, y_ETH)
     narrow = torch.uint8 if experts <= 256 else torch.int16  # a radix sort takes a pass a byte
     expert_S, order_S = torch.sort(index_TK.reshape(-1).to(narrow), stable=True)
     place_S = torch.empty_like(order_S)
@@ -137,23 +141,6 @@ def _groups(x_TH: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor) -> bool:
     if x_TH.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return True
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_TH.device) >= (9, 0)
-
-
-def _every_expert(
-    x_TH: Tensor,
-    weight_TK: Tensor,
-    index_TK: Tensor,
-    gate_up_EJH: Tensor,
-    down_EHI: Tensor,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The same sum, computing every expert for every token, for dtypes and sizes without a grouped product."""
-    experts, tokens = len(gate_up_EJH), len(x_TH)
-    both_ETJ = x_TH @ gate_up_EJH.transpose(1, 2)
-    inner_ETI = activation(both_ETJ.flatten(0, 1)).view(experts, tokens, -1)
-    y_ETH = inner_ETI @ down_EHI.transpose(1, 2)
-    weight_TE = weight_TK.new_zeros(tokens, experts).scatter(1, index_TK, weight_TK)
-    return torch.einsum("te,eth->th", weight_TE, y_ETH)
 
 
 class _Take(torch.autograd.Function):

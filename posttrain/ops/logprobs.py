@@ -179,12 +179,10 @@ class HeadGradients:
         self.hidden_NH, self.head = hidden_NH, head
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         self.by_kernel = hidden_NH.is_cuda and wide == torch.float32 and _plain(head)
-        weight_VH, bias_V = head.weight_VH, head.bias_V
+        weight_VH, bias_V = head.weight_VH, head.bias_V if needs[2] else None
         self.hidden = torch.empty_like(hidden_NH) if needs[0] else None
         self.weight = torch.zeros_like(weight_VH, dtype=wide) if needs[1] else None
-        self.bias = (
-            torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs[2] else None
-        )
+        self.bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
 
     def add_logits(self, part: slice, grad_NV: Tensor, logits_NV: Tensor) -> None:
         """Add a chunk, given the gradient of its logits, which is modified in place."""

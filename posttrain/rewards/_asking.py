@@ -226,9 +226,8 @@ def _client() -> Any:
                 raise httpx.ReadTimeout("the reply is not complete", request=request) from None
             self.endpoint.after(response)
             about = [(k, v) for k, v in response.headers.multi_items() if k not in UNPACKED]
-            whole = bytes(body)
             return httpx.Response(
-                response.status_code, headers=about, content=whole, request=request
+                response.status_code, headers=about, content=bytes(body), request=request
             )
 
     return Client

@@ -59,8 +59,7 @@ class Function:
     def of(cls, call: Callable[..., Any], label: str = "") -> Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
-        called = getattr(type(inner).__call__, "__code__", None)
-        written = getattr(inner, "__code__", called)
+        written = getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
@@ -111,12 +110,10 @@ class Function:
 
     def said(self, columns: Sequence[str]) -> str:
         """Return which text each parameter gets, if several are filled by order alone; else ""."""
-        count = len(self.positional)
-        if count < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
+        if len(self.positional) < 2 or self.batched or not self.in_order({*TEXTS, *SAME, *columns}):
             return ""
-        pairs = zip(self.positional, TEXTS, strict=False)
         return f"reward {self} is called with " + ", ".join(
-            f"{n} = the {text}" for n, text in pairs
+            f"{n} = the {text}" for n, text in zip(self.positional, TEXTS, strict=False)
         )
 
     def scores(self, problems: Sequence[Problem], responses: Sequence[str]) -> Any:
@@ -196,10 +193,8 @@ class Function:
         try:
             return as_score(value)
         except TypeError:
-            raise UserError(
-                f"reward {self} returned {type(value).__name__} {str(value)[:60]!r} for the row {problem.id}; return a number, "
-                "None (not scored) or a Score"
-            ) from None
+            made = f"reward {self} returned {type(value).__name__} {str(value)[:60]!r} for the row {problem.id}"
+            raise UserError(f"{made}; return a number, None (not scored) or a Score") from None
 
     def _failed(self, error: BaseException, count: int) -> list[Score | None]:
         """Turn an error in the function into a failure, with the line in the user's file where it happened."""

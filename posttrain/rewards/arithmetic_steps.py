@@ -217,7 +217,7 @@ def arithmetic_steps(
     ((5, 1.0), (11, 1.0), (15, 1.0))
     """
     require(form in FORMS, f"arithmetic_steps: form is one of {', '.join(FORMS)}, not {form!r}")
-    require(bool(separator), "arithmetic_steps: steps need a separator that is not empty")
+    require(separator, "arithmetic_steps: steps need a separator that is not empty")
     fine = min(max_steps, min_steps) >= 1
     require(fine, "arithmetic_steps: max_steps and min_steps are at least 1")
     reward = MathReward(marker=marker) if marker else STRICT

@@ -193,7 +193,7 @@ def grade(
     that exceeds a limit fails the remaining tests; one time limit covers all tests. A failure of the grader is retried once,
     and then the score has no value. `sandbox` is as in `sandbox.isolation.choose`.
     """
-    require(bool(tests), "a program is graded by at least one test: none were given")
+    require(tests, "a program is graded by at least one test: none were given")
     mechanism = isolation.choose(sandbox).mechanism
     program = extract(response, fenced, tests)
     if program is None or not program.strip() or len(program) > limits.source:

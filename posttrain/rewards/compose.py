@@ -86,7 +86,7 @@ class Composed:
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
-        require(bool(names), "a composed reward needs at least one part")
+        require(names, "a composed reward needs at least one part")
         different = len(set(names)) == len(names)
         require(different, f"parts of a reward need different names: {', '.join(names)}")
 

@@ -218,11 +218,10 @@ def _read_gold(gold: str, reward: MathReward) -> Node:
 def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
     """Return the tree of an answer, or None if it is too long to be right."""
     if len(answer) > LENGTH:
-        if _nesting(answer) > NESTING:
+        if max(accumulate((c in "([{") - (c in ")]}") for c in answer)) > NESTING:
             raise Unreadable("nested too deeply")
         return None
-    thousands = wanted.kind not in ("list", "set")
-    return settled(read(_localised(answer, reward), thousands))
+    return settled(read(_localised(answer, reward), wanted.kind not in ("list", "set")))
 
 
 def _agrees(
@@ -259,7 +258,3 @@ def _ordered(value: Node, variables: tuple[str, ...]) -> Node:
 
 def _localised(text: str, reward: MathReward) -> str:
     return _DECIMAL_COMMA.sub(".", text) if reward.decimal_comma else text
-
-
-def _nesting(text: str) -> int:
-    return max(accumulate((c in "([{") - (c in ")]}") for c in text))

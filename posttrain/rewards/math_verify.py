@@ -7,23 +7,20 @@ evaluates what a model wrote, which may take long, so a task that uses this rewa
 
 from __future__ import annotations
 
-from posttrain.errors import UserError
+from posttrain.errors import optional
 from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.types import Score
 
 
 def math_verify(prompt: str, response: str, answer: str) -> Score:
     """Grade the response's final answer against the gold one, with math-verify's defaults."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        needs = "math_verify needs its package: pip install 'posttrain[math-verify]'"
-        raise UserError(needs) from None
+    needs = "math_verify needs its package: pip install 'posttrain[math-verify]'"
+    package = optional("math_verify", needs)
     # its own time limits use signals, which only a main thread may set
-    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    gold = package.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not gold:
         return Score.failed(f"gold answer cannot be read: {answer[:80]!r}")
-    given = parse(response, parsing_timeout=None)
+    given = package.parse(response, parsing_timeout=None)
     if not given:
         return UNPARSEABLE
-    return CORRECT if verify(gold, given, timeout_seconds=None) else WRONG
+    return CORRECT if package.verify(gold, given, timeout_seconds=None) else WRONG

@@ -26,6 +26,5 @@ def repeated(text: str, n: int = 4) -> float:
 def repetition(prompt: str, response: str, answer: str, n: int = 4, free: float = 0.1) -> Score:
     """The reward: 0 while at most `free` of the n-grams are repeated, then linearly down to -1 if all are."""
     require(0 <= free < 1, f"repetition: free is a share in [0, 1), not {free}")
-    share = repeated(response, n)
-    value = -max(0.0, share - free) / (1.0 - free)
+    value = -max(0.0, repeated(response, n) - free) / (1.0 - free)
     return Score(value, parts={"repetition": value})

@@ -19,8 +19,7 @@ def marked(text: str) -> int:
     >>> marked("Step 1: add\\n2. carry\\nso it is 4\\nStep 1: add")
     3
     """
-    lines = {line.strip().lower() for line in text[:LIMIT].splitlines() if MARKER.match(line)}
-    return len(lines)
+    return len({line.strip().lower() for line in text[:LIMIT].splitlines() if MARKER.match(line)})
 
 
 def steps(prompt: str, response: str, answer: str, wanted: int = 3) -> Score:

@@ -99,8 +99,7 @@ def run_html(index: Index) -> str:
 
 def rollouts_html(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     """Return the rollouts of a step as a table."""
-    header = ("prompt", "response", "reward", "advantage")
-    shown = table(map(cells_of, rows[:LINES]), header, short)
+    shown = table(map(cells_of, rows[:LINES]), ("prompt", "response", "reward", "advantage"), short)
     more = f"<p>{len(rows) - LINES} more are not shown</p>" if len(rows) > LINES else ""
     return PLAIN.format(f"<p>{text(title)}</p>{shown}{more}")
 

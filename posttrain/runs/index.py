@@ -82,27 +82,24 @@ class Filter:
 
     def sql(self) -> tuple[str, list[Any]]:
         """Return the conditions and their values."""
-        said: list[str] = []
-        values: list[Any] = []
-        for name in ("stage", "problem", "outcome", "finish", "role", "question"):
-            if value := getattr(self, name):
-                said, values = [*said, f"{name} = ?"], [*values, value]
-        for name in ("step", "reward", "length", "part"):
-            column, more = name, []
-            if name == "part":
-                column, more = "json_extract(parts, ?)", [f'$."{self.part}"']
-                text = "a part of a reward has no quotation mark in its name"
-                require('"' not in self.part, text)
+        require('"' not in self.part, "a part of a reward has no quotation mark in its name")
+        words = ("stage", "problem", "outcome", "finish", "role", "question")
+        found = [(f"{name} = ?", [value]) for name in words if (value := getattr(self, name))]
+        columns: dict[str, tuple[str, list[Any]]] = {
+            n: (n, []) for n in ("step", "reward", "length")
+        }
+        if self.part:
+            columns["part"] = "json_extract(parts, ?)", [f'$."{self.part}"']
+        for name, (column, more) in columns.items():
             for end, sign in (("from", ">="), ("to", "<=")):
-                value = getattr(self, f"{name}_{end}")
-                if value is not None and (name != "part" or self.part):
-                    said, values = [*said, f"{column} {sign} ?"], [*values, *more, value]
+                if (value := getattr(self, f"{name}_{end}")) is not None:
+                    found.append((f"{column} {sign} ?", [*more, value]))
         if self.failed is not None:
-            said.append(f"failure IS {'NOT ' if self.failed else ''}NULL")
+            found.append((f"failure IS {'NOT ' if self.failed else ''}NULL", []))
         if match := _match(self.text):
-            said.append("id IN (SELECT rowid FROM words WHERE words MATCH ?)")
-            values.append(match)
-        return " AND ".join(said) or "1", values
+            found.append(("id IN (SELECT rowid FROM words WHERE words MATCH ?)", [match]))
+        values = [value for _, given in found for value in given]
+        return " AND ".join(said for said, _ in found) or "1", values
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +163,7 @@ class Index:
     def _inode(self) -> int:
         return self.path.stat().st_ino if self.path.exists() else 0
 
-    def _get(
-        self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> list[tuple[Any, ...]]:
+    def _get(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
         return self._connection().execute(sql, values).fetchall()
 
     def _remake(self) -> None:
@@ -322,9 +317,9 @@ class Index:
                     return len(due) - number
                 connection.execute("DELETE FROM rollouts WHERE stage = ? AND step = ?", place)
                 connection.execute("REPLACE INTO files VALUES(?, ?, ?, ?)", [*place, *mark])
-                for row, start, size in _rollout_lines(path):
-                    if not history.superseded(*place, row[1].attempt):
-                        _add_rollout(connection, place, row, start, size)
+                for row, *at in _rollout_lines(path):
+                    if not history.superseded(*place, row.attempt):
+                        _add_rollout(connection, row, *place, *at)
         return 0
 
     def count(self, wanted: Filter) -> int:
@@ -424,15 +419,15 @@ def _rollout_files(directory: Path) -> dict[tuple[str, int], tuple[Path, tuple[i
     return dict(sorted(found.items()))
 
 
-def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, int]]:
-    """Yield the number and rollout of each valid line, its offset, and its bytes."""
+def _rollout_lines(path: Path) -> Iterator[tuple[RolloutRow, int, int, int]]:
+    """Yield the rollout of each valid line, its number, its offset, and its bytes."""
     number = start = 0
     with open_file(path) as file:
         for line in file:
             record = layout.parse_object(line)
             row = None if record is None else parse_rollout(record)
             if row is not None:
-                yield (number, row), start, len(line)
+                yield row, number, start, len(line)
                 number += 1
             start += len(line)
 
@@ -440,21 +435,14 @@ def _rollout_lines(path: Path) -> Iterator[tuple[tuple[int, RolloutRow], int, in
 _ROW_FIELDS = {one.name for one in fields(RolloutRow)} & set(COLUMNS)
 
 
-def _add_rollout(
-    connection: sqlite3.Connection,
-    place: tuple[str, int],
-    row: tuple[int, RolloutRow],
-    start: int,
-    size: int,
-) -> None:
-    number, rollout = row
+def _add_rollout(connection: sqlite3.Connection, rollout: RolloutRow, *place: Any) -> None:
+    """Add a rollout; `place` is its stage and step, and what `_rollout_lines` says of it."""
     said = {name: getattr(rollout, name) for name in _ROW_FIELDS}
     turns_of = rollout.conversation if isinstance(rollout, EpisodeRow) else ()
     turns = sum(kind == "sampled" for kind, _ in turns_of) if turns_of else 1
-    said |= {"stage": place[0], "step": place[1], "number": number, "start": start, "bytes": size}
+    said |= zip(("stage", "step", "number", "start", "bytes"), place, strict=True)
     said |= {"parts": json.dumps(rollout.parts), "role": getattr(rollout, "role", "")}
-    said |= {"turns": turns}
-    said |= {"attempt": rollout.attempt, "question": rollout.question[:QUESTION]}
+    said |= {"turns": turns, "attempt": rollout.attempt, "question": rollout.question[:QUESTION]}
     marks = ", ".join("?" * len(said))
     sql = f"INSERT INTO rollouts({', '.join(said)}) VALUES({marks})"
     made = connection.execute(sql, list(said.values())).lastrowid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,15 +65,10 @@ def _joined(before: Metric, metric: Metric) -> float:
     one, other = float(before.total), float(metric.total)
     if not (metric.largest or metric.smallest):
         return one + other
-    if (
-        before.count is not None
-        and metric.count is not None
-        and not (before.count and metric.count)
-    ):
+    counts = [count for count in (before.count, metric.count) if count is not None]
+    if len(counts) == 2 and not all(counts):
         return one if before.count else other
-    return (
-        one + other if one + other != one + other else (max if metric.largest else min)(one, other)
-    )
+    return math.nan if math.isnan(one + other) else (max if metric.largest else min)(one, other)
 
 
 # parts of a score that say what the reward stands for, and their metrics; the first that was measured counts
@@ -111,8 +107,7 @@ def failure_kind(score: Score) -> str:
     >>> failure_kind(Score.failed("ValueError: no such file")), failure_kind(Score.failed("timeout: no score within 5 s"))
     ('ValueError', 'timeout')
     """
-    words = str(score.failure).split(":")[0].split()
-    return "_".join(words)[:40] or "unnamed"
+    return "_".join(str(score.failure).split(":")[0].split())[:40] or "unnamed"
 
 
 def reflects(response: str) -> bool:

@@ -69,7 +69,7 @@ class Panel:
 def draw(run: Run, path: Path) -> None:
     """Draw the run's curves to `path`."""
     panels = _panels(run)
-    require(bool(panels), f"nothing to draw: {run.directory} has no metrics yet")
+    require(panels, f"nothing to draw: {run.directory} has no metrics yet")
     save_panels(panels, run.name, path)
 
 
@@ -116,7 +116,7 @@ def draw_pass_at_k(
         axes.set_xlabel("k: answers to a problem")
         _percent(axes, 1.03)
 
-    require(bool(curves) and all(curves.values()), "nothing to draw: no pass@k was measured")
+    require(curves and all(curves.values()), "nothing to draw: no pass@k was measured")
     subtitle = "held-out problems with a right answer among k; band: 95% interval"
     save_panels([Panel("pass@k", subtitle, paint)], title, path)
 
@@ -196,8 +196,7 @@ def _panels(run: Run) -> list[Panel]:
     for name in (name for name in PANELS if name in figures):
         first = FIRST.get(name, BLUE)
         colours = (first, *(colour for colour in COLOURS if colour != first))
-        paint = PAINTERS.get(name, _curves)
-        painted = partial(paint, figures=figures, name=name, colours=colours)
+        painted = partial(PAINTERS.get(name, _curves), figures=figures, name=name, colours=colours)
         panels[name] = Panel(*PANELS[name], painted)
     words = {"kl": "KL: distance from the start", "entropy": "entropy: how undecided it is"}
     both = "; ".join(text for name, text in words.items() if name in figures)

@@ -141,10 +141,8 @@ def _held_out(index: Index, stage: str, score: str) -> Verdict:
     change = f"from {_number(first, percent)} to {_number(last, percent)}"
     because = [f"measured on problems it does not train on, at steps {first_step} to {last_step}"]
     if error:
-        half = _number(1.96 * error, percent)
-        because.append(f"the change is known to within ±{half} (95%)")
-    rise = sign * (last - first)
-    answer, said = _answer(name, change, sign, rise, STANDARD_ERRORS * error)
+        because.append(f"the change is known to within ±{_number(1.96 * error, percent)} (95%)")
+    answer, said = _answer(name, change, sign, sign * (last - first), STANDARD_ERRORS * error)
     best_step, best = max(values, key=lambda point: sign * point[1])
     fell = sign * (best - last) > STANDARD_ERRORS * max(error, 1e-12) and best_step != last_step
     if answer == "yes" and fell:
@@ -164,8 +162,7 @@ def _answer(name: str, change: str, sign: float, rise: float, bound: float) -> t
 
 def _error(index: Index, stage: str, score: str, step: int) -> float:
     """Return the standard error of a score, from its interval; 0 if it has none."""
-    ends = [dict(index.points(stage, f"{score}_{end}")).get(step) for end in ("low", "high")]
-    low, high = ends
+    low, high = [dict(index.points(stage, f"{score}_{end}")).get(step) for end in ("low", "high")]
     return 0.0 if low is None or high is None else (high - low) / (2 * 1.96)
 
 
@@ -186,8 +183,7 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
     change = f"from {_number(first)} to {_number(last)}"
     because = [f"means of the first and the last {fifth} of {len(values)} steps of {stage}"]
     because += _gold(index, stage, figures) if name == "reward" else []
-    rise = sign * (last - first)
-    answer, said = _answer(words, change, sign, rise, WINDOW_ERRORS * error)
+    answer, said = _answer(words, change, sign, sign * (last - first), WINDOW_ERRORS * error)
     return Verdict(answer, said, tuple(because), stage, name)
 
 

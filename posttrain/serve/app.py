@@ -108,9 +108,8 @@ class Guard:
             raise wire.Refused(403, "requests of other sites are refused", "origin_not_allowed")
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise wire.Refused(
-                401, "a token is needed: Authorization: Bearer TOKEN", "invalid_api_key"
-            )
+            needed = "a token is needed: Authorization: Bearer TOKEN"
+            raise wire.Refused(401, needed, "invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self.limits.body_bytes:
             raise too_large(self.limits)
@@ -157,8 +156,7 @@ async def respond(
     """Answer a completion request, in one piece or as a stream. If the client disconnects, decoding for it stops."""
     try:
         body = wire.read_body(await read(request, limits), kind)
-        retry = request.headers.get(RETRY, "0") != "0"
-        answer = await find(request).answer(body, retry)
+        answer = await find(request).answer(body, request.headers.get(RETRY, "0") != "0")
         form = wire.Form(body, answer)
         if not body.stream:
             return JSONResponse(form.whole(await connected(request, collected(answer.deltas))))

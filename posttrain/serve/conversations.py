@@ -70,8 +70,7 @@ class Conversations:
 
     def prompt(self, body: ChatBody) -> Prompt:
         """The prompt that the policy reads. It continues a served conversation if the messages do."""
-        rows = [message_row(message) for message in body.messages]
-        messages = parse_messages(rows, "messages")
+        messages = parse_messages([message_row(message) for message in body.messages], "messages")
         shown = body.tools if body.tool_choice != "none" else None
         tools = parse_tools(shown, "tools") if shown else None
         digests = _digests(messages, tools)

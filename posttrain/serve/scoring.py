@@ -89,8 +89,7 @@ class Scoring:
             if name not in self.ready:
                 while len(self.ready) >= self.models.loaded:
                     self.ready.popitem(last=False)
-                load = self.reward_models.get(name) or self.stages[name]
-                loaded = await asyncio.to_thread(load)
+                loaded = await asyncio.to_thread(self.reward_models.get(name) or self.stages[name])
                 self.ready[name] = loaded, Decoder(loaded.tokenizer)
             self.ready.move_to_end(name)
             return self.ready[name]
@@ -154,10 +153,9 @@ def _rollout(item: ScoreItem, decoder: Decoder, where: str) -> Rollout:
     given, said = (np.array(ids, np.int64) for ids in (prompt, answer))
     text, offsets = decoder.decode(said)
     before = decoder.decode(given)[0]
-    question = messages[-1].content if messages else before
     empty = np.zeros(len(said), np.float32)
     reply = Segment(said, text, True, empty, offsets, empty.astype(np.int32), "stop")
-    problem = Problem("asked", question, item.gold)
+    problem = Problem("asked", messages[-1].content if messages else before, item.gold)
     return Rollout(problem, 0, (Segment(given, before, False), reply), UNSCORED)
 
 

@@ -120,8 +120,7 @@ class Server:
 
 
 def make_server(app: Any, address: Address, limits: Limits) -> Server:
-    guard = Guard(app, address.token, (address.host, *address.hosts), limits)
-    return open_server(guard, address)
+    return open_server(Guard(app, address.token, (address.host, *address.hosts), limits), address)
 
 
 def open_server(

@@ -58,13 +58,11 @@ def check_stages(
 
 def check_named(stage: Stage, before: Sequence[Stage], later: Collection[str]) -> None:
     """Raise an error for names of later stages, for stages that do not produce what is asked of them, and for missing files."""
-    for key, words in stage.named("stage").items():
-        for word in words:
-            check_stage(f"{stage.name}.{key}", word, before, later)
+    for key, word in stage.named("stage"):
+        check_stage(f"{stage.name}.{key}", word, before, later)
     for what in ("model", "reward model", "data"):
-        for key, words in stage.named(what).items():
-            for word in words:
-                check_word(f"{stage.name}.{key}", word, what, before, later)
+        for key, word in stage.named(what):
+            check_word(f"{stage.name}.{key}", word, what, before, later)
 
 
 def check_word(
@@ -100,7 +98,7 @@ def nearest(word: str, names: Sequence[str]) -> str:
 
 def model_there(where: str, word: str, stages: Sequence[str]) -> None:
     """Raise an error for a plain word that is neither a stage nor a directory. Other names are checked when the model is read."""
-    require(bool(word.strip()), f"{where}: the model name is empty; {GIVE}")
+    require(word.strip(), f"{where}: the model name is empty; {GIVE}")
     plain = not set(word) & set("/:") and not Path(word).suffix
     found = not plain or Path(word).expanduser().exists()
     hint = "give a directory, a .gguf file, a hub name (org/name), tiny:nano, or an earlier stage"
@@ -110,8 +108,7 @@ def model_there(where: str, word: str, stages: Sequence[str]) -> None:
 
 def file_there(where: str, word: str, stages: Sequence[str]) -> None:
     path = Path(word).expanduser()
-    folder = f"{where}: {word} is a directory; name a file in it"
-    require(not path.is_dir(), folder)
+    require(not path.is_dir(), f"{where}: {word} is a directory; name a file in it")
     place = "" if path.is_absolute() else f" in {Path.cwd()}"
     hint = nearest(word, [*stages, *neighbours(path)]) or "; check the path"
     require(path.is_file(), f"{where}: there is no file {word}{place}{hint}")
@@ -127,10 +124,9 @@ def check_models(stage: Stage, before: Mapping[str, Stage], readers: Readers) ->
     """The reader of a stage's model. The models that receive its token ids must have its vocabulary. The model of an earlier stage
     reads like that stage's starting model."""
     for what in ("model", "reward model"):
-        for key, words in stage.named(what).items():
-            for word in words:
-                with prefixed(f"{stage.name}.{key}"):
-                    find_reader(word, stage, what != "model", before, readers)
+        for key, word in stage.named(what):
+            with prefixed(f"{stage.name}.{key}"):
+                find_reader(word, stage, what != "model", before, readers)
     reader = find_reader(stage.starts_from(), stage, False, before, readers)
     for name in dict.fromkeys(stage.reads_ids()):
         other = find_reader(name, stage, None, before, readers)
@@ -162,8 +158,7 @@ def find_reader(
 
 
 def tiny_reader(name: str, alphabet: str) -> Reader:
-    size = name.removeprefix("tiny:")
-    refuse_unknown("tiny model size", [size], SIZES)
+    refuse_unknown("tiny model size", [name.removeprefix("tiny:")], SIZES)
     return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
 
 

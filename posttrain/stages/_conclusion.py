@@ -58,8 +58,7 @@ def pass_at_k(context: Context, stages: Sequence[Stage]) -> bool:
 
 def problems(context: Context, stage: str) -> list[dict[str, JSON]]:
     """Per-problem results of an evaluate stage."""
-    path = context.folder(stage) / "problems.jsonl"
-    return [row for row in json_lines(path) if row is not None]
+    return [row for row in json_lines(context.folder(stage) / "problems.jsonl") if row is not None]
 
 
 def chosen(first: list[dict[str, JSON]], second: list[dict[str, JSON]]) -> list[console.Answers]:

@@ -46,8 +46,8 @@ class JudgeSettings(EndpointSettings, Naming):
             endpoint(self)
         read_rubric(self.rubric)
 
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        return {} if self.url else super().named(kind)
+    def named(self, kind: str) -> list[tuple[str, str]]:
+        return [] if self.url else super().named(kind)
 
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """Open the judge, and return it with its usage counters. A model must first pass the canaries."""

@@ -120,7 +120,7 @@ def gather(
     share: float = 0.0,
 ) -> Material:
     """Read every source, drop and count unusable rows, hold out a share of the prompts, and compute the weights of the mixture."""
-    require(bool(sources), "a supervised stage needs data")
+    require(sources, "a supervised stage needs data")
     found: list[list[Unit]] = []
     reports = []
     for source in sources:
@@ -181,17 +181,15 @@ def numbered_prompts(units: Sequence[Unit]) -> list[int]:
     return [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
 
 
-def measured_units(
-    context: Context, stage: str, held_out: Sequence[Unit], count: int
-) -> list[Unit]:
+def measured_units(context: Context, stage: str, units: Sequence[Unit], count: int) -> list[Unit]:
     """All held-out units or, if there are more than `count`, a sample of them. It is announced, random because files are often
     sorted, and the same each time."""
-    if len(held_out) <= count:
-        return list(held_out)
-    drawn = f"measured on {count:,} of the {len(held_out):,} held out, drawn by the seed"
+    if len(units) <= count:
+        return list(units)
+    drawn = f"measured on {count:,} of the {len(units):,} held out, drawn by the seed"
     context.announce(stage, [f"{drawn} (evaluate_units)"])
-    chosen = permutation(len(held_out), "measured", context.seed)[:count]
-    return [held_out[n] for n in sorted(chosen.tolist())]
+    chosen = permutation(len(units), "measured", context.seed)[:count]
+    return [units[n] for n in sorted(chosen.tolist())]
 
 
 def split_by_prompt(

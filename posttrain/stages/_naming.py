@@ -29,21 +29,19 @@ StageName = Annotated[str, Names("stage")]
 class Naming(Checked):
     """Settings that may name models, reward models, data and stages; see `Names`."""
 
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """The names of one kind in these settings, by key. Names in the settings of a task are not included."""
+    def named(self, kind: str) -> list[tuple[str, str]]:
+        """(key, name) of every name of one kind in these settings. Names in the settings of a task are not included."""
         own: type = type(self)
-        hints, found = dict(field_types(own)), {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.init and value != f.default:
-                found[f.name] = tuple(_words(value, hints[f.name], kind))
-        return {key: words for key, words in found.items() if words}
+        hints = dict(field_types(own))
+        given = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
+        words = ((f.name, _words(getattr(self, f.name), hints[f.name], kind)) for f in given)
+        return [(key, word) for key, own_words in words for word in own_words]
 
 
 def _words(value: Any, hint: Any, kind: str) -> Iterator[str]:
     """The texts in a setting that are names of one kind."""
     if isinstance(value, Naming):
-        yield from chain(*value.named(kind).values())
+        yield from (word for _, word in value.named(kind))
     elif get_origin(hint) is tuple:
         yield from chain(*(_words(one, get_args(hint)[0], kind) for one in value))
     elif Names(kind) in getattr(hint, "__metadata__", ()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,14 @@ from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
 from posttrain.monitor.rules import ALWAYS, RULES, MonitorSettings
 from posttrain.train import memory
-from posttrain.train.optimizer import Optimization
 
 if TYPE_CHECKING:
     from posttrain.stages.base import Context, Stage
     from posttrain.stages.rl import RLStage
     from posttrain.stages.sft import SFTStage
     from posttrain.stages.train import DataStage, TrainStage, UnitStage
+
+    Stages = Mapping[str, Stage]  # those before it, by name
 
 STEPS = 3  # of a dry run; the first one warms up
 ITEMS = 32  # problems, prompts or pairs of a dry run of a stage without steps
@@ -100,27 +100,26 @@ def size_text(size: float) -> str:
 
 
 def training_memory(
+    stage: TrainStage,
     policy: Policy,
     tokens: int,
-    optimizer: Optimization,
-    lora: Lora | None = None,
+    layered: bool,
+    others: Mapping[str, float],
     cache: float = 0.0,
-    others: Mapping[str, float] | None = None,
-    layered: bool | None = None,
     predicted: int = 0,
 ) -> Memory:
     """Memory of training: the weights; gradients and Adam's two moments of the trained weights; the activations of one micro-batch of
     `tokens`; the logits of its tokens, or of `predicted` of them; the sampler's cache; and the weights of other models. `layered`
-    says whether layers are checkpointed; None takes the setting."""
-    by_layer = optimizer.checkpointing == "layer" if layered is None else layered
+    says whether layers are checkpointed."""
+    optimizer, lora = stage.optimizer, stage.lora
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     items = {"weights": memory.weight_bytes(policy) + more}
     items |= memory.learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
-    items["activations"] = memory.activation_bytes(policy, tokens, by_layer)
+    items["activations"] = memory.activation_bytes(policy, tokens, layered)
     items["logits"] = memory.logits_bytes(policy, predicted or tokens)
     items["logits"] += 0.0 if adapters else memory.head_bytes(policy)
-    return Memory({**items, "key-value cache": cache, **(others or {})})
+    return Memory({**items, "key-value cache": cache, **others})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +155,7 @@ def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float
     return Way(tokens, layered, need(False, usual), have)
 
 
-def sft_plan(
-    stage: SFTStage, policy: Policy, context: Context, before: Mapping[str, Stage]
-) -> list[str]:
+def sft_plan(stage: SFTStage, policy: Policy, context: Context, before: Stages) -> list[str]:
     """Batch sizes, memory and the data report of a supervised stage. Data of earlier stages does not exist yet and is not counted."""
     files = [source.file for source in stage.data if source.file in before]
     later = [f"examples written by {file}: not there yet" for file in files]
@@ -188,10 +185,8 @@ def memory_line(stage: DataStage, policy: Policy, longest: int) -> str:
     """The memory of a stage that learns from units of up to `longest` tokens."""
     way = planned_way(stage, policy, longest)
     tokens = min(max(way.tokens, longest), stage.batch * longest)
-    others, lora = stage.role_bytes(policy, tokens), stage.lora
-    return training_memory(
-        policy, tokens, stage.optimizer, lora, others=others, layered=way.layered
-    ).line()
+    others = stage.role_bytes(policy, tokens)
+    return training_memory(stage, policy, tokens, way.layered, others).line()
 
 
 def how_long(stage: DataStage, size: int = 0) -> str:
@@ -216,11 +211,11 @@ def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
 
 
 def preference_plan(
-    stage: UnitStage, policy: Policy, context: Context, before: Mapping[str, Stage]
+    stage: UnitStage, policy: Policy, context: Context, before: Stages
 ) -> list[str]:
     """Batch sizes, memory and the data report of a stage that learns from preferences."""
     times = f", {stage.makes()} times over" if stage.makes() > 1 else ""
-    files = [file for file in chain(*stage.named("data").values()) if file in before]
+    files = [file for _, file in stage.named("data") if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
         return [f"a step: {stage.batch} units; {how_long(stage)}{times}", *later]
@@ -239,9 +234,7 @@ def preference_plan(
     ]
 
 
-def rl_plan(
-    stage: RLStage, policy: Policy, context: Context, before: Mapping[str, Stage]
-) -> list[str]:
+def rl_plan(stage: RLStage, policy: Policy, context: Context, before: Stages) -> list[str]:
     """Batch sizes and memory of an rl stage."""
     group, reuse = stage.algorithm.group_size, stage.algorithm.reuse
     samples, updates = stage.prompts * group, reuse.epochs * reuse.mini_batches
@@ -249,9 +242,8 @@ def rl_plan(
     reserved = stage.cache_bytes(policy) + stage.sampler_bytes(policy)
     way = planned_way(stage, policy, longest, reserved)
     budget = way.tokens
-    automatic = stage.optimizer.token_budget == "auto"
     here = memory.at_hand(policy.device) is not None
-    elsewhere = automatic and policy.device.type == "cuda" and not here
+    elsewhere = stage.optimizer.token_budget == "auto" and policy.device.type == "cuda" and not here
     size = f"{budget} tokens{', or more by the memory of the GPU, which is not here' * elsewhere}"
     # the prompt is computed once for all responses of its group in the same micro-batch
     together = min(samples, max(1, budget // longest))
@@ -288,7 +280,7 @@ def rl_memory(
     tokens: int,
     cache: float,
     rewards: float,
-    layered: bool | None = None,
+    layered: bool = False,
     predicted: int = 0,
 ) -> Memory:
     """The policy's memory in training, and that of the other models. `rewards` is the size of the reward models' weights. A model
@@ -296,16 +288,14 @@ def rl_memory(
     released before training counts only as far as it exceeds the gradients and activations that take its place."""
     others = {**stage.role_bytes(policy, tokens), "reward models": rewards}
     others["weights of the sampler"] = stage.sampler_bytes(policy)
-    made = training_memory(
-        policy, tokens, stage.optimizer, stage.lora, cache, others, layered, predicted
-    )
+    made = training_memory(stage, policy, tokens, layered, others, cache, predicted)
     if not stage.release_cache:
         return made
     left = max(0.0, cache - made.sizes["gradients"] - made.sizes["activations"])
     return Memory({**made.sizes, "key-value cache": left})
 
 
-def reward_bytes(stage: RLStage, policy: Policy, before: Mapping[str, Stage]) -> float:
+def reward_bytes(stage: RLStage, policy: Policy, before: Stages) -> float:
     """Bytes of the reward models on the device: as many models as their stage trains, of the policy's size, or the size of their
     folder."""
     total = 0.0

@@ -46,7 +46,7 @@ def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -
     """Read the groups of a JSONL file. A line is one prompt with its responses, or a rollout of a step as a run wrote it. Rollouts of
     a run must have been sampled at this temperature."""
     rows = list(read_jsonl(path))
-    require(bool(rows), f"{path} has no rows; give one of {OWN} a line")
+    require(rows, f"{path} has no rows; give one of {OWN} a line")
     where, first = rows[0]
     if {"problem", "response", "reward"} <= first.keys():
         made, untrained = _of_run(Path(path), where, Decoder(tokenizer), temperature)
@@ -60,7 +60,7 @@ def read_saved(path: str, tokenizer: Any, max_length: int, temperature: float) -
         for g in made
     ]
     kept = tuple(group for group in short if group.rollouts)
-    require(bool(kept), f"{path}: no response of at most {max_length} tokens; raise max_length")
+    require(kept, f"{path}: no response of at most {max_length} tokens; raise max_length")
     count = sum(len(g.rollouts) for g in made) - sum(len(g.rollouts) for g in kept)
     return Saved(kept, known == {True}, count, untrained)
 
@@ -88,7 +88,7 @@ def _group(row: Mapping[str, Any], tokenizer: Any, where: str) -> Group:
         ids = example.ids[begin:] if ids is None else ids
         require(len(ids) > 0, f"{what}: it is empty")
         inside = ids.min() >= 0 and ids.max() < len(tokenizer)
-        require(bool(inside), f"{what}: response_ids has a token that the tokenizer has not")
+        require(inside, f"{what}: response_ids has a token that the tokenizer has not")
         logprobs = _numbers(lists, "logprobs", n, what, np.float32)
         found = 0 if logprobs is None else len(logprobs)
         unlike = f"{what}: {found} logprobs for {len(ids)} tokens"
@@ -135,9 +135,8 @@ def _of_run(
     """The groups of a step that a run wrote, with the tokens and log-probs that it trained on, and the number of rollouts without
     these."""
     parts, step = path.absolute().parts, path.stem.removeprefix("step-")
-    placed = len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit()
     text = f"{where}: a rollout of a run, whose tokens lie beside it; give RUN/rollouts/STAGE/step-N.jsonl"
-    require(placed, text)
+    require(len(parts) > 3 and parts[-3] == "rollouts" and step.isdigit(), text)
     run, stage = Run(path.absolute().parents[2]), parts[-2]
     _check_temperature(path, run, stage, temperature)
     rows, arrays = run.rollouts(stage, int(step)), run.arrays(stage, int(step))
@@ -169,10 +168,8 @@ def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> 
     """Refuse rollouts of another temperature: their log-probs would make every importance ratio wrong."""
     stages = run.config.get("stages")
     own = [s for s in stages if s.get("name") == stage] if isinstance(stages, list) else []
-    sampling = own[0].get("sampling") if own else None
-    sampled = (
-        sampling.get("temperature", temperature) if isinstance(sampling, dict) else temperature
-    )
+    how = own[0].get("sampling") if own else None
+    sampled = how.get("temperature", temperature) if isinstance(how, dict) else temperature
     other = f"{path} was sampled at temperature {sampled}, and temperature is {temperature}"
     require(sampled == temperature, f"{other}; set temperature={sampled}")
 

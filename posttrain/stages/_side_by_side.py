@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from posttrain.collect import Prompt, generate_groups
@@ -95,7 +94,7 @@ def find_prompts(context: Context, stages: Sequence[Stage], policy: Policy) -> l
                 SharedPrompt(p.question, tuple(task.prompt(p)), (), p.answer, known) for p in first
             ]
     for stage in reversed(stages):
-        files = [*map(Path, chain(*stage.named("data").values()))]
+        files = [Path(file) for _, file in stage.named("data")]
         there = bool(files) and all(path.is_file() for path in files)
         small = there and sum(path.stat().st_size for path in files) < MAX_FILES
         if isinstance(stage, DataStage) and small:

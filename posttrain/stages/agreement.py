@@ -97,14 +97,13 @@ class AgreementStage(JudgedStage):
     ) -> dict[str, JSON]:
         judged = {n: v.winner for n, v in enumerate(verdicts) if v.winner is not None}
         why = next((v.failure for v in verdicts if v.failure), "")
-        require(bool(judged), f"{self.name}: the judge gave no verdict on any pair: {why}")
+        require(judged, f"{self.name}: the judge gave no verdict on any pair: {why}")
         kappa = cohen_kappa(judged, dict(enumerate(labels)))  # None: all verdicts are the same
         same = [float(winner == labels[n]) for n, winner in judged.items()]
         # the interval is over prompts: one prompt may be compared several times
-        interval = share_interval(same, [questions[n] for n in judged])
         ties = [v for v in verdicts if v.winner == "tie"]
         return {
-            "agreement": interval.row(),
+            "agreement": share_interval(same, [questions[n] for n in judged]).row(),
             "kappa": 1.0 if kappa is None else kappa,
             "judged": len(judged),
             "unjudged": len(verdicts) - len(judged),

@@ -103,33 +103,17 @@ class Context:
         for line in lines:
             self.events.emit("message", line, level, stage=stage)
 
-    def sampler(
-        self,
-        policy: Policy,
-        rows: int = 0,
-        kind: str = "engine",
-        count: int = 1,
-        precision: Precision = AS_TRAINED,
-    ) -> Sampler:
-        """Make a sampler for the policy that decodes up to `rows` responses at once (0: a number that suits the device). `kind` and
-        `count` are the keys sampler and sampler_processes of the rl stage; `precision` selects what is computed in fp8."""
-        return make_sampler(policy, rows, self.threads, kind, count, self.cluster, precision)
+    def sampler(self, policy: Policy, **how: Any) -> Sampler:
+        """`make_sampler` with the threads and the cluster of the run."""
+        return make_sampler(policy, processes=self.threads, cluster=self.cluster, **how)
 
     def save_model(
         self, stage: str, network: Policy | Scorer, lora: Lora | None = None, name: str = "model"
     ) -> None:
         """Save a stage's model as a plain HF checkpoint for later stages. With `lora`, its adapters are merged, and also saved in
         peft's format."""
-        network = plain_network(network)
-        if self.writes:
-            self._save_model(stage, network, lora, name)
-        current().same(None)  # wait until it exists for all processes
-
-    def _save_model(
-        self, stage: str, network: Policy | Scorer, lora: Lora | None, name: str
-    ) -> None:
-        adapter = None
-        if lora is not None:
+        network, adapter = plain_network(network), None
+        if self.writes and lora is not None:
             dtype, adapter = str(network.dtype).removeprefix("torch."), peft_files(network, lora)
             kept = merge_adapters(network.model)
             if kept < 1:
@@ -137,8 +121,10 @@ class Context:
                 line += f", {kept:.0%} of the changed weights differ from the base"
                 peft = f"{name}/adapter has the adapters themselves, for peft"
                 self.announce(stage, [f"{line}; {peft}"])
-        folder = self.folder(stage) / name
-        save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
+        if self.writes:
+            folder = self.folder(stage) / name
+            save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
+        current().same(None)  # wait until it exists for all processes
 
     def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
         """Write per-problem results, or generated data, next to the stage's result."""
@@ -161,11 +147,7 @@ class Context:
 
     def finish(self, stage: str, result: Mapping[str, JSON]) -> None:
         """Mark a stage as done. The result is written last and atomically: if it exists, everything else does."""
-        self._write(stage, _lineage.RESULT, result)
-
-    def begin(self, stage: str, lineage: _lineage.Lineage) -> None:
-        """Write the lineage of a stage before it runs."""
-        self._write(stage, _lineage.RECORD, lineage.tree())
+        self.write(stage, _lineage.RESULT, result)
 
     def discard(self, stage: str) -> None:
         """Delete the output of a stage, so that it can run again. Its result is deleted first, because the rest counts only with it."""
@@ -176,7 +158,8 @@ class Context:
             shutil.rmtree(folder, ignore_errors=True)
             require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
 
-    def _write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
+    def write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
+        """Write a JSON file of a stage."""
         path = self.folder(stage) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
@@ -355,8 +338,7 @@ def _due(
         other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
         require(done or again, other)
         removed = "" if done else "; what it had done is removed"
-        level: Level = "info" if done else "warning"
-        context.announce(stage.name, [f"runs again: {why}{removed}"], level)
+        context.announce(stage.name, [f"runs again: {why}{removed}"], "info" if done else "warning")
         context.discard(stage.name)
     return now
 
@@ -364,7 +346,7 @@ def _due(
 def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:
     """Run a stage, and save its result and its lineage."""
     world = current()
-    context.begin(stage.name, lineage)
+    context.write(stage.name, _lineage.RECORD, lineage.tree())
     context.events.emit("stage", stage=stage.name)
     began = time.perf_counter()
     world.begin(stage.name, stage.together)
@@ -373,8 +355,7 @@ def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> Non
         result = stage.run(context)
     content = _lineage.content(context.folder(stage.name), result)
     made = {**lineage.hashes(), "made_sha256": content}
-    seconds = time.perf_counter() - began
-    context.finish(stage.name, {"seconds": seconds, **result, "lineage": made})
+    context.finish(stage.name, {"seconds": time.perf_counter() - began, **result, "lineage": made})
     world.end()
 
 
@@ -388,9 +369,7 @@ def follow_stages(stages: Sequence[Stage], context: Context) -> None:
         world.end()
 
 
-def unfinished(
-    stages: Sequence[Stage], context: Context, only: Collection[str] = ()
-) -> list[Stage]:
+def unfinished(stages: Sequence[Stage], context: Context, only: Collection[str]) -> list[Stage]:
     """The stages without a result; with `only`, among these."""
     wanted = [stage for stage in stages if not only or stage.name in only]
     return [stage for stage in wanted if context.result(stage.name) is None]
@@ -415,7 +394,7 @@ def check_name(kind: str, name: str) -> None:
 
 def check_names(stages: Sequence[Stage], only: Collection[str] = ()) -> list[str]:
     """Check that the names of the stages differ, and that `only` names some of them. Returns the names."""
-    require(bool(stages), "a recipe needs at least one stage")
+    require(stages, "a recipe needs at least one stage")
     names = [stage.name for stage in stages]
     require(len(set(names)) == len(names), f"stage names must differ: {', '.join(names)}")
     for name in names:  # a name becomes a folder, and may come from a file
@@ -453,8 +432,9 @@ def make_sampler(
     cluster: Cluster | None = None,
     precision: Precision = AS_TRAINED,
 ) -> Sampler:
-    """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster; see `Context.sampler`. If the
-    weights are sharded, it samples with a gathered copy."""
+    """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster. It decodes up to `rows` responses
+    at once (0: a number that suits the device). `kind` and `count` are the keys sampler and sampler_processes of the rl stage;
+    `precision` selects what is computed in fp8. If the weights are sharded, it samples with a gathered copy."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     on_cluster = cluster is not None and kind != "engine"
     text = f"sampler={kind} is not on a cluster yet; use sampler=process"

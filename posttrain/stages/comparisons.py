@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
-from posttrain.errors import NotNegative, Range, Waiting, Whole, require
+from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
 from posttrain.stages._judged import JudgedStage
@@ -43,9 +43,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
     The stage writes `data.jsonl` in its folder. Reward_model and preference stages read it if they name this stage as their data.
     """
 
-    samples: Annotated[
-        int, Range(ge=2, le=65_536, text="at least 2 (one answer cannot be compared)")
-    ] = 2
+    samples: Annotated[int, TwoOrMore(text="at least 2 (one answer cannot be compared)")] = 2
     noise: NotNegative = 0.1  # of the simulated annotator
     # people: the run ends until people have compared the answers
     annotator: Literal["simulated", "people"] = "simulated"
@@ -79,12 +77,11 @@ class ComparisonsStage(JudgedStage, AskingStage):
             rows, sees = [*self.judged(context, judge, counts)], "judge"
             used["usage"] = usage.row()
         text = f"{self.name}: no two answers differed in a way that the {sees} could see; raise the temperature"
-        require(bool(rows), text)
+        require(rows, text)
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
-        lines = [*earlier, *map(json.dumps, rows)]
-        context.write_lines(self.name, lines, "data.jsonl")
+        context.write_lines(self.name, [*earlier, *map(json.dumps, rows)], "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += listed(counts)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
@@ -128,8 +125,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             rows = [self.asked(kept) for kept in asked]
             said = f"{len(rows):,} prompts to compare; left out: {listed(counts)}"
             context.announce(self.name, [said])
-            same = f"{self.name}: no two answers to a prompt differ; raise the temperature"
-            require(bool(rows), same)
+            require(rows, f"{self.name}: no two answers to a prompt differ; raise the temperature")
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
         labels = Labels.read(file)

@@ -102,17 +102,15 @@ class EvaluateStage(AnswerStage):
         return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:
-        stage = replace(self, text=placed(self.text, context))
         reference = partial(self.load, context, self.reference)
-        evaluation, result = stage.measure(
+        evaluation, result = replace(self, text=placed(self.text, context)).measure(
             self.load(context), reference, context.seed, context.threads, context.workers
         )
         name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
         said = f"{name} {found} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
-        counted, said = seen(
-            evaluation, self.task.verifiable, self.model, trained_on(context, self.model)
-        )
+        hashes = trained_on(context, self.model)
+        counted, said = seen(evaluation, self.task.verifiable, self.model, hashes)
         if said:
             data = {"rule": "contamination"}
             context.events.emit("alarm", said, "warning", stage=self.name, data=data)

@@ -76,13 +76,10 @@ class OfflineRLStage(ReferenceStage):
             return [step, *later]
         saved = self.read(context, policy)
         sizes = [len(r.ids) for one in saved for g in one.groups for r in g.rollouts]
-        groups = sum(len(one.groups) for one in saved)
         way = planned_way(self, policy, max(sizes))
-        tokens = min(way.tokens, self.batch * sum(sizes) // groups)
+        tokens = min(way.tokens, self.batch * sum(sizes) // sum(len(one.groups) for one in saved))
         others = self.role_bytes(policy, tokens)
-        memory = training_memory(
-            policy, tokens, self.optimizer, self.lora, others=others, layered=way.layered
-        )
+        memory = training_memory(self, policy, tokens, way.layered, others)
         return [step, *chain(*(one.lines() for one in saved)), memory.line()]
 
     def dry_run(self) -> DryRun:

@@ -67,7 +67,7 @@ class OveroptimisationStage(AnswerStage):
         """The points that an rl stage measured while it trained."""
         curve = training_curve(context, stage)
         none = f"{self.name}: stage {stage!r} has measured no proxy and gold reward; set its measure_problems"
-        require(bool(curve), none)
+        require(curve, none)
         return curve
 
     def best_of_n(self, context: Context) -> dict[str, Curve]:
@@ -78,10 +78,9 @@ class OveroptimisationStage(AnswerStage):
         ns = [2**power for power in range(self.samples.bit_length())]
         curves = {}
         for name in self.reward_models:
-            points = frontier(rated_by(context, policy, name, groups), ns=ns)
             curves[f"best of n, {name}"] = [
                 {"n": p.n, "kl": p.kl, **p.proxy.figures("proxy"), **p.gold.figures("gold")}
-                for p in points
+                for p in frontier(rated_by(context, policy, name, groups), ns=ns)
             ]
         return curves
 

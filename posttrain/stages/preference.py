@@ -93,8 +93,7 @@ class PreferenceStage(UnitStage, ReferenceStage):
         self.check_labels(good, len(train) - good)
         own, limit, seed = train, self.max_length, context.seed
         train, held_out = (with_mismatched(part, own, limit, seed) for part in (train, held_out))
-        more = sum(len(unit) > 1 for unit in train)
-        extra = f"{more:,} mismatched responses with them, for the baseline"
+        extra = f"{sum(len(unit) > 1 for unit in train):,} mismatched responses with them, for the baseline"
         context.announce(self.name, [said, extra])
         return train, held_out
 

@@ -76,7 +76,7 @@ class RewardModelStage(UnitStage):
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         train, held_out = super().split(context, tokenizer)
         gate = "min_accuracy is judged on held-out data, and one prompt leaves none; add data"
-        require(bool(held_out) or self.min_accuracy == 0, f"{self.name}: {gate}")
+        require(held_out or self.min_accuracy == 0, f"{self.name}: {gate}")
         steps = [unit[0].steps for unit in train if unit[0].steps is not None]
         labels = {float(v) for one in steps for v in one[np.isfinite(one)]}
         same = f"{self.name}: all steps to train on have the label {min(labels, default=0):g}: there is nothing to tell apart"
@@ -146,10 +146,9 @@ class RewardModelStage(UnitStage):
         accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))
         if accuracy.value < self.min_accuracy:
             which = self.folder(context, member).name
-            raise GuardStop(
-                f"{self.name}: held-out accuracy of {which} is {accuracy} over {count} prompts, below min_accuracy="
-                f"{self.min_accuracy}; a policy would learn its errors: look at the data, or train longer"
-            )
+            low = f"is {accuracy} over {count} prompts, below min_accuracy={self.min_accuracy}"
+            advice = "a policy would learn its errors: look at the data, or train longer"
+            raise GuardStop(f"{self.name}: held-out accuracy of {which} {low}; {advice}")
 
 
 def judge_pairs(scorer: Scorer, units: Sequence[Unit], token_budget: int) -> Verdicts:

@@ -54,8 +54,7 @@ class RewardSource(Naming, ABC):
 
     def loads(self) -> tuple[str, ...]:
         """The models that it uses: stages, directories or hub names."""
-        both = (self.named(kind).values() for kind in ("model", "reward model"))
-        return tuple(chain(*chain(*both)))
+        return tuple(n for kind in ("model", "reward model") for _, n in self.named(kind))
 
     def reads_ids(self) -> tuple[str, ...]:
         """Those of its models that read the policy's token ids, and so must have its vocabulary."""
@@ -180,7 +179,7 @@ class RewardModels(RewardSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.models), "models: name at least one reward model")
+        require(self.models, "models: name at least one reward model")
         given, count = len(self.weights), len(self.models)
         require(given in (0, count), f"weights: {given} for {count} models; give one for each")
         none = "weights: the worst of several has no weights; use combine=mean or mean_minus"
@@ -260,8 +259,8 @@ class JudgeReward(EndpointSettings, RewardSource):
     rubric: str = ""  # "": the default
     device: Device = "same"  # cpu: on the policy's device only while it judges
 
-    def named(self, kind: str) -> dict[str, tuple[str, ...]]:
-        return {} if self.url else super().named(kind)
+    def named(self, kind: str) -> list[tuple[str, str]]:
+        return [] if self.url else super().named(kind)
 
     def reads_ids(self) -> tuple[str, ...]:
         return ()
@@ -314,7 +313,7 @@ class MixedReward(RewardSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.parts), "parts: give at least one, such as {reward: {name: task}}")
+        require(self.parts, "parts: give at least one, such as {reward: {name: task}}")
         labels = [part.key for part in self.parts]
         alike = f"parts: {', '.join(labels)} must differ; give each a label of its own"
         require(len(set(labels)) == len(labels), alike)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
@@ -240,8 +240,7 @@ class RLStage(ReferenceStage):
     plan = rl_plan
 
     def dry_run(self) -> DryRun:
-        made = few_steps(self, self.evaluate_every)
-        return replace(made, limit=self.sampling.max_new_tokens)
+        return replace(few_steps(self, self.evaluate_every), limit=self.sampling.max_new_tokens)
 
     def optimizers(self) -> dict[str, Optimization]:
         both = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
@@ -283,11 +282,10 @@ class RLStage(ReferenceStage):
                 return self.evaluate(sampler, policy.tokenizer, context, rating, reference)
 
         every = self.evaluate_every if self.task.problems("test") else 0
+        more = {"curriculum_state": curriculum_state, "problems": problems, "rating": rating}
         with (
             closing(self.make_sampler(context, policy)) as sampler,
-            closing(
-                self.rollouts(context, policy, sampler, curriculum_state, problems, rating)
-            ) as rollouts,
+            closing(self.rollouts(context, policy, sampler, **more)) as rollouts,
         ):
             loop = self.train(
                 context,
@@ -308,19 +306,15 @@ class RLStage(ReferenceStage):
         return self.router_replay
 
     def make_sampler(self, context: Context, policy: Policy) -> Sampler:
-        rows, processes = self.rows(policy.device.type), self.sampler_processes
-        return context.sampler(policy, rows, self.sampler, processes, self.precision)
+        rows, how = (
+            self.rows(policy.device.type),
+            {"kind": self.sampler, "precision": self.precision},
+        )
+        return context.sampler(policy, rows=rows, count=self.sampler_processes, **how)
 
-    def rollouts(
-        self,
-        context: Context,
-        policy: Policy,
-        sampler: Sampler,
-        curriculum_state: CurriculumState,
-        problems: Mapping[int, Sequence[Problem]],
-        rating: Rating | None,
-    ) -> Rollouts:
-        """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer."""
+    def rollouts(self, context: Context, policy: Policy, sampler: Sampler, **more: Any) -> Rollouts:
+        """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer. `more` are further
+        fields of `Rollouts`."""
         source: Callable[..., Rollouts] = Rollouts
         if self.max_staleness:
             bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
@@ -331,15 +325,13 @@ class RLStage(ReferenceStage):
             task=self.task,
             sampler=sampler,
             tokenizer=policy.tokenizer,
-            curriculum_state=curriculum_state,
             prompts=self.prompts,
             sampling=self.sampling,
             seed=context.seed,
             device=policy.device,
-            rating=rating,
             events=context.events,
             workers=context.workers,
-            problems=problems,
+            **more,
         )
 
     def training_task(self, context: Context) -> Task:
@@ -366,8 +358,7 @@ class RLStage(ReferenceStage):
         rows = min(self.rows(policy.device.type), self.prompts * group)
         if copied_bytes(policy):  # a paged cache, in which a group shares its prompt
             new = self.sampling.max_new_tokens
-            tokens = rows * new + -(-rows // group) * (longest - new)
-            return cache_bytes(policy, 1, tokens)
+            return cache_bytes(policy, 1, rows * new + -(-rows // group) * (longest - new))
         return cache_bytes(policy, rows, longest)
 
     def sampler_bytes(self, policy: Policy) -> float:
@@ -441,7 +432,7 @@ class RLStage(ReferenceStage):
         asked = []
         for problem in problems:
             none = f"teacher_prompt names {{answer}}, and problem {problem.id} has none"
-            require(bool(problem.answer) or "{answer}" not in self.teacher_prompt, none)
+            require(problem.answer or "{answer}" not in self.teacher_prompt, none)
             text = self.teacher_prompt.replace("{answer}", problem.answer)
             turns = preceded(self.task.prompt(problem), text)
             asked.append((f"the teacher's prompt of {problem.id}", turns))
@@ -450,8 +441,7 @@ class RLStage(ReferenceStage):
     def make_pretraining(self, context: Context, policy: Policy) -> Examples:
         """Pretraining text for the ptx term, with loss on all tokens."""
         text, seed = placed(self.pretraining, context), context.seed
-        limit = self.pretraining_length
-        material = gather(text, policy.tokenizer, seed, limit, all_tokens=True)
+        material = gather(text, policy.tokenizer, seed, self.pretraining_length, all_tokens=True)
         for report in material.reports:
             context.announce(self.name, [f"pretraining: {line}" for line in report.lines()])
         check_lengths(policy, material.sets, "pretraining_length")
@@ -478,9 +468,7 @@ class RLStage(ReferenceStage):
             made = answer_problems(task, sampler, tokenizer, problems, 1, greedy, seed, workers, by)
             found |= made.headlines(task.verifiable)
         if self.measure_problems and rating is not None and reference is not None:
-            problems, decoder = task.problems("test")[: self.measure_problems], Decoder(tokenizer)
-            groups = rollout_groups(
-                task, sampler, decoder, problems, 1, self.sampling, seed, workers
-            )
+            asked, decoder = task.problems("test")[: self.measure_problems], Decoder(tokenizer)
+            groups = rollout_groups(task, sampler, decoder, asked, 1, self.sampling, seed, workers)
             found |= proxy_gold_kl(rate_groups(rating, groups), reference, self.sampling)
         return {k: v for name, one in found.items() for k, v in one.figures(f"{name}/test").items()}

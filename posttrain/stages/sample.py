@@ -79,7 +79,7 @@ class SampleStage(AskingStage):
             result["hinted"] = dict(counts)
             said.append(f"to the {len(unsolved):,} others with a hint: {listed(counts)}")
         none = f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples"
-        require(bool(rows), none)
+        require(rows, none)
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         context.announce(self.name, said)
         return result

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import prod
 from typing import Annotated
 
@@ -63,7 +62,7 @@ class SearchStage(AnswerStage):
             yield "beginnings of a task that is scored in worker processes cannot be continued yet; use another task"
 
     def reads_ids(self) -> tuple[str, ...]:
-        return tuple(chain(*self.named("reward model").values()))
+        return tuple(name for _, name in self.named("reward model"))
 
     def run(self, context: Context) -> dict[str, JSON]:
         policy, problems = self.load(context), list(self.task.problems("test")[: self.problems])

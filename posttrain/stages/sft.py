@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -51,9 +51,7 @@ class SFTStage(DataStage):
         check_lengths(reader, [*made.sets, *made.held_out], f"{self.name}.max_length")
         return made
 
-    def examples(
-        self, context: Context, policy: Policy
-    ) -> tuple[Sequence[Example], Sequence[Example]]:
+    def examples(self, context: Context, policy: Policy) -> tuple[list[Example], list[Example]]:
         made = self.material(context, policy)
         return [e for one in made.sets for e in one], [unit[0] for unit in made.held_out]
 

@@ -56,22 +56,21 @@ class StepLabelsStage(AskingStage):
         groups = self.ask(context, policy, self.training_problems(), self.samples, seed)
         solutions = [(r, steps) for group in groups for r, steps in self.solutions(group, counts)]
         none = f"{self.name}: no answer of {self.model} could be labelled; raise max_new_tokens, or look at the task's scores"
-        require(bool(solutions), none)
+        require(solutions, none)
         shares, tokens = self.complete(context, policy, solutions)
         rows = [row for r, steps in solutions if (row := self.row(r, steps, shares)) is not None]
         counts["written"], counts["unlabelled"] = len(rows), len(solutions) - len(rows)
-        require(bool(rows), none)
+        require(rows, none)
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         labels = [value for row in rows for value in row["labels"]]
         said = f"{listed(counts)}; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
         context.announce(self.name, [f"{said}; {len(shares) * self.completions:,} completions"])
-        spent = tokens + sum(rollout.length for rollout, _ in solutions)
         return {
             **counts,
             "steps": len(labels),
             "mean": sum(labels) / len(labels),
             "completions": len(shares) * self.completions,
-            "tokens": spent,
+            "tokens": tokens + sum(rollout.length for rollout, _ in solutions),
         }
 
     def solutions(

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
@@ -294,11 +293,9 @@ class DataStage(TrainStage):
         steps = max(1, math.ceil(round(self.epochs * size / batch, 6)))
         return replace(self, steps=steps, epochs=None, batch=batch)
 
-    def examples(
-        self, context: Context, policy: Policy
-    ) -> tuple[Sequence[Example], Sequence[Example]]:
+    def examples(self, context: Context, policy: Policy) -> tuple[list[Example], list[Example]]:
         """(to train on, held out), the first example of each unit."""
-        return (), ()
+        return [], []
 
     def learn(
         self,
@@ -362,7 +359,7 @@ class UnitStage(DataStage):
         if reader.tokenizer is None:
             return
         limited = self.limited(reader)
-        files = [*chain(*self.named("data").values())]
+        files = [path for _, path in self.named("data")]
         there = [path for path in files if path not in before]
         if len(there) < len(files):  # the other files do not exist yet, so the data cannot be split
             limited.read(context, reader.tokenizer, there)
@@ -388,9 +385,7 @@ class UnitStage(DataStage):
         units = self.read(context, tokenizer, self.data)
         return split_by_prompt(units, self.held_out, context.seed)
 
-    def examples(
-        self, context: Context, policy: Policy
-    ) -> tuple[Sequence[Example], Sequence[Example]]:
+    def examples(self, context: Context, policy: Policy) -> tuple[list[Example], list[Example]]:
         train, held_out = self.limited(policy).split(context, policy.tokenizer)
         return [unit[0] for unit in train], [unit[0] for unit in held_out]
 

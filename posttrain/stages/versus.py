@@ -92,11 +92,9 @@ class VersusStage(JudgedStage, AnswerStage):
         if rate.low <= 0.5:
             return
         # a judge does not change the task's own score, which is then reported together with its verdicts
-        golds = (*GOLD, "reward") if self.judge else GOLD
-        for alarm, seen in drifts(ours, theirs, golds).items():
+        for alarm, seen in drifts(ours, theirs, (*GOLD, "reward") if self.judge else GOLD).items():
             text = f"{alarm}: {self.model} wins {rate} against {self.against} with {seen}; {ADVICE[alarm]}"
-            data = {"rule": alarm}
-            context.events.emit("alarm", text, "warning", stage=self.name, data=data)
+            context.events.emit("alarm", text, "warning", stage=self.name, data={"rule": alarm})
 
     def answers(self, context: Context, policy: Policy) -> list[Group]:
         problems = self.task.problems("test")[: self.problems]
@@ -145,10 +143,9 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
 
 def decided(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Verdict]:
     """The verdict of the scores on each pair of samples, problem by problem; None if one of the two has no score."""
-    groups = zip(ours, theirs, strict=True)
     return [
         _scored(one.score.value, other.score.value)
-        for mine, other_group in groups
+        for mine, other_group in zip(ours, theirs, strict=True)
         for one, other in zip(mine.rollouts, other_group.rollouts, strict=True)
     ]
 

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.runs import layout
 from posttrain.runs.index import FOLDER, Index
 from posttrain.studio import pages_label, pages_replay, pages_review, pages_rollouts, pages_runs
@@ -112,8 +112,7 @@ async def _page(studio: Studio, request: Request) -> Response:
 
 async def _events(studio: Studio, request: Request) -> Response:
     """Send server-sent events: `changed` when the files of a run have grown; without a run, when those of any run have."""
-    if studio.streams >= STREAMS:
-        raise UserError("too many pages are open")
+    require(studio.streams < STREAMS, "too many pages are open")
     name = word(request, "run")
     if name:
         studio.library.index(name)
@@ -146,5 +145,4 @@ def _signature(studio: Studio, name: str) -> Any:
     runs = studio.library.runs()
     wanted = [runs[name]] if name in runs else [*runs.values()][:50]
     files = (layout.METRICS, layout.EVENTS, layout.SUMMARY, f"{layout.LOCK}.holder")
-    sizes = [stamp(f"{path}/{file}")[1] for path in wanted for file in files]
-    return [*runs][:50], sizes
+    return [*runs][:50], [stamp(f"{path}/{file}")[1] for path in wanted for file in files]

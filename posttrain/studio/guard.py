@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -137,8 +137,7 @@ def _limited(receive: Receive) -> Receive:
             raise UserError(f"the request took more than {BODY_SECONDS:.0f} s to arrive") from None
         state["bytes"] += len(message.get("body", b""))
         state["done"] = not message.get("more_body", False)
-        if state["bytes"] > BODY_BYTES:
-            raise UserError(f"at most {BODY_BYTES:,} bytes can be sent")
+        require(state["bytes"] <= BODY_BYTES, f"at most {BODY_BYTES:,} bytes can be sent")
         return message
 
     return limited

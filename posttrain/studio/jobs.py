@@ -77,8 +77,7 @@ class Jobs:
         if result not in self.started:
             for old in (result, _log(result)):
                 old.unlink(missing_ok=True)
-            command = ["replay", *words, f"--save={result}"]
-            self.started[result] = _run_apart(command, _log(result))
+            self.started[result] = _run_apart(["replay", *words, f"--save={result}"], _log(result))
 
     def replay_state(self, result: Path) -> tuple[str, str]:
         """The state of a replay (none, running, done or failed), and the last line of its output."""
@@ -154,8 +153,7 @@ def recipe_settings(name: str) -> dict[str, JSON]:
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
     line = [sys.executable, "-c", program, name]
     done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
-    if done.returncode:
-        raise UserError(f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
+    require(not done.returncode, f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
     return dict(json.loads(done.stdout))
 
 

@@ -97,9 +97,8 @@ class Library:
 
     def with_labels(self) -> list[Path]:
         """Runs that have a folder of comparison files."""
-        runs = self.runs()
         labelled = {place.path for place in self._places.values() if place.labels}
-        return [path for path in runs.values() if path in labelled]
+        return [path for path in self.runs().values() if path in labelled]
 
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
@@ -285,9 +284,8 @@ def stamp(path: str) -> tuple[int, int]:
 
 def _progress(index: Index, config: Mapping[str, JSON], stage: str) -> JSON:
     """The current step of a stage and its last one; None if the stage has no fixed length."""
-    settings = next((s for s in stages(config) if s["name"] == stage), {})
     spans = {name: step for name, _, _, step in index.stage_spans()}
-    total = settings.get("steps")
+    total = next((s for s in stages(config) if s["name"] == stage), {}).get("steps")
     return {"step": spans.get(stage, 0), "steps": total if isinstance(total, int) else None}
 
 

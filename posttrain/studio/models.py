@@ -11,7 +11,7 @@ import re
 import select
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -172,7 +172,7 @@ class Models:
 
     def named(self) -> Server:
         none = "no model server: give its address with --serve, or choose a stage of a run"
-        require(bool(self.address), none)
+        require(self.address, none)
         return Server(self.address.rstrip("/"))
 
     def of_run(self, directory: Path) -> Server:
@@ -200,7 +200,8 @@ def _start(directory: Path) -> Server:
         if select.select([process.stdout], [], [], 0.5)[0]:
             line = process.stdout.readline(10_000)
             if found := re.search(r"^serving .* at (http://127\.0\.0\.1:\d+/v1)$", line.strip()):
-                threading.Thread(target=_drain, args=[process], daemon=True).start()
+                # read what it prints, so that its output pipe never fills
+                threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
                 return Server(found[1], process)
             said = line.strip() or said
             if not line:
@@ -208,9 +209,3 @@ def _start(directory: Path) -> Server:
     Server("", process).end()
     why = said[:500] or f"no address within {START_SECONDS:.0f} s"
     raise UserError(f"the models of {directory.name} cannot be served: {why}")
-
-
-def _drain(process: Any) -> None:
-    """Read what a server prints, so that its output pipe never fills."""
-    for _ in process.stdout or ():
-        pass

@@ -63,9 +63,8 @@ class Desk:
             for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
                 if not file.name.endswith(".labels.jsonl") and not file.is_symlink():
                     name = f"{owner.name}: {file.stem}" if of_run else file.stem
-                    found.append(
-                        Source(path_id(file), name, file, path_id(owner) if of_run else "")
-                    )
+                    run = path_id(owner) if of_run else ""
+                    found.append(Source(path_id(file), name, file, run))
         return {source.id: source for source in found}
 
     def labels(self, name: str) -> tuple[Source, Labels]:
@@ -113,9 +112,8 @@ def _next(desk: Desk, request: Request) -> Response:
     order: Order = "disagreement" if word(request, "order") == "disagreement" else "random"
     scored, known = None, None
     if order == "disagreement" and run:
-        directory = desk.studio.library.index(run).run.directory
         items = [*labels.items.values()]
-        server = partial(desk.studio.models.of_run, directory)
+        server = partial(desk.studio.models.of_run, desk.studio.library.index(run).run.directory)
         scored, known = desk.background.score((source.id, run), server, items, WAIT_SECONDS)
         require(not scored.error, f"the pairs cannot be scored: {scored.error}")
     item = labels.next(who, order, known and {**known})
@@ -221,15 +219,14 @@ def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
         pass
     rows: list[JSON] = []
     for step, *_ in reversed(index.rollout_steps(stage)):
-        found = index.find(at_step(stage, step), "number", limit=100_000)
         groups: dict[str, dict[str, str]] = {}
-        for row in index.text(found):
+        for row in index.text(index.find(at_step(stage, step), "number", limit=100_000)):
             groups.setdefault(row.question, {}).setdefault(row.response, row.response)
         pairs = [(question, [*texts][:2]) for question, texts in groups.items() if len(texts) > 1]
         rows += [{"prompt": question, "responses": two} for question, two in pairs]
         if len(rows) >= count:
             break
-    require(bool(rows), "no two answers to one prompt differ in this stage's rollouts")
+    require(rows, "no two answers to one prompt differ in this stage's rollouts")
     return rows[:count]
 
 
@@ -245,7 +242,7 @@ def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Respon
     prompts = [text_of({"prompt": one}, "prompt", 4000) for one in typed if one]
     if not prompts and model.partition("/")[0] in desk.studio.library.runs():
         prompts = [*prompts_of(desk.studio.library.index(model.partition("/")[0]))]
-    require(bool(prompts), "type the prompts: there is no run of this model that knows some")
+    require(prompts, "type the prompts: there is no run of this model that knows some")
     server, stage = desk.studio.server(model)
     require(stage in server.names(), f"no model {stage[:100]!r} is served")
     work = Sampled(server, stage, prompts, count, float(temperature))

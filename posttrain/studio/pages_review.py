@@ -111,8 +111,7 @@ def _find(index: Index, stage: str, step: int, place: int) -> Found:
 def _report(studio: Studio, request: Request) -> Response:
     """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
     problems."""
-    index = studio.index(request)
-    rows = [*_reviewed(index)]
+    rows = [*_reviewed(studio.index(request))]
     said: dict[str, list[tuple[float, str]]] = {}
     for row, reviewed in rows:
         parts, problem = {"reward": row[8], **json.loads(row[9])}, reviewed.problem

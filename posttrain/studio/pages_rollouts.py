@@ -221,9 +221,8 @@ def _first_and_last(index: Index, config: Sequence[dict[str, JSON]], prompt: str
 def _ask(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     """Sample answers from the model of every stage to a prompt that the user typed, with their rewards."""
     prompt, gold = text_of(sent, "prompt", 4000), text_of(sent, "gold", 4000, "")
-    require(bool(prompt.strip()), "type a prompt")
-    directory = studio.index(request).run.directory
-    return reply({"answers": ask_stages(studio, directory, prompt, gold)})
+    require(prompt.strip(), "type a prompt")
+    return reply({"answers": ask_stages(studio, studio.index(request).run.directory, prompt, gold)})
 
 
 def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str) -> list[JSON]:

@@ -14,7 +14,7 @@ from statistics import fmean, pvariance
 
 from posttrain.data.labels import Item
 from posttrain.data.preferences import spoken
-from posttrain.errors import UserError
+from posttrain.errors import UserError, require
 from posttrain.studio.models import Server
 from posttrain.system.files import atomic_write
 from posttrain.types import JSON
@@ -76,8 +76,7 @@ class Sampled:
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(file, "".join(lines))
             progress.done = len(lines)
-        if not lines:
-            raise UserError("no two answers to one prompt differ; raise the temperature")
+        require(lines, "no two answers to one prompt differ; raise the temperature")
 
     def pairs(self, progress: Progress) -> Iterator[JSON]:
         for number in range(self.count):
@@ -99,14 +98,12 @@ def score_items(
 ) -> None:
     """Compute how much the reward models of a server disagree on each item. Writes to `found`, by item id."""
     models = [name for name, kind in server.scorers().items() if kind == "reward_model"]
-    if not models:
-        raise UserError("this run has no reward model yet")
+    require(models, "this run has no reward model yet")
     for start in range(0, len(items), SCORED):
         some = items[start : start + SCORED]
         pairs = [(item.prompt, response) for item in some for response in item.responses]
         asked = [{"messages": _messages(prompt), "answer": spoken(r)} for prompt, r in pairs]
-        by_model = [server.score(name, asked) for name in models]
-        scores = iter(zip(*by_model, strict=True))
+        scores = iter(zip(*[server.score(name, asked) for name in models], strict=True))
         for item in some:
             members = [_members(one) for one in islice(scores, len(item.responses))]
             found[item.id] = disagreement(members)
@@ -185,5 +182,4 @@ class Background:
         return progress, found
 
     def _room(self) -> None:
-        if self.running() >= JOBS:
-            raise UserError(f"{JOBS} files are being sampled or scored; wait for one")
+        require(self.running() < JOBS, f"{JOBS} files are being sampled or scored; wait for one")

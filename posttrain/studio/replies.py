@@ -113,9 +113,7 @@ def routes_of(owner: Any, *table: tuple[str, Any] | tuple[str, Any, str]) -> lis
     """Make routes from rows of (path, handler, method); without a method, GET. A handler gets the owner, the request and, of a
     POST, the object that was sent. It runs in a thread, because it may wait for a file or a model."""
     every = ((path, partial(handler, owner), method) for path, handler, *method in table)
-    made = (
-        (path, partial(_posted, call) if method else call, method) for path, call, method in every
-    )
+    made = ((path, partial(_posted, call) if way else call, way) for path, call, way in every)
     return [Route(path, call, methods=method or ["GET"]) for path, call, method in made]
 
 

@@ -107,13 +107,11 @@ def explained(directory: Path) -> Iterator[None]:
         said = str(error)
         if isinstance(error, UserError):
             raise
-        resume = (
-            f"then 'posttrain resume {directory}'" if begun(directory) else "then start it again"
-        )
+        again = f"'posttrain resume {directory}'" if begun(directory) else "start it again"
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
-            text = f"no space left on the disk of {directory}; free some, {resume}"
+            text = f"no space left on the disk of {directory}; free some, then {again}"
         elif kind == errno.EFBIG or "File too large" in said:
-            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), {resume}"
+            text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), then {again}"
         elif isinstance(error, REFUSED) or kind in (errno.EROFS, errno.ENAMETOOLONG):
             text = f"cannot write the run directory {directory}: {os.strerror(kind or 0)}; choose another"
         else:

@@ -108,8 +108,7 @@ class WorkerPool:
     """
 
     def __init__(self, tasks: Iterable[Task] = (), count: int = 0):
-        distinct = {id(task): task for task in tasks if task.isolated}
-        self.tasks = list(distinct.values())
+        self.tasks = list({id(task): task for task in tasks if task.isolated}.values())
         self.count = count or machine.cores()
         self.workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
@@ -138,8 +137,7 @@ class WorkerPool:
         """The score of one response, or a named failure after `task.seconds`."""
         if self._server is None:
             return await task.scored(problem, response)
-        number = self._number(task)
-        line = _encode([number, *self._fields(problem), response])
+        line = _encode([self._number(task), *self._fields(problem), response])
         job = _Job(line, task.seconds, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._assign()
@@ -183,7 +181,7 @@ class WorkerPool:
     def _number(self, task: Task) -> int:
         same = [n for n, known in enumerate(self.tasks) if known is task]
         same = same or [n for n, known in enumerate(self.tasks) if known == task]
-        require(bool(same), f"the worker processes were started without the task {task}")
+        require(same, f"the worker processes were started without the task {task}")
         return same[0]
 
     def _fields(self, problem: Problem) -> list[JSON]:
@@ -207,8 +205,7 @@ class WorkerPool:
             self._give(self._free(), self._waiting.popleft())
 
     def _free(self) -> _Worker:
-        free = (w for w in self.workers if w.job is None and not w.held)
-        return next(free, None) or self._fork()
+        return next((w for w in self.workers if w.job is None and not w.held), None) or self._fork()
 
     def _fork(self) -> _Worker:
         assert self._server is not None

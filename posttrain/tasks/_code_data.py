@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.data.records import find_file
@@ -44,13 +43,8 @@ def parsed(text: str, where: str) -> list[ast.stmt]:
 
 
 def checked(
-    name: str,
-    question: str,
-    solution: str,
-    check: str,
-    names: Sequence[str],
-    functions: Sequence[str],
+    name: str, question: str, solution: str, check: str, names: list[str], functions: list[str]
 ) -> Problem:
     """Make a problem whose answer is a `CheckTest` for the reward `code`, and whose demonstration is a reference solution."""
-    tests = json.dumps([{"check": check, "names": list(names), "functions": list(functions)}])
+    tests = json.dumps([{"check": check, "names": names, "functions": functions}])
     return Problem(name, question, tests, facts={"solution": fenced(solution)})

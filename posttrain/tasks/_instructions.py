@@ -38,8 +38,7 @@ def loosened(response: str) -> list[str]:
     ['Sure!\\n*a*', '*a*', 'Sure!', '', 'Sure!\\na', 'a', 'Sure!', '']
     """
     lines = response.split("\n")
-    parts = (lines, lines[1:], lines[:-1], lines[1:-1])
-    texts = ["\n".join(part).strip() for part in parts]
+    texts = ["\n".join(part).strip() for part in (lines, lines[1:], lines[:-1], lines[1:-1])]
     return [*texts, *(text.replace("*", "") for text in texts)]
 
 
@@ -172,8 +171,7 @@ def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
 
 
 def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    found = re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)
-    return len(found) >= num_sections
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
 def json_format(response: str) -> bool:

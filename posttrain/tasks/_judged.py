@@ -116,8 +116,7 @@ class Judged(_questions.Questions):
 
     @property
     def wording(self) -> str:
-        fitting = {None: "direct", "": "boxed"}.get(self.form, "marked")
-        return self.style or fitting
+        return self.style or {None: "direct", "": "boxed"}.get(self.form, "marked")
 
     @property
     def answer_marker(self) -> str:
@@ -129,8 +128,7 @@ class Judged(_questions.Questions):
         if form is None:
             return solution
         if not form:
-            boxed = "\\boxed" in solution
-            return solution if boxed else f"{solution}\n\\boxed{{{problem.answer}}}"
+            return solution if "\\boxed" in solution else f"{solution}\n\\boxed{{{problem.answer}}}"
         there = after_marker(solution, form) == problem.answer
         return solution if there else f"{solution}\n{form} {problem.answer}"
 

@@ -56,8 +56,7 @@ def as_program(worked: str, question: str, answer: str) -> tuple[str, str] | Non
             # in Python a quotient, and a result of decimals, is a float
             whole.append("/" not in written and "." not in written and all(whole[n] for n in used))
             code.append(f"step{len(values)} = {written}")
-        first = len(values) - len(code)
-        numbered = iter(range(first + 1, len(values) + 1))
+        numbered = iter(range(len(values) - len(code) + 1, len(values) + 1))
         said = NOTE.sub(lambda _: f"step{next(numbered)}", line)  # noqa: B023
         said = SPELLED.sub(lambda m: " " if NUMBER.search(m[0]) else m[0], said)
         lines += [f"# {' '.join(said.split())}", *code] if code else []

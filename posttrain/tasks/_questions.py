@@ -72,8 +72,7 @@ class Questions(Task):
 
     def check_style(self, task: str) -> None:
         known = ", ".join(self.styles)
-        fine = self.wording in self.styles
-        require(fine, f"{task}: style is one of {known}, not {self.style!r}")
+        require(self.wording in self.styles, f"{task}: style is one of {known}, not {self.style!r}")
         require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
@@ -145,7 +144,7 @@ def one_side(pool: Pool, share: float, split: str, where: str) -> tuple[Problem,
     chosen = tuple(p for p in pool.problems if is_test(p) == (split == "test"))
     hint = f"change held_out, which is {share} of {len(pool.problems)}"
     none = f"{where}: no problem is left for {split}; {hint}, or give a test file or split"
-    require(bool(chosen), none)
+    require(chosen, none)
     return chosen
 
 
@@ -181,7 +180,7 @@ def make_problem(
     gold = solution
     if answer_after:
         _, marker, gold = solution.rpartition(answer_after)
-        require(bool(marker), f"{where}: {answer_after!r} is not in the field {answer!r}")
+        require(marker, f"{where}: {answer_after!r} is not in the field {answer!r}")
     facts: dict[str, JSON] = {"solution": solution} if gold != solution else {}
     if columns:
         facts[COLUMNS] = {key: value for key, value in record.items() if is_plain(value)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,10 +67,7 @@ class Remote:
 
     def session(self, role: str) -> Remote:
         self.notes.append(["session", role])
-        number, siblings = len(self.siblings), self.siblings
-        return Remote(
-            self.exchange, self.problem, self.template, self.notes, number, role, siblings
-        )
+        return replace(self, number=len(self.siblings), role=role, segments=[])
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None

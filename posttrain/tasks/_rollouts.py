@@ -37,8 +37,7 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
     if score.steps and rollout.answer is not None:
         place = rollout.response.rfind(rollout.answer)
         ends = [p + place if place >= 0 else len(rollout.response) for p, _ in score.steps]
-        steps = zip(ends, (v for _, v in score.steps), strict=True)
-        score = replace(score, steps=tuple(steps))
+        score = replace(score, steps=tuple(zip(ends, (v for _, v in score.steps), strict=True)))
     elif score.steps and (openings := rollout.openings):
         starts = [place + n * len(THINK) for n, place in enumerate(openings)]
         moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]

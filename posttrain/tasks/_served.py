@@ -96,8 +96,7 @@ class ServedEpisode:
             self.calls += 1
             if self.calls > self.max_calls:
                 self.ended = self.ended or "call limit"
-                text = f"an episode has at most {self.max_calls} calls"
-                raise Refused(400, text, "call_limit")
+                raise Refused(400, f"an episode has at most {self.max_calls} calls", "call_limit")
             prompts = list(self._prompts(body))
             choices = [
                 await self._sample(body, prompt, place * body.n + n)

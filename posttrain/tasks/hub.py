@@ -27,9 +27,9 @@ class Hub(Judged):
     test_split: str = "test"
 
     def __post_init__(self) -> None:
-        require(bool(self.dataset), "hub: give a dataset, such as openai/gsm8k")
+        require(self.dataset, "hub: give a dataset, such as openai/gsm8k")
         train, test = self.train_split, self.test_split
-        require(bool(train), "hub: give a train_split")
+        require(train, "hub: give a train_split")
         require(train != test, f"hub: train and test are both {train!r}; leave test_split empty")
         self.check_settings("hub")
 
@@ -43,6 +43,6 @@ class Hub(Judged):
     def rows(self, part: Part) -> Iterator[Row]:
         config, split, revision = part.version
         found = load_hub(self.dataset, config, split, revision, "hub")
-        require(bool(found), f"hub: {self.dataset} split {split!r} has no rows")
+        require(found, f"hub: {self.dataset} split {split!r} has no rows")
         for number, row in enumerate(found):
             yield f"{self.dataset} {split} row {number}", f"{split}/{number}", row

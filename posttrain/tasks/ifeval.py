@@ -50,8 +50,7 @@ class IFEval(Task):
             "instruction_strict": sum(strict) / len(strict),
             "instruction_loose": sum(loose) / len(loose),
         }
-        outcome = "correct" if all(strict) else "wrong"
-        return Score(parts["prompt_strict"], parts, outcome=outcome)
+        return Score(parts["prompt_strict"], parts, outcome="correct" if all(strict) else "wrong")
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
         return ()  # the set has no demonstrations

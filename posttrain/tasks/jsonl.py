@@ -26,7 +26,7 @@ class Jsonl(Judged):
     test_file: str = ""
 
     def __post_init__(self) -> None:
-        require(bool(self.file), "jsonl: give a file")
+        require(self.file, "jsonl: give a file")
         self.check_settings("jsonl")
 
     def parts(self) -> tuple[Part, Part | None]:

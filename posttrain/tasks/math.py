@@ -84,5 +84,5 @@ def _chosen(task: Math, split: str) -> tuple[Problem, ...]:
 
     found = tuple(p for p in task.every(split) if wanted(p))
     about = f" and a subject of {', '.join(subjects)}" if subjects else ""
-    require(bool(found), f"math: no {split} problem has a level from {low} to {high}{about}")
+    require(found, f"math: no {split} problem has a level from {low} to {high}{about}")
     return found

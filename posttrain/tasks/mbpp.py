@@ -50,8 +50,7 @@ class Mbpp(Hub):
         defined = {n.name for n in program if isinstance(n, ast.FunctionDef | ast.ClassDef)}
         places = [place for line in parsed(tests, where) for place in ast.walk(line)]
         used = sorted({place.id for place in places if isinstance(place, ast.Name)} & defined)
-        require(bool(used), f"{where}: no assertion calls a function of the reference solution")
+        require(used, f"{where}: no assertion calls a function of the reference solution")
         question += f"\nName it {' and '.join(used)}."
-        check = "\n".join([*imports, tests, ""])
-        made = checked(name, question, solution, check, used, used)
+        made = checked(name, question, solution, "\n".join([*imports, tests, ""]), used, used)
         return replace(made, facts={**made.facts, "tests": tests.split("\n")})

@@ -47,7 +47,7 @@ class Mixed(Task):
     def __post_init__(self) -> None:
         names = [source.name for source in self.sources]
         example = "{name: sums, task: {name: arithmetic}}"
-        require(bool(names), f"mixed: give at least one source, such as {example}")
+        require(names, f"mixed: give at least one source, such as {example}")
         different = len(set(names)) == len(names)
         require(different, f"mixed: sources need different names: {', '.join(names)}")
         for name, weight in zip(names, self._weights, strict=True):

@@ -84,8 +84,7 @@ class OpenEnv(Packaged):
             while not result.done:
                 reply = await tally.ask(text)
                 try:
-                    action = self.acted(reply.text)
-                    result = session.step(action)
+                    result = session.step(self.acted(reply.text))
                 except (ValueError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and REFUSED not in str(error):
                         raise  # a failure of the environment

@@ -94,13 +94,11 @@ class Outside(Nested):
         score = Score.failed(failure, "agent failed") if failure and not episode.ended else None
         if score is None and self.reward == "printed":
             score = _printed(line, episode.ended)
-        like = generate.rollout(score, episode.ended, episode.final)
-        return episode.rollouts(like)
+        return episode.rollouts(generate.rollout(score, episode.ended, episode.final))
 
     def _problem(self, problem: Problem) -> bytes:
-        messages = [message.row() for message in self.task.prompt(problem)]
         tree: dict[str, JSON] = {"id": problem.id, "question": problem.question}
-        tree["messages"] = messages
+        tree["messages"] = [message.row() for message in self.task.prompt(problem)]
         if self.reward == "printed":
             tree |= {"answer": problem.answer, "facts": problem.facts}
         return json.dumps(tree).encode() + b"\n"

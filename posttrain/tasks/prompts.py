@@ -36,23 +36,16 @@ class Prompts(Jsonl):
     reward: str = ""
 
     def __post_init__(self) -> None:
-        require(bool(self.file), "prompts: give a file")
+        require(self.file, "prompts: give a file")
         self.check_settings("prompts")
 
     @staticmethod
-    def make(
-        row: Mapping[str, Any],
-        where: str,
-        name: str,
-        question: str,
-        answer: str,
-        answer_after: str,
-        own: bool,
-    ) -> Problem:
+    def make(row: Mapping[str, Any], where: str, name: str, *fields: Any) -> Problem:
+        question, answer, answer_after, _ = fields
         asked = question or next((column for column in ASKED if column in row), "")
         has = ", ".join(map(str, row)) or "nothing"
         lacking = f"{where}: no column prompt, question or messages; it has {has}"
-        require(bool(asked), f"{lacking}; question=NAME names the column of the prompt")
+        require(asked, f"{lacking}; question=NAME names the column of the prompt")
         gold = answer or ("answer" if row.get("answer") is not None else "")
         return make_problem(row, where, name, asked, gold, answer_after if gold else "", True)
 

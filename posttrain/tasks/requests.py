@@ -133,10 +133,8 @@ class Requests(Task):
 
 def _attack(question: str) -> str:
     """Return the attack that a question is wrapped in; "" if none."""
-    found = plain(question)
-    return next(
-        (name for name, wrap in ATTACKS.items() if found and wrap(found[0]) == question), ""
-    )
+    asked = (plain(question) or [""])[0]
+    return next((name for name, wrap in ATTACKS.items() if asked and wrap(asked) == question), "")
 
 
 def _question(place: int) -> str:

@@ -64,10 +64,8 @@ class TextArena(Packaged):
     async def run(self, problem: Problem, generate: Generate) -> list[Rollout]:
         seed = int(problem.facts["seed"])
         game, draw = self.begin(seed), random.Random(seed)
-        everyone = self.opponent == "self" and self.players > 1
-        seat = (seed // 2) % self.players
-        seats = {seat: generate}
-        if everyone:
+        seats = {(seed // 2) % self.players: generate}
+        if self.opponent == "self" and self.players > 1:
             seats = {n: generate.session(f"player {n}") for n in range(self.players)}
         tallies = {n: Tally(session, 0) for n, session in seats.items()}
         read: dict[int, str] = {}

@@ -63,10 +63,9 @@ class Verifiers(Task):
     def problems(self, split: str, level: int | None = None) -> list[Problem]:
         require_split(split)
         active().require_package(self.taskset)
-        made = _tasks(self.taskset, self._settings, self.tasks)
         found = [
             Problem(f"{self.taskset}/{n}", _text(task.data.prompt), facts={"index": n})
-            for n, task in enumerate(made)
+            for n, task in enumerate(_tasks(self.taskset, self._settings, self.tasks))
             if (n % TEST_BUCKETS == 0) == (split == "test")
         ]
         self.check(bool(found), f"{self.taskset} has no task for {split}")
@@ -239,8 +238,7 @@ def _harness() -> ModuleType:
             system, prompt = self.resolve_prompt(data)
             said: list[JSON] = [{"role": "system", "content": system}] if system else []
             text = isinstance(prompt, str)
-            turns = [{"role": "user", "content": prompt}] if text else map(wire, prompt or ())
-            said += turns
+            said += [{"role": "user", "content": prompt}] if text else map(wire, prompt or ())
             async with AsyncExitStack() as stack:
                 made = openai.AsyncOpenAI(
                     base_url=endpoint, api_key=secret, max_retries=0, timeout=TURN_SECONDS

@@ -50,8 +50,7 @@ def gradient(trainer: Trainer, backward: Callable[[], object]) -> dict[str, Tens
     """The gradient of the trained model, by parameter, that `backward` computes. The trainer keeps none of it."""
     _drop(trainer)
     backward()
-    masters = trainer.optimizer.masters
-    found = {name: m.grad for name, m in masters.items() if m.grad is not None}
+    found = {name: m.grad for name, m in trainer.optimizer.masters.items() if m.grad is not None}
     _drop(trainer)
     return found
 

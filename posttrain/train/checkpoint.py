@@ -224,8 +224,7 @@ def verify(path: Path) -> str | None:
             return f"{path / MANIFEST} says step {manifest['step']}"
         if ("ranks" in manifest) != (manifest["format"] == SHARDED):
             return f"{path / MANIFEST} is damaged: its format does not go with its files"
-        names = file_names(manifest.get("ranks", 1))
-        for name in (*names, *({ARRAYS} & {*manifest["files"]})):
+        for name in (*file_names(manifest.get("ranks", 1)), *({ARRAYS} & {*manifest["files"]})):
             file, facts = path / name, manifest["files"][name]
             if not file.exists():
                 return f"{file} is missing"

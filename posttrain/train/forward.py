@@ -71,10 +71,7 @@ def scorer_outputs(scorer: Scorer, batch: Batch) -> Outputs:
 
 
 # the forward pass of the trained model, by `Algorithm.trains`
-PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {
-    "policy": forward,
-    "scorer": scorer_outputs,
-}
+PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {"policy": forward, "scorer": scorer_outputs}
 
 
 def positions(batch: Batch) -> Tensor:
@@ -119,8 +116,7 @@ def states(
         if routes is not None:
             routes.take(at_K)
     if body is not None:
-        asking = None if batched else tuple(queries)
-        attend = attend_packed(tuple(lengths), device, asking, batched)
+        attend = attend_packed(tuple(lengths), device, None if batched else tuple(queries), batched)
         return body.hidden(ids_K, position_K, max(lengths), attend, routes, sharing), source_T
     layout = Packed(batch.starts, device)
     if shared:

@@ -62,8 +62,7 @@ class LocalModel:
         for message in messages:
             require(isinstance(message["content"], str), images)
             turns.append(Message(message["role"], harmless(message["content"], control)))
-        template = bool(self.policy.tokenizer.chat_template)
-        require(template, f"the judge: {NO_TEMPLATE}")
+        require(self.policy.tokenizer.chat_template, f"the judge: {NO_TEMPLATE}")
         return render_prompt(self.policy.tokenizer, turns, "a question to the judge")
 
     def too_long(self, prompt: Sequence[int], form: Form) -> str:
@@ -84,8 +83,7 @@ class LocalModel:
         lost = [False] * len(prompts)
         for texts in form.places():
             tails = [self.encode(text) for text in texts]
-            logprob_NO = self.logprobs(given, tails)
-            for n, logprob_O in enumerate(logprob_NO):
+            for n, logprob_O in enumerate(self.logprobs(given, tails)):
                 lost[n] |= not np.isfinite(logprob_O).all()
                 best = int(np.nan_to_num(logprob_O, nan=-np.inf).argmax())
                 given[n], said[n] = given[n] + tails[best], said[n] + texts[best]
@@ -97,8 +95,7 @@ class LocalModel:
         self, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]]
     ) -> np.ndarray:
         """[N, O]: log pi(tail | prompt) of each whole tail. The tails of a prompt share its computation."""
-        longest = max((len(p) for p in prompts), default=0) + max(map(len, tails))
-        self.policy.check_length(longest)
+        self.policy.check_length(max((len(p) for p in prompts), default=0) + max(map(len, tails)))
         examples = []
         for prompt in prompts:
             for tail in tails:

@@ -109,12 +109,10 @@ def at_hand(device: torch.device) -> float | None:
     return max(0.0, free_bytes(device) - MARGIN * device_bytes(device))
 
 
-def step_bytes(
-    models: Sequence[Network], learning: float, tokens: int, checkpointed: bool
-) -> float:
+def step_bytes(models: Sequence[Network], learning: float, tokens: int, layered: bool) -> float:
     """Bytes that a step needs beyond what is allocated after the optimizers are made: gradients and moments (`learning`),
     activations, and a chunk of logits."""
-    activations = sum(activation_bytes(m, tokens, checkpointed) for m in models)
+    activations = sum(activation_bytes(m, tokens, layered) for m in models)
     return learning + logits_bytes(models[0], tokens) + head_bytes(models[0]) + activations
 
 
@@ -178,7 +176,7 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     found = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     cannot = f"{type(model).__name__} cannot be checkpointed by layers"
     advice = "leave it out and lower optimizer.token_budget"
-    require(bool(found) or not on, f"optimizer.checkpointing=layer: {cannot}; {advice}")
+    require(found or not on, f"optimizer.checkpointing=layer: {cannot}; {advice}")
     for module in found:
         module.gradient_checkpointing = on  # type: ignore[assignment]
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

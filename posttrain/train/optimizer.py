@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from posttrain import errors
 from posttrain.errors import Checked, Count, NotNegative, Positive, Range, Share, UserError, require
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
@@ -110,7 +111,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             n: p for n, p in module.named_parameters() if p.requires_grad
         }
-        require(bool(self.parameters), "the model has no trainable parameters")
+        require(self.parameters, "the model has no trainable parameters")
         narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
         # this process's part of each: all of it, or its shard, in the same memory
         self.parts: dict[str, Tensor] = {n: own_part(p) for n, p in self.parameters.items()}
@@ -129,10 +130,9 @@ class Optimizer:
                 for name, p in self.parameters.items()
             ]
         decay = [m for m in self.masters.values() if m.ndim >= 2]
-        plain = [m for m in self.masters.values() if m.ndim < 2]
         groups = [
             {"params": decay, "weight_decay": settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
         ]
         betas = (settings.beta1, settings.beta2)
         common: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.epsilon}
@@ -318,14 +318,10 @@ def check_compiler(device: str) -> None:
     cuda = device.startswith("cuda")
     usual = ["gcc", "clang"] if cuda else [DEFAULT_CXX]
     names = os.environ.get("CC" if cuda else "CXX", "").split()[:1] or usual
-    found = any(map(shutil.which, names))
-    require(found, f"{NOT_COMPILED}: there is no {' or '.join(names)}")
+    require(any(map(shutil.which, names)), f"{NOT_COMPILED}: there is no {' or '.join(names)}")
 
 
 def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW with moments in 8 bits, in blocks with a scale each, for tensors of 4,096 numbers or more."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise UserError(NO_TORCHAO) from None
-    return AdamW8bit(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]
+    made = errors.optional("torchao.optim", NO_TORCHAO).AdamW8bit
+    return made(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]

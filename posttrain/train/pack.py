@@ -48,7 +48,7 @@ def pack_groups(
     cut = [s.sampled and s.finish == "length" for s in segments]
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
     lengths, cuts = (np.diff(np.cumsum([0, *column])[bounds]) for column in (sizes, cut))
-    batch = _batch(
+    return _batch(
         lengths.tolist(),
         _joined([s.ids for s in segments], np.int64),
         np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes),
@@ -58,10 +58,8 @@ def pack_groups(
         number,
         number if together else range(len(rollouts)),
         device,
-    )
-    parted = {part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts}
-    return batch.replace(
-        **parted,
+    ).replace(
+        **{part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts},
         temperature=temperature,
         valid_N=torch.tensor([r.score.valid for r in rollouts], dtype=torch.bool, device=device),
         truncated_N=torch.from_numpy(cuts > 0).to(device),
@@ -254,16 +252,8 @@ def first_tokens(batch: Batch, tokens: int) -> Batch:
     return batch if held[-1] == batch.sequences else take(batch, 0, held[-1])
 
 
-def _select(
-    batch: Batch,
-    at_T: Tensor | slice,
-    at_N: Tensor | slice,
-    host: np.ndarray | slice,
-    starts: tuple[int, ...],
-    unit_N: tuple[int, ...],
-    sequence_T: Tensor,
-) -> Batch:
-    """Every tensor of a batch at the given tokens or sequences."""
+def _select(batch: Batch, at_T: Any, at_N: Any, host: Any, **more: Any) -> Batch:
+    """Every tensor of a batch at the given tokens or sequences; `more` are the fields that these indices do not give."""
 
     def parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {name: t[at_T if name.endswith("_T") else at_N] for name, t in tensors.items()}
@@ -271,9 +261,7 @@ def _select(
     return replace(
         batch,
         **parts({name: getattr(batch, name) for name in TENSORS}),
-        starts=starts,
-        sequence_T=sequence_T,
-        unit_N=unit_N,
+        **more,
         columns=parts(batch.columns),
         ids=None if batch.ids is None else batch.ids[host],
         mask=None if batch.mask is None else batch.mask[host],

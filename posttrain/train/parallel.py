@@ -76,9 +76,8 @@ def sum_gradients(optimizer: Optimizer) -> None:
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group neighbouring tensors of one dtype into buckets of up to BUCKET numbers; a larger tensor is alone."""
     found: list[list[Tensor]] = []
-    sizes = accumulate(t.numel() for t in tensors)
     last: tuple[int, torch.dtype | None] = (-1, None)
-    for tensor, size in zip(tensors, sizes, strict=True):
+    for tensor, size in zip(tensors, accumulate(t.numel() for t in tensors), strict=True):
         key: tuple[int, torch.dtype | None] = (size // BUCKET, tensor.dtype)
         if not found or key != last:
             found.append([])

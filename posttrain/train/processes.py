@@ -47,8 +47,7 @@ class Processes(World):
         own = _bytes(encode(value))
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
-        longest = int(max(lengths))
-        padded = torch.cat([own, own.new_zeros(longest - len(own))])
+        padded = torch.cat([own, own.new_zeros(int(max(lengths)) - len(own))])
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded)
         pairs = zip(found, lengths, strict=True)
@@ -183,29 +182,27 @@ def joined(
 def _connect(device: str, sharding: str, tensor: int) -> Processes:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     wait = timedelta(seconds=LONGEST_WAIT)
+    common: dict[str, Any] = {"timeout": wait, "rank": rank(), "world_size": size()}
     require(port.isdecimal(), f"MASTER_PORT={port} in the environment is not a number")
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     socket_number = os.environ.get(SERVER_SOCKET)
     try:
         if socket_number is None:  # torchrun: by the store of its agent
-            dist.init_process_group(backend, timeout=wait, rank=rank(), world_size=size())
+            dist.init_process_group(backend, **common)
         else:
             served = int(socket_number) if rank() == 0 else None
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             given = (address, int(port), size(), rank() == 0, wait)
             store = TCPStore(*given, master_listen_fd=served, use_libuv=False)
-            dist.init_process_group(
-                backend, store=store, timeout=wait, rank=rank(), world_size=size()
-            )
+            dist.init_process_group(backend, store=store, **common)
     except (RuntimeError, ValueError) as error:  # dist.DistError is a RuntimeError
         said = " ".join(str(error).split())
         text = f"process {rank()} of {size()} did not reach the others at {address}:{port}: {said[:200]}"
         if "EADDRINUSE" in said or "address already in use" in said:
             text = f"port {port} of {address} (MASTER_PORT) is in use; choose another"
         raise UserError(text) from None
-    shared = dist.distributed_c10d._get_default_store()
-    return Processes(rank(), size(), sharding, shared, tensor)
+    return Processes(rank(), size(), sharding, dist.distributed_c10d._get_default_store(), tensor)
 
 
 def _check_same(world: Processes, identity: Mapping[str, str]) -> None:

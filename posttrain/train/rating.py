@@ -66,8 +66,12 @@ class ModelRating:
         if not rollouts:
             return []
         ids = [rollout.ids for rollout in rollouts]
-        by_member = [last_scores(scorer, ids, self.token_budget) for scorer in self.scorers]
-        return [self.score(values) for values in zip(*by_member, strict=True)]
+        by_member = [token_scores(scorer, ids, self.token_budget) for scorer in self.scorers]
+        return list(map(self.rated, rollouts, zip(*by_member, strict=True)))
+
+    def rated(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
+        """The score of a rollout from the outputs of each member at its tokens."""
+        return self.score([float(score_T[-1]) for score_T in by_member])
 
     def score(self, values: Sequence[float]) -> Score:
         """Combine the outputs of the members into a score."""
@@ -100,15 +104,7 @@ class ProcessRating(ModelRating):
             tokenizer = self.tokenizer or self.scorers[0].tokenizer
             self.token = token_id(tokenizer, self.separator.removeprefix(TOKEN))
 
-    def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        if not rollouts:
-            return []
-        ids = [rollout.ids for rollout in rollouts]
-        by_member = [token_scores(scorer, ids, self.token_budget) for scorer in self.scorers]
-        by_rollout = zip(rollouts, zip(*by_member, strict=True), strict=True)
-        return [self.score_steps(rollout, scores) for rollout, scores in by_rollout]
-
-    def score_steps(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
+    def rated(self, rollout: Rollout, by_member: Sequence[np.ndarray]) -> Score:
         """Score a response by its steps, each combined over the members."""
         by_rule, token = self.token < 0, self.token
         try:
@@ -225,8 +221,7 @@ class ImplicitRating:
     def logprobs(self, policy: Policy, rollouts: Sequence[Rollout]) -> list[float]:
         """log p(y | x) of the sampled tokens of each rollout."""
         groups = [Group(rollout.problem, (rollout,)) for rollout in rollouts]
-        batch = pack_groups(groups, 1.0, policy.device)
-        return sequence_logprobs(policy, batch, self.token_budget)
+        return sequence_logprobs(policy, pack_groups(groups, 1.0, policy.device), self.token_budget)
 
 
 @torch.no_grad()

@@ -142,8 +142,7 @@ class Store:
         """The writing thread. It imports nothing: a reward worker may be forked meanwhile and would inherit the import lock."""
         try:
             began = time.perf_counter()
-            spare = tuple(self._copying)
-            path = checkpoint.save(self.directory, made, self.saving.keep, spare)
+            path = checkpoint.save(self.directory, made, self.saving.keep, tuple(self._copying))
             if made.rank:  # the first process says it
                 return
             size, seconds = checkpoint.size(path), time.perf_counter() - began

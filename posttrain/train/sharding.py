@@ -17,20 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import parallel
 
 from posttrain.errors import require
 from posttrain.models.fused_body import takes_fused_pass
@@ -44,11 +33,11 @@ from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
 
 LAYER = "layers.*."  # prefix of module names in a family's plan
 # styles of such plans; a norm over heads sees the heads of this process (the third dimension), and its gradient is summed
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+STYLES: dict[str, Callable[[], parallel.ParallelStyle]] = {
+    "colwise": parallel.ColwiseParallel,
+    "rowwise": parallel.RowwiseParallel,
     "replicated_with_grad_allreduce": partial(
-        SequenceParallel, sequence_dim=2, use_local_output=True
+        parallel.SequenceParallel, sequence_dim=2, use_local_output=True
     ),
 }
 ROOM = 0.5  # share of a device: weights, gradients and moments beyond this are sharded
@@ -92,21 +81,21 @@ class Sharded:
         mesh = self._mesh()
         narrow = network.dtype in (torch.bfloat16, torch.float16)
         # sums over processes are made in float32
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
+        policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
         kinds = set(getattr(model, "_no_split_modules", None) or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         if self.divided:
             plan = tensor_plan(model, current().tensor)
             for layer in layers:
-                parallelize_module(layer, mesh["tensor"], plan)
+                parallel.parallelize_module(layer, mesh["tensor"], plan)
             mesh = mesh["data"]
         for module in (*layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
             # the weights of the loss are those of the whole step: gradients add
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.within = MethodType(_within, module)
-            register_fsdp_forward_method(module, "within")
+            fsdp.register_fsdp_forward_method(module, "within")
 
     def _mesh(self) -> DeviceMesh:
         world = current()
@@ -126,7 +115,7 @@ class Sharded:
     def reshard(self) -> Any:
         """Put the sharded parameters back in place: after a pass, some are whole."""
         for module in self.network.model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
         return self.network.model
 
@@ -144,15 +133,14 @@ class Sharded:
         return self.plain
 
 
-def tensor_plan(model: Any, count: int) -> dict[str, ParallelStyle]:
+def tensor_plan(model: Any, count: int) -> dict[str, parallel.ParallelStyle]:
     """The tensor-parallel plan of a decoder layer, by module name, as the model's family defines it in its configuration."""
     config = model.config.get_text_config()
     given = getattr(config, "base_model_tp_plan", None) or {}
     found = {n.removeprefix(LAYER): kind for n, kind in given.items() if n.startswith(LAYER)}
     where = f"tensor_parallel={count}: {type(model).__name__}"
-    known = bool(found) and set(found.values()) <= STYLES.keys()
     none = f"{where} has no layers that can be divided by rows and columns"
-    require(known, f"{none}; use parallel=fsdp")
+    require(found and set(found.values()) <= STYLES.keys(), f"{none}; use parallel=fsdp")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name)
         text = f"{where} has {name}={size}, which {count} processes do not divide"

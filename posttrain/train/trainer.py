@@ -129,8 +129,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             asked = self.settings.token_budget
             whole = self.first_budget if asked == "auto" else asked
-            halved = self.token_budget < whole or self.token_budget < 2
-            if halved:
+            if self.token_budget < whole or self.token_budget < 2:
                 raise
             seen = " ".join(str(error).split())[:120]
             if self.sharded:
@@ -245,10 +244,13 @@ class Trainer:
         norms = [float(learner.optimizer.norm()) for learner in self.learners]
         self._check(metrics, norms)  # all learners, before any is updated
         for learner, norm in zip(self.learners, norms, strict=True):
+            scaled = rate
             if learner is not self.learners[0]:
                 metrics.append(Metric(f"grad_norm/{learner.name}", norm, 1))
+                # all follow the schedule of the first, scaled to their own rates
+                scaled = rate / self.settings.lr * learner.settings.lr
             if learner.name not in batch.resting:
-                learner.optimizer.step(self._rate(learner, rate), norm)
+                learner.optimizer.step(scaled, norm)
         return Update(tuple(metrics), norms[0], True)
 
     def _balanced(self, batch: Batch) -> Batch:
@@ -256,11 +258,6 @@ class Trainer:
         length_N = torch.tensor(batch.starts).diff()
         weight_N = self.settings.router_aux_loss_coef / (batch.sequences * length_N)
         return batch.replace(**{ROUTER_WEIGHT: weight_N.to(batch.ids_T.device)[batch.sequence_T]})
-
-    def _rate(self, learner: Learner, rate: float) -> float:
-        """The learning rate of a learner. All follow the schedule of the first, scaled to their own rates."""
-        first = learner is self.learners[0]
-        return rate if first else rate / self.settings.lr * learner.settings.lr
 
     def accumulate(
         self, batch: Batch, added: Sequence[tuple[str, Addition]], meanwhile: Callable[[], object]

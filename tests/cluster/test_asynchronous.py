@@ -216,7 +216,7 @@ def train(stage: RLStage, folder: Path, on_step: Callable[[Loop, Row], bool | No
     writer = RunWriter.resume(folder) if resumed else RunWriter(folder, config={"name": "rl"})
     with writer, pytest.MonkeyPatch.context() as patch:
         if own:
-            patch.setattr(Context, "sampler", lambda self, policy, *_: Copied(policy))
+            patch.setattr(Context, "sampler", lambda self, policy, **_: Copied(policy))
         torch.manual_seed(0)
         stage.run(Context(writer, seed=0, threads=1, say=False, on_step=on_step))
     return Run(folder)
@@ -352,8 +352,8 @@ def test_a_process_that_dies_while_the_model_learns_is_replaced_with_the_next_we
     made: list[Any] = []
     make, path = Context.sampler, tmp_path / "trained.jsonl"
 
-    def sampler(self: Context, *given: Any) -> Any:
-        made.append(make(self, *given))
+    def sampler(self: Context, *given: Any, **how: Any) -> Any:
+        made.append(make(self, *given, **how))
         return made[-1]
 
     stage = stage_of(max_staleness=1, sampler="process", steps=6, evaluate_every=0, sampling=Sampling(24))
@@ -438,7 +438,7 @@ def ahead(directory: Path, path: Path, kill_at: int = 0) -> Callable[[], str]:
 
         pipeline.draw = lambda *_: None
         Asynchronous.observe = recorded  # type: ignore[method-assign]
-        Context.sampler = lambda self, policy, *_: Copied(policy)  # type: ignore[method-assign]
+        Context.sampler = lambda self, policy, **_: Copied(policy)  # type: ignore[method-assign]
         if (directory / "config.yaml").is_file():
             return str(pipeline.resume(directory, allow_code=True))
         whole = harness.settings("dapo", directory)

@@ -87,7 +87,7 @@ def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a reward_model, a judge or people decide, not two of them"):
         ComparisonsStage(name="c", model="m", task=task, reward_model="r", annotator="people")
     made = ComparisonsStage(name="c", model="tiny:nano", task=task, reward_model=judge, **settings)  # type: ignore[arg-type]
-    assert made.named("reward model") == {"reward_model": (judge,)}
+    assert made.named("reward model") == [("reward_model", judge)]
     with RunWriter.create(tmp_path / "run", {}) as writer:
         rows = list(made.rows(Context(writer, seed=3, say=False), dict.fromkeys(KINDS, 0)))
     assert len(rows) > 2

@@ -130,7 +130,9 @@ def test_checkpointing_is_chosen_and_priced() -> None:
     assert line(6144.0) == "activation checkpointing: never, for 4.9 KiB are needed without and 6.0 KiB are at hand" + price
     assert line(4096.0) == "activation checkpointing: per layer, for 4.9 KiB are needed without and 4.0 KiB are at hand" + price
     assert line(4096.0, "never") == "activation checkpointing: never" + price
-    layered = items(stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer")))
+    one = stage(algorithm=GRPO(beta=0.0), optimizer=Optimization(checkpointing="layer"))
+    assert plan.planned_way(one, POLICY, 100).layered
+    layered = plan.rl_memory(one, POLICY, 100, 7.0, 0.0, layered=True).sizes
     assert layered["activations"] == activation_bytes(POLICY, 100, checkpointed=True)
 
 

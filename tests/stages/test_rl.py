@@ -368,8 +368,8 @@ def test_the_sampler_is_closed_with_the_stage(failing: bool, tmp_path: Path, mon
     """A process that samples would stay as long as the run, where an error keeps a reference to it for ever."""
     closed, make = list[bool](), Context.sampler
 
-    def made(*given: Any) -> Any:
-        sampler = make(*given)
+    def made(*given: Any, **how: Any) -> Any:
+        sampler = make(*given, **how)
         close = sampler.close
         monkeypatch.setattr(sampler, "close", lambda: closed.append(True) or close())
         return sampler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,7 @@ def test_what_is_not_there_is_one_line(saved: str) -> None:
 
 
 def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def absent(name: str, *rest: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     reader.load_hub.cache_clear()
     for task in (Hub("nobody/nothing"), Gsm8k()):
         with pytest.raises(UserError, match=r"needs the package datasets: pip install 'posttrain\[data\]'"):

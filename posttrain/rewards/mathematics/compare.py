@@ -229,8 +229,7 @@ class Comparison:
             return wanted_unit == unit and wanted.kind not in MEASURED and self.same(wanted, value)
         measure, other = (unit_of(text) if text else NO_UNIT for text in (wanted_unit, unit))
         if measure is None or other is None:
-            alike = spelled(wanted_unit) == spelled(unit) != ""
-            return alike and self.same_scalar(wanted, value)
+            return spelled(wanted_unit) == spelled(unit) != "" and self.same_scalar(wanted, value)
         sizes = [measure.scale, other.scale]
         if wanted_unit == "percent" and other.measures:
             return False

@@ -16,29 +16,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from posttrain.rewards.mathematics import tokens as lexer
+from posttrain.rewards.mathematics import tree
 from posttrain.rewards.mathematics.phrases import option, rephrased
-from posttrain.rewards.mathematics.tokens import (
-    LENGTH,
-    Token,
-    Unevaluated,
-    Unreadable,
-    clean,
-    tokens_of,
-)
-from posttrain.rewards.mathematics.tree import (
-    Node,
-    bracketed,
-    compound,
-    flat,
-    is_integer,
-    joined,
-    labelled,
-    mixed_number,
-    negative,
-    node,
-    node_integer,
-    text_node,
-)
+from posttrain.rewards.mathematics.tokens import LENGTH, Token, Unreadable, clean, tokens_of
+from posttrain.rewards.mathematics.tree import Node, joined, negative, node, node_integer, text_node
 from posttrain.rewards.mathematics.words import TEXT_MACROS, plain_text, words
 
 NESTING = 40  # the deepest nesting of brackets, powers and signs
@@ -146,7 +128,7 @@ class Reader:
             value = node("percent", value)
         elif self.next.kind == "text":
             value = node("quantity", f"{self.unit()} {self.currency}".strip(), value)
-            value = compound(value, self.quantity()) if self.next.kind == "number" else value
+            value = tree.compound(value, self.quantity()) if self.next.kind == "number" else value
         elif sign := self.accept(*_CURRENCIES):
             value = node("quantity", _CURRENCIES[sign.text], value)
         elif self.currency:
@@ -218,7 +200,7 @@ class Reader:
                 below = self.signed_factor()
                 above = factors[0] if len(factors) == 1 else node("multiply", *factors)
                 two = mixes and len(factors) == 2
-                mixed = mixed_number(factors[0], factors[1], below) if two else None
+                mixed = tree.mixed_number(factors[0], factors[1], below) if two else None
                 factors = [mixed or node("divide", above, below)]
             elif self.starts_factor():
                 self.refuse_two_numbers()
@@ -257,7 +239,7 @@ class Reader:
         while True:
             if value.kind == "domain" and self.accept("^", "_"):
                 value = node("domain", value.text + self.half_line())
-            elif value.kind == "number" and self.sees("_") and is_integer(value):
+            elif value.kind == "number" and self.sees("_") and tree.is_integer(value):
                 value = self.based(str(value.value))
             elif self.accept("^"):
                 self.deeper()
@@ -350,12 +332,12 @@ class Reader:
 
     def symbol(self, name: str) -> Node:
         if self.accept("_"):
-            return node("symbol", f"{name}_{flat(self.argument())}")
+            return node("symbol", f"{name}_{tree.flat(self.argument())}")
         return node("constant", _CONSTANTS[name]) if name in _CONSTANTS else node("symbol", name)
 
     def macro(self, name: str) -> Node:
         if name in _BARRED:
-            raise Unevaluated(f"\\{name} is left to do")
+            raise lexer.Unevaluated(f"\\{name} is left to do")
         if name in _FRACTIONS:
             above = self.argument()
             return node("divide", above, self.argument(), "frac")
@@ -375,7 +357,7 @@ class Reader:
         if name.startswith("mathbb "):
             return node("domain", name[7:])
         if name in _LABELS:
-            return labelled(name, self.argument())
+            return tree.labelled(name, self.argument())
         if name in _WRAPPERS:
             return self.argument()
         raise Unreadable(f"unknown \\{name}")
@@ -433,7 +415,7 @@ class Reader:
             raise Unreadable("a bracket is not closed")
         self.nesting -= 1
         self.bars = bars
-        return bracketed(opening, closing.text, value)
+        return tree.bracketed(opening, closing.text, value)
 
     def builder(self) -> Node | None:
         """Read `x | x > 2` and `x \\in S : x > 2` in braces; None if the braces hold something else."""

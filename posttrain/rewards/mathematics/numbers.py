@@ -268,8 +268,7 @@ def evaluate(node: Node, point: dict[str, Fraction], meter: Meter) -> Value:
         return point[node.text]
     if node.kind == "constant":
         return _constant(node.text)
-    values = [evaluate(part, point, meter) for part in node.nodes]
-    return _combine(node, values, point, meter)
+    return _combine(node, [evaluate(part, point, meter) for part in node.nodes], point, meter)
 
 
 def _combine(node: Node, values: list[Value], point: dict[str, Fraction], meter: Meter) -> Value:

@@ -89,8 +89,7 @@ def _merged(sets: list[list[Span]]) -> list[Span]:
 
 def _complement(spans: list[Span]) -> list[Span]:
     cuts = [(-inf, 1), *(cut for span in spans for cut in span), (inf, 0)]
-    pairs = zip(cuts[::2], cuts[1::2], strict=True)
-    return [(low, high) for low, high in pairs if low < high]
+    return [(low, high) for low, high in zip(cuts[::2], cuts[1::2], strict=True) if low < high]
 
 
 def _common(sets: list[list[Span]]) -> list[Span]:

@@ -96,9 +96,8 @@ def clean(text: str) -> str:
         text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_LOWERED)}}}", text).translate(_UNICODE)
     if "\\" in text:
         text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\colon", ":")
-        text = _DOMAIN.sub(
-            lambda m: rf" \mathbb{{{m[1] or m[2] or m[3]}}}", _DISPLAY.sub(" ", text)
-        )
+        text = _DISPLAY.sub(" ", text)
+        text = _DOMAIN.sub(lambda m: rf" \mathbb{{{m[1] or m[2] or m[3]}}}", text)
         text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text))
         text = _TEMPERATURE.sub(lambda m: rf"\text{{{_SCALE_OF[m[1]]}}}", text)
     text = text.replace("{:}", ":")

@@ -113,8 +113,7 @@ def is_word(word: str) -> bool:
     """
     if len(word) < 3 or not word.isascii():
         return word.lower() in SHORT_WORDS or not word.isascii()
-    product = any(set(word) <= set(letters) for letters in PRODUCTS)
-    return not product or len(set(word)) < len(word)
+    return not any(set(word) <= set(letters) for letters in PRODUCTS) or len(set(word)) < len(word)
 
 
 def bare_words(text: str) -> str:
@@ -242,8 +241,7 @@ def is_plural(word: str) -> bool:
 
 def measure(word: str) -> tuple[str, Fraction] | None:
     """Return what a word measures and its size. A symbol of one letter is case-sensitive."""
-    exact = MEASURES.get(word)
-    return exact or (MEASURES.get(singular(word.lower())) if len(word) > 1 else None)
+    return MEASURES.get(word) or (MEASURES.get(singular(word.lower())) if len(word) > 1 else None)
 
 
 def is_unit(word: str) -> bool:

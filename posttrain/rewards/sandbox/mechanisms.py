@@ -168,8 +168,7 @@ def command(
     rules = seccomp.program(private).hex() if seccomp.supported() else ""
     fixed = {"limits": limited, "result": limits.result, "mark": MARK, "rules": rules}
     flags = ("-I", "-S", "-B", "-X", "utf8")
-    text = json.dumps(none | fixed | settings)
-    return [program or interpreter(), *flags, "-c", SOURCE, text]
+    return [program or interpreter(), *flags, "-c", SOURCE, json.dumps(none | fixed | settings)]
 
 
 def tasks_of_user() -> int:
@@ -243,8 +242,7 @@ class PopenChild(Child):
                 os.killpg(self.pid, signal.SIGKILL)
         close_all(self.streams)
         # a container's client reports a signal like a shell
-        number = -code if code < 0 else max(0, code - 128)
-        return Exit(max(code, 0), number, ended)
+        return Exit(max(code, 0), -code if code < 0 else max(0, code - 128), ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +284,7 @@ class Unsafe:
 
     def start(self, limits: Limits) -> Child:
         line = command(limits, tasks=0, private=False, parent=os.getpid())
-        process = spawn(line, self.name, env=ENVIRONMENT, apart=True)
-        return PopenChild(process, whole_group=True)
+        return PopenChild(spawn(line, self.name, env=ENVIRONMENT, apart=True), whole_group=True)
 
 
 class ContainerChild(PopenChild):
@@ -366,8 +363,7 @@ class Container:
             raise Infrastructure(f"{self.name} is not on PATH")
         title = f"posttrain-{secrets.token_hex(8)}"
         line = [program, *self.arguments(limits, title), self.image, *self.inside(limits)]
-        process = spawn(line, self.name)
-        return ContainerChild(process, program, title)
+        return ContainerChild(spawn(line, self.name), program, title)
 
     def arguments(self, limits: Limits, title: str) -> list[str]:
         """Return the runtime's arguments. Output goes to us and into no log on disk; an image is never downloaded."""

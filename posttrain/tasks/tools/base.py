@@ -98,7 +98,7 @@ class Signature:
         name = getattr(function, "__name__", type(function).__name__)
         text = inspect.getdoc(function) or ""
         where = f"tool {name}"
-        require(bool(text.strip()), f"{where}: the model reads its docstring; give it one")
+        require(text.strip(), f"{where}: the model reads its docstring; give it one")
         parsed = inspect.signature(function).parameters.values()
         try:
             hints = typing.get_type_hints(function)
@@ -107,9 +107,8 @@ class Signature:
         described = {m[1]: m[2].strip() for m in map(ARGUMENT.match, text.splitlines()) if m}
         parameters: dict[str, JSON] = {}
         for one in parsed:
-            plain = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
             odd = "*args, **kwargs and positional-only parameters cannot be called"
-            require(plain, f"{where}: {odd}")
+            require(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY), f"{where}: {odd}")
             require(one.name in hints, f"{where}: the parameter {one.name} needs a type hint")
             schema = _schema(hints[one.name], f"{where}: the parameter {one.name}")
             more = {"description": described[one.name]} if one.name in described else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import Count, UserError, require
+from posttrain.errors import Count, optional, require
 from posttrain.tasks.tools.base import Tool, ToolError
 
 
@@ -47,14 +46,11 @@ class Search(Tool):
 @lru_cache(maxsize=8)
 def _index(file: str) -> tuple[list[str], Callable[[str, int], list[int]]]:
     """Return the texts of a file, and a function that finds the best of them for a query."""
-    try:
-        bm25s = importlib.import_module("bm25s")
-    except ImportError:
-        raise UserError("the search tool needs bm25s: pip install 'posttrain[search]'") from None
+    bm25s = optional("bm25s", "the search tool needs bm25s: pip install 'posttrain[search]'")
     path = Path(file).expanduser()
     require(path.is_file(), f"search: there is no file {file}")
     texts = _texts(path)
-    require(bool(texts), f"search: {file} holds no text")
+    require(texts, f"search: {file} holds no text")
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
 

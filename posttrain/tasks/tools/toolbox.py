@@ -48,8 +48,7 @@ class Toolbox:
     @property
     def schemas(self) -> list[JSON] | None:
         """Return the schemas that the chat template shows; None if it does not show them."""
-        every = [one.schema for one in self.signatures.values()]
-        return every if shows_tools(self.form) else None
+        return [one.schema for one in self.signatures.values()] if shows_tools(self.form) else None
 
     def prompt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages, with a description of the tools if the template does not show one."""

@@ -39,8 +39,7 @@ class Reference(Role):
         found = []
         measured_T = filled.mask_T & ~filled.reference_T.isnan()
         if self.watched:
-            kl_T = kl_of(filled).where(measured_T, 0.0)
-            found.append(Metric("kl", kl_T.sum(), measured_T.sum()))
+            found.append(Metric("kl", kl_of(filled).where(measured_T, 0.0).sum(), measured_T.sum()))
         if self.every_step:
             k1_T = (filled.behaviour_T - filled.reference_T).where(measured_T, 0.0)
             responses = torch.unique(filled.sequence_T[measured_T]).numel()

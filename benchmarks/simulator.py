@@ -87,8 +87,7 @@ class Simulation:
     def __post_init__(self) -> None:
         plan = self.plan
         self.chance, self.order, self.happened = random.Random(self.seed), count(), count()
-        settings = Staleness(batch=plan.batch, max_staleness=plan.max_staleness)
-        self.admission = Admission(settings)
+        self.admission = Admission(Staleness(batch=plan.batch, max_staleness=plan.max_staleness))
         self.at_work: list[dict[int, Begun]] = [{} for _ in range(plan.workers)]  # by attempt
         self.alive = [True] * plan.workers
         self.training = False
@@ -102,9 +101,7 @@ class Simulation:
         self.crashes, self.train_busy, self.generate_busy = 0, 0.0, 0.0
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(
-            self.events, (self.clock + seconds, self.chance.random(), next(self.order), what)
-        )
+        heapq.heappush(self.events, (self.clock + seconds, self.chance.random(), next(self.order), what))
 
     def run(self) -> Report:
         plan = self.plan
@@ -159,9 +156,7 @@ class Simulation:
 
     def _free(self) -> int | None:
         """The worker with the fewest groups among those with a free slot."""
-        able = [
-            n for n, up in enumerate(self.alive) if up and len(self.at_work[n]) < self.plan.slots
-        ]
+        able = [n for n, up in enumerate(self.alive) if up and len(self.at_work[n]) < self.plan.slots]
         return min(able, key=lambda n: len(self.at_work[n]), default=None)
 
     def _length(self) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulator import DEADLOCK, Broken, Plan, Simulation, simulate
 from posttrain.cluster.admission import Admission, Begun, Staleness
-from posttrain.cluster.simulator import DEADLOCK, Broken, Plan, Simulation, simulate
 from posttrain.errors import UserError
 
 INTERLEAVINGS = 10_000
