@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.trust_region import TrustRegion, trust_region_step
 from posttrain.ops.policy import clipped_surrogate, importance_ratio
+from posttrain.train.trust_region import TrustRegion, trust_region_step
 
 LETTERS, LENGTH, EPISODES, EPOCHS, CLIP = 8, 4, 64, 10, 0.2
 CHOOSING = (100, 101)  # seeds

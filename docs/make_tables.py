@@ -172,7 +172,7 @@ Methods of papers that are an option of the algorithms above, not an algorithm o
 | a reference that moves (TR-DPO) | arXiv:2404.09656 | `reference_ema`, `reference_every` of rl, preference and offline_rl stages |
 | group algorithms on saved groups | - | the stage `offline_rl` ([data-formats.md](data-formats.md)) |
 
-TRPO (arXiv:1502.05477) is no algorithm of the table, because it is another optimizer: `benchmarks/trust_region.py` takes its
+TRPO (arXiv:1502.05477) is no algorithm of the table, because it is another optimizer: `posttrain/train/trust_region.py` takes its
 step for a plain module of at most 5,000,000 weights. It refuses larger ones: an update is a dozen backward passes through the
 graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO ([results.md](results.md)). Of VAPO, clip-higher (ppo has
 one clip for both sides) and the likelihood term on right answers are left out.

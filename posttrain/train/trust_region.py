@@ -86,7 +86,9 @@ def trust_region_step(module: nn.Module, objective: Objective, settings: TrustRe
     return TrustStep(0.0, 0.0, 0.0)
 
 
-def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, iterations: int) -> Tensor:
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], target: Tensor, iterations: int
+) -> Tensor:
     """x with F x = target, for a symmetric positive F of which only products are known; exact after as many `iterations` as F has
     dimensions."""
     found, left = torch.zeros_like(target), target.clone()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import trust_region
-from benchmarks.trust_region import TrustRegion, TrustStep, conjugate_gradients, trust_region_step
 from posttrain.errors import UserError
+from posttrain.train import trust_region
+from posttrain.train.trust_region import TrustRegion, TrustStep, conjugate_gradients, trust_region_step
 
 WIDE = torch.float64
 
