@@ -280,8 +280,9 @@ class Asynchronous(Rollouts):
         batch = self.admission.settings.batch
         end = self.steps * batch
         last = min(end, self.planned + self.admission.settings.room - self.admission.outstanding)
+        drawn = [(n // batch, 0, n % batch) for n in range(self.planned, last)]
         self.planned = max(self.planned, last)
-        self.begin([(n // batch, 0, n % batch) for n in range(self.planned, last)])
+        self.begin(drawn)
 
     def begin(self, places: Sequence[tuple[int, int, int]]) -> None:
         """Restart groups that must be restarted, and start new ones with these steps, attempts and places."""

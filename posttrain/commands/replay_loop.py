@@ -21,7 +21,7 @@ from posttrain.loop import Loop, manual_garbage_collection
 from posttrain.monitor.rules import ALWAYS, RULES
 from posttrain.stages._material import until_end
 from posttrain.train import attribution
-from posttrain.train.attribution import Part, Span, Tensors, dot, gradient, norm
+from posttrain.train.attribution import Part, Span, Tensors, dot, gradient, norm, token_spans
 from posttrain.train.pack import gather, micro_batches, pack_examples, unit_ends, with_loss
 from posttrain.train.roles.base import Addition
 from posttrain.train.trainer import Update
@@ -262,9 +262,7 @@ class ReplayLoop(Loop):
             rate=rate,
             norm=norm(whole),
             parts=parts,
-            spans={
-                p: attribution.token_spans(trainer, prepared, p, whole) for p in parts[: asked.top]
-            },
+            spans={p: token_spans(trainer, prepared, p, whole) for p in parts[: asked.top]},
             additions={name: self.addition_share(more, whole) for name, more in added},
             answer=answer,
             masters=copies(trainer.optimizer.masters),
@@ -335,6 +333,7 @@ class ReplayLoop(Loop):
         made = f"{self.where} made {many} update{'s' * (many != 1)}"
         if seen is None:
             raise UserError(f"{made}: there is no update {asked.update} to look at")
+        without = None if asked.without is None else self.leave_out(seen, asked.without)
         items = tuple(self.item(seen, part) for part in seen.parts)
         finite = seen.norm == seen.norm
         return Findings(
@@ -348,7 +347,7 @@ class ReplayLoop(Loop):
             update_norm=norm(seen.change),
             items=items,
             additions=seen.additions,
-            without=None if asked.without is None else self.leave_out(seen, asked.without),
+            without=without,
             answer=self.answered(seen, items),
             steps=steps,
             compared=self.compared,

@@ -97,8 +97,9 @@ class Library:
 
     def with_labels(self) -> list[Path]:
         """Runs that have a folder of comparison files."""
+        runs = self.runs()
         labelled = {place.path for place in self._places.values() if place.labels}
-        return [path for path in self.runs().values() if path in labelled]
+        return [path for path in runs.values() if path in labelled]
 
     def index(self, name: str) -> Index:
         """The index of the run with this id."""
