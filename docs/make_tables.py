@@ -533,7 +533,7 @@ TOYS = {
     "iterate": ("iterate", "greedy accuracy, 1,000 sums", "exact"),
     "star": ("star", "greedy accuracy, 1,000 sums", "exact"),
     "distill": ("distill", "greedy accuracy, 1,000 sums", "exact"),
-    "calculator": ("calculator", "accuracy, 1,000 sums, with a tool", "exact"),
+    "calculator": ("calculator", "sampled accuracy, 1,000 sums, with a tool", "exact"),
     "guess": ("guess", "success, 1,000 episodes", "the game"),
     "shop": ("shop", "success, 1,000 episodes", "the game"),
     "solver_critic": ("solver_critic", "success of the solver, 1,000 episodes", "exact"),
