@@ -38,13 +38,15 @@ def dead_coefficients(
     The gradient with respect to log-probs, entropies, values, scores and hidden states (of which a divergence over the vocabulary is
     made) stands for that of the weights, which is linear in it.
     """
+    single = len(outputs.predictions) < 2
     advantage_T = algorithm.prepare(batch, state).columns.get("advantage_T")
-    if advantage_T is not None and not advantage_T.any() and "teacher" not in algorithm.roles:
+    # with a second model, a distance to it has a gradient where all advantages are 0
+    if single and advantage_T is not None and not advantage_T.any():
         return None
     perturbed = perturb(outputs, batch)
     usual = gradient(algorithm, batch, perturbed, state)
     # the first output is that of the model which the algorithm trains
-    learned = batch.tokens if len(outputs.predictions) < 2 else None
+    learned = batch.tokens if single else None
     if usual is None or not bool(usual[:learned].any()):
         return None
     before = decisions(algorithm, state, groups, metrics)

@@ -191,7 +191,8 @@ class Console:
             # the mismatch is not shown if the sampler computes like the trainer, nor for a step whose samples are all from
             # older weights (nan)
             rounding = name == "mismatch" and not self._row.get(name, 0.0) >= ROUNDING
-            if name in self._row and not rounding:
+            unlevelled = name == "level" and not self._row.get(name)  # a task without levels
+            if name in self._row and not rounding and not unlevelled:
                 yield label, form(self._row[name])
 
     def _times(self) -> str:

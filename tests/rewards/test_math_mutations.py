@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.rewards import math as math_reward
 from posttrain.rewards.math import MathReward, grade
-from posttrain.rewards.mathematics import compare, form, latex, naming, numbers, words
+from posttrain.rewards.mathematics import compare, form, latex, naming, numbers, tree, words
 from posttrain.rewards.mathematics.compare import Comparison
 from posttrain.rewards.mathematics.tree import Node
 
@@ -97,7 +97,7 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("scales dropped", replaced(words, "SCALES", {"million": Fraction(1)}), "5", r"\boxed{5\text{ million dollars}}"),
     ("sentences as units", replaced(words, "NO_UNITS", frozenset()), "5", r"\boxed{5\text{ wrong answers}}"),
     ("any word as a unit", replaced(words, "is_plural", lambda word: True), "5", r"\boxed{5\text{ negated}}"),
-    ("a name under a bar", replaced(latex, "labelled", lambda macro, value: value), "3+4i", r"\boxed{\overline{3+4i}}"),
+    ("a name under a bar", replaced(tree, "labelled", lambda macro, value: value), "3+4i", r"\boxed{\overline{3+4i}}"),
     ("a base left out", replaced(Comparison, "same_based", lambda *a: True), "101_2", r"\boxed{101}"),
     ("half a day", replaced(compare, "_HALF", {"am": "am", "pm": "am"}), "3:30 am", r"\boxed{3:30\text{ pm}}"),
     ("a time as a ratio", replaced(compare, "is_clock", lambda value: False), "12:30", r"\boxed{0.4}"),

@@ -115,6 +115,16 @@ def test_a_mismatch_is_shown_where_it_is_more_than_rounding(clock: list[float]) 
     ]
 
 
+def test_the_level_is_shown_where_a_task_has_levels(clock: list[float]) -> None:
+    lines = []
+    for level in (0.0, 2.0):
+        stream = io.StringIO()
+        console = Console(1, "rl", stream=stream)
+        console.update({"reward": 0.5, "level": level})
+        lines.append(stream.getvalue())
+    assert "level" not in lines[0] and "level 2" in lines[1]
+
+
 def test_missing_figures_are_left_out_and_held_out_scores_stay(clock: list[float]) -> None:
     stream = io.StringIO()
     with Console(3, "sft", stream=stream) as view:

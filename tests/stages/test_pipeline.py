@@ -88,7 +88,7 @@ def test_eval_sample_show_and_plan_speak(run: Path, capsys: pytest.CaptureFixtur
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["task"] == "arithmetic"
     assert set(result["pass_at"]) == {"1", "2", "4"} and set(result["parts"]) == {"answer", "format", "steps"}
-    assert cli.main(["sample", str(run), "12+34=", "group=2", "max_new_tokens=5"]) == 0
+    assert cli.main(["sample", str(run), "12+34=", "n=2", "max_new_tokens=5"]) == 0
     assert "[1] " in capsys.readouterr().out
     assert cli.main(["show", str(run)]) == 0
     assert "rl step 8: 4 rollouts" in capsys.readouterr().out
@@ -126,7 +126,7 @@ BAD = {
     "eval nowhere --task arithmetic device=tpu": "eval: device must be auto, cpu",
     "eval nowhere --task arithmetic save=no/such/place": "eval: save=no/such/place: no file can be written there",
     "eval nowhere --task arithmetic save=.": "eval: save=.: no file can be written there",
-    "sample nowhere hello group=x": "sample.group: input should be a valid integer",
+    "sample nowhere hello n=x": "sample.n: input should be a valid integer",
     "run quickstart seed=-1": "seed is a whole number, 0 or more",
     "run quickstart seeds=-1": "seeds=-1: seeds are whole numbers, 0 or more",
     "run quickstart --fast": "unknown argument '--fast'",
