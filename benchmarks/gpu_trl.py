@@ -5,7 +5,8 @@
     python benchmarks/gpu_trl.py dpo a --micro-batch 8        # 32 pairs of 512 + 512 tokens, as gpu_train.py --parts dpo
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6    # the recipe gsm8k: 128 x 8 answers
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --dtype float32 --steps 280 --stop 60 --save OUT \
-        --after 6 --between 'python benchmarks/real_models.py run gsm8k OURS model=DIR data=FOLDER held_out=0 seconds=120'
+        --after 6 --between 'python benchmarks/real_models.py run gsm8k OURS model=DIR data=FOLDER held_out=0 seconds=90 \
+        rl.evaluate_every=10 rl.optimizer.token_budget=32768'
     posttrain eval OUT/20 --task gsm8k task.data=FOLDER       # how its saved models are evaluated
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
