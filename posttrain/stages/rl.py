@@ -306,11 +306,13 @@ class RLStage(ReferenceStage):
         return self.router_replay
 
     def make_sampler(self, context: Context, policy: Policy) -> Sampler:
-        rows, how = (
-            self.rows(policy.device.type),
-            {"kind": self.sampler, "precision": self.precision},
+        return context.sampler(
+            policy,
+            rows=self.rows(policy.device.type),
+            kind=self.sampler,
+            count=self.sampler_processes,
+            precision=self.precision,
         )
-        return context.sampler(policy, rows=rows, count=self.sampler_processes, **how)
 
     def rollouts(self, context: Context, policy: Policy, sampler: Sampler, **more: Any) -> Rollouts:
         """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer. `more` are further
