@@ -56,6 +56,7 @@ TASTE = "rounds=1 comparisons=400 fresh=64 reward_1.steps=2 reward_1.min_accurac
 SMALL = {
     "run gsm8k processes=8": f"{FEW} group=4 processes=2",
     "run gsm8k": f"{FEW} group=4",
+    "run math": f"{FEW} group=4",
     "run r1_zero": "prompts=4 problems=8 steps=2 samples=4",
     "run nanochat_rl": "prompts=4 group=4 problems=8 steps=1",
     "run agent": f"{FEW} group=4 demonstrations=0",
@@ -282,7 +283,7 @@ def make_models(place: Path) -> None:
     from posttrain.stages.base import PRINTABLE
 
     tokenizer = character_tokenizer(PRINTABLE)
-    for seed, name in enumerate(("DIR", "MODEL", "OTHER", "BASE")):
+    for seed, name in enumerate(("DIR", "MODEL", "OTHER", "BASE", "LARGER")):
         if (place / name).is_symlink():
             (place / name).unlink()
         save(tiny_model(tokenizer, "nano", seed), tokenizer, place / name, replace=True)

@@ -8,6 +8,7 @@
     python benchmarks/real_models.py run dpo OUT model=DIR data=PAIRS.jsonl seed=1
     python benchmarks/real_models.py run instructgpt OUT model=DIR rl.steps=60   # a setting of one stage needs pydantic and PyYAML
     python benchmarks/real_models.py run distill OUT model=DIR teacher=LARGER data=FOLDER seed=0
+    python benchmarks/real_models.py run math OUT model=DIR data=FOLDER          # math-train.json.gz and math-500.jsonl.gz
     python benchmarks/real_models.py run r1 OUT model=DIR lr=3e-5                # with the table and the verdicts of r1_table.py
     python benchmarks/real_models.py draw OUT/gsm8k.json docs/real_gsm8k.png     # curves, pass@k; several files share one picture
     python benchmarks/real_models.py table OUT/*.json                            # rows for docs/results.md
@@ -44,7 +45,7 @@ CURVES = {
     "reflection": "Share that questions itself", "generated_per_second": "Tokens generated a second", "seconds/total": "Seconds a step",
 }  # fmt: skip
 KEPT = ("seconds/", "accuracy/", "tokens_per", "mismatch", "grad_norm", "groups/", "truncated")  # beside those that are drawn
-CHECKED = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
+CHECKED = ("gsm8k", "math", "dpo", "r1_zero", "instructgpt", "r1")
 DIGITS = 5  # significant ones that are kept of a curve
 
 
@@ -311,6 +312,10 @@ def check(out: Path) -> None:
     model = {"model": str(out / "model")}
     few = {"steps": "2", "prompts": "2", "group": "2", "tokens": "8", "problems": "4", "held_out": "0.3"}
     run("gsm8k", out, model | few | {"data": str(out)})
+    for split, first in (("math-train", 1), ("math-500", 50)):
+        rows_of = [{"problem": f"What is ${n} + {n}$?", "answer": str(2 * n), "level": 1} for n in range(first, first + 8)]
+        (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    run("math", out, model | few | {"data": str(out)})
     run("dpo", out, model | {"data": str(out / "pairs.jsonl"), "steps": "3"})
     run("r1_zero", out, model | {"steps": "1", "samples": "2", "prompts": "1", "problems": "2"})
     check_pipelines(out, model)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from posttrain.data.records import parse_messages, read_set
-from posttrain.errors import UserError, check_fields, require
+from posttrain.errors import Range, UserError, check_fields, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.compose import UNPARSEABLE
 from posttrain.rewards.math import MathReward, final_answer, grade
@@ -250,6 +250,9 @@ class Published(Questions):
     examples: int = 0  # solved training problems shown before the question: few-shot
     # math is this package's grader; math_verify is that of the package math-verify, for comparison with published results
     grader: Literal["math", "math_verify"] = "math"
+    # this share of the training part replaces the test part, chosen by a hash of the question, to tune settings; 0: the test
+    # part itself
+    held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.name}: ")
@@ -263,7 +266,10 @@ class Published(Questions):
         """Make the problem of a row."""
 
     def pool(self, split: str) -> tuple[Problem, ...]:
-        return read_published(type(self), self.data, self.test_data)[split == "test"].problems
+        train, test = read_published(type(self), self.data, self.test_data)
+        if self.held_out:
+            return one_side(train, self.held_out, split, f"{self.name}'s training part")
+        return (test if split == "test" else train).problems
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the extracted answer with the gold one, by the math grader; math_verify extracts it itself."""

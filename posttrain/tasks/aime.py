@@ -24,6 +24,10 @@ class Aime(Published):
 
     name: ClassVar[str] = "aime"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not self.held_out, "aime: held_out is a share of a training part; aime has none")
+
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _read(self.data) if split == "test" else ()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from posttrain.errors import Range, Share
+from posttrain.errors import Share
 from posttrain.rewards.compose import UNPARSEABLE, weigh
 from posttrain.tasks import _questions
 from posttrain.tasks._programs import as_program
@@ -31,15 +31,6 @@ class Gsm8k(_questions.Published):
 
     # the share of the value that an answer in the requested form earns, right or wrong
     format_weight: Share = 0.0
-    # this share of the training part replaces the test part, chosen by a hash of the question, to tune settings; 0: the test
-    # part itself
-    held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
-
-    def pool(self, split: str) -> tuple[Problem, ...]:
-        if not self.held_out:
-            return super().pool(split)
-        train, _ = _questions.read_published(type(self), self.data, self.test_data)
-        return _questions.one_side(train, self.held_out, split, "gsm8k's training part")
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:

@@ -18,9 +18,11 @@ from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.recipes.base import Recipe
 from posttrain.recipes.dpo import dpo
+from posttrain.recipes.gsm8k import gsm8k
 from posttrain.recipes.instructgpt import instructgpt
 from posttrain.recipes.iterative_dpo import iterative_dpo
 from posttrain.recipes.kto import kto
+from posttrain.recipes.math import math
 from posttrain.recipes.r1 import r1
 from posttrain.recipes.r1_zero import r1_zero
 from posttrain.stages._material import Data
@@ -28,6 +30,7 @@ from posttrain.stages.base import PRINTABLE
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks import sentiment
+from posttrain.tasks.math import Math
 from posttrain.tasks.prompts import Prompts
 from posttrain.tasks.requests import Requests
 from posttrain.tasks.reviews import Reviews
@@ -71,6 +74,16 @@ def test_gsm8k_measures_before_and_after_and_keeps_its_curves(checked: Path) -> 
     assert set(kept["lenient"]["before"]) == {"accuracy", "boxed"}
 
 
+def test_math_is_gsm8k_on_other_problems(checked: Path) -> None:
+    kept, other = figures(checked, "math"), figures(checked, "gsm8k")
+    assert [kept["stages"][s]["problems"] for s in ("before", "after")] == [4, 4]
+    assert set(kept["curves"]["rl"]) <= set(other["curves"]["rl"])
+    small, large = (math(max_level=level).stages[1] for level in (1, 5))
+    assert isinstance(small, RLStage) and isinstance(large, RLStage) and isinstance(small.task, Math)
+    assert (small.task.max_level, small.task.held_out) == (1, 0.05)
+    assert small.algorithm == large.algorithm == gsm8k().stages[1].algorithm  # type: ignore[attr-defined]
+
+
 def test_dpo_is_measured_on_a_quarter_of_the_prompts(checked: Path) -> None:
     result = figures(checked, "dpo")["stages"]["dpo"]
     assert (result["trained_on"], result["held_out"]) == (18, 6)
@@ -110,8 +123,8 @@ def test_r1_has_the_figures_of_its_table(checked: Path, script: ModuleType) -> N
 
 def test_only_figures_are_kept_and_drawn(checked: Path) -> None:
     kept = {p.name for p in checked.iterdir()} - {"model"}
-    data = {"gsm8k-train.jsonl", "gsm8k-test.jsonl", "pairs.jsonl"}
-    names = ("gsm8k", "dpo", "r1_zero", "instructgpt", "r1")
+    data = {"gsm8k-train.jsonl", "gsm8k-test.jsonl", "math-train.jsonl", "math-500.jsonl", "pairs.jsonl"}
+    names = ("gsm8k", "math", "dpo", "r1_zero", "instructgpt", "r1")
     assert kept == data | {f"{name}.{ending}" for name in names for ending in ("json", "png")}
     assert all((checked / f"{name}.png").stat().st_size > 10_000 for name in names)
 

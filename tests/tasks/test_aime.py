@@ -34,6 +34,11 @@ def test_answers_are_compared_as_numbers_and_all_problems_are_held_out(task: Aim
     assert [task.score(problem, text).outcome for text in said] == ["correct", "correct", "unparseable", "wrong"]
 
 
+def test_there_is_no_training_part_to_take_a_share_of(task: Aime) -> None:
+    with pytest.raises(UserError, match="aime has none"):
+        replace(task, held_out=0.1)
+
+
 def test_many_samples_of_few_problems_are_few_observations(task: Aime) -> None:
     """64 samples each: avg@64, pass@64 and majority, and an interval as wide as three problems allow."""
     groups, finals = [], []

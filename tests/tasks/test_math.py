@@ -42,6 +42,13 @@ def test_gold_answers(folder: str) -> None:
     assert not Math(folder, style="thinking").score(unknown, "no idea").valid
 
 
+def test_a_share_of_the_chosen_training_problems_takes_the_tests_place(folder: str) -> None:
+    task = Math(folder, max_level=2, held_out=0.5)
+    sides = [{p.question for p in task.problems(split)} for split in ("train", "test")]
+    assert all(sides) and not sides[0] & sides[1]
+    assert sides[0] | sides[1] == {str(row["problem"]) for row in TRAIN} - {"Solve $x^2=4$."}
+
+
 def test_levels_and_subjects(folder: str) -> None:
     assert [p.answer for p in Math(folder, max_level=1).problems("train")] == ["1", "0"]
     assert [p.answer for p in Math(folder, min_level=2, subjects=("Algebra",)).problems("train")] == [
