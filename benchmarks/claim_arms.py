@@ -550,7 +550,7 @@ def entropy(arm: str = "plain", scale: float = 1.0) -> Recipe:
 def thoughts(
     model: str = "",
     steps: int = 200,
-    seconds: float = 270.0,
+    seconds: float = 400.0,
     lr: float = 3e-6,
     prompts: int = 64,
     tokens: int = 512,
