@@ -72,6 +72,9 @@ def called_here(name: str) -> str:
     return f"{name} is called {new}" + ("" if " here" in new else " here")
 
 
+LISTED = 30  # names in an error
+
+
 def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = ()) -> UserError:
     """An error for a name that is not among `known`, with the nearest known names. If one of its `owners` had the name in an
     earlier version, the error says what replaces it.
@@ -91,7 +94,9 @@ def unknown(kind: str, name: str, known: Iterable[str], owners: Iterable[str] = 
         return UserError(f"unknown {kind} {name!r}; {called}")
     lowered = {choice.lower(): choice for choice in choices}
     near = [lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]
-    hint = f"known: {', '.join(choices)}" if choices else "none exist here"
+    hint = f"known: {', '.join(choices[:LISTED])}" if choices else "none exist here"
+    if len(choices) > LISTED:
+        hint += f" and {len(choices) - LISTED} more; posttrain list shows all that are shipped"
     if near:
         hint = f"did you mean {' or '.join(map(repr, near))}?"
     return UserError(f"unknown {kind} {name!r}; {hint}")

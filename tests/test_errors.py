@@ -105,3 +105,8 @@ def test_nothing_that_is_renamed_exists(name: str) -> None:
         if base is not None and owner in catalogue.names(kind):
             assert key not in {f.name for f in fields(catalogue.load(kind, owner, base))}
     assert str(unknown("key", key, [], [owner])).endswith(f"use {RENAMED[name]}")
+
+
+def test_a_long_list_of_known_names_is_cut() -> None:
+    said = str(unknown("key", "zzz", [f"name{n:03d}" for n in range(110)]))
+    assert "name000, " in said and "name029 and 80 more; posttrain list" in said and "name030" not in said

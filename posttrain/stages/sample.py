@@ -78,8 +78,10 @@ class SampleStage(AskingStage):
             rows += more
             result["hinted"] = dict(counts)
             said.append(f"to the {len(unsolved):,} others with a hint: {listed(counts)}")
-        none = f"{self.name}: no answer of {self.model} scored {self.min_score} or more; lower min_score, or raise samples"
-        require(rows, none)
+        none = (
+            f"{self.name}: no answer ended and scored {self.min_score} or more; {'; '.join(said)}"
+        )
+        require(rows, f"{none}. Lower min_score, or raise samples or max_new_tokens")
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         context.announce(self.name, said)
         return result

@@ -177,8 +177,10 @@ def test_the_shipped_recipe_tells_answers_to_its_first_model_only_in_prompts_for
 
 
 def test_where_nothing_is_good_enough_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"sampled: no answer of tiny:nano scored 1.0 or more"):
+    with pytest.raises(UserError, match=r"no answer ended and scored 1.0 or more; answers of tiny:nano: .*[0-9] rejected"):
         run(tmp_path, sample(task=Length(good=0.9)))
+    with pytest.raises(UserError, match=r"answers of tiny:nano: [0-9]+ truncated; .* raise samples or max_new_tokens"):
+        run(tmp_path / "cut", sample(sampling=Sampling(1)))
     for bad, words in (
         ({"samples": 0}, "samples must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),
