@@ -12,8 +12,8 @@
 
 Weights in bfloat16 (with --dtype float32, autocast to bfloat16: at a rate of 3e-6 an update is less than bfloat16 can hold), sdpa
 attention, no gradient checkpointing, no KL term in GRPO. The first step is the warm-up. `--between` is a command that runs alone on the
-GPU after step `--after`, while TRL waits; its time is not counted. Prints one JSON line. `--continuous` generates by transformers'
-continuous batching; TRL's vLLM mode is left out, since vLLM pins another torch.
+GPU after step `--after`, while TRL waits; its time is not counted. Prints one JSON line. `--generation continuous` generates by
+transformers' continuous batching, `--generation vllm` by vLLM in the same process (not measured yet: vLLM pins its own torch).
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def gsm8k(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     count, group, tokens = (2, 4, 8) if options.tiny else (128, 8, 320)
     arguments = GRPOConfig(
         **common(options, count * group), num_generations=group, max_completion_length=tokens, beta=0.0, temperature=1.0,
-        epsilon_high=0.28, warmup_steps=5, use_transformers_continuous_batching=options.continuous,
+        epsilon_high=0.28, warmup_steps=5, use_transformers_continuous_batching=options.generation == "continuous",
+        use_vllm=options.generation == "vllm", vllm_mode="colocate", vllm_gpu_memory_utilization=0.25, vllm_max_model_length=1024,
     )  # fmt: skip
     with gzip.open(Path(options.data) / "gsm8k-train.jsonl.gz", "rt") as file:
         read = [json.loads(line) for line in file]
@@ -156,7 +157,7 @@ def main() -> None:
     )
     parser.add_argument("--after", type=int, default=0, help="the step after which --between runs")
     parser.add_argument("--between", default="", help="a command")
-    parser.add_argument("--continuous", action="store_true")
+    parser.add_argument("--generation", default="transformers", choices=("transformers", "continuous", "vllm"), help="of gsm8k")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     import trl
