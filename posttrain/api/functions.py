@@ -304,9 +304,11 @@ def evaluate(
     `reference`, a model as `model` is) and of the task. Without a task, a run is evaluated on the task of its last stage that has
     one, with the sampling of that stage's evaluation; the name of that task, without settings of the task, means the same. The
     result then names the stage in `task_source`; with `allow_code`, the task may run code that the run's directory names. For a
-    reward model, give pairs or rankings as `data`: the result is the share that it orders correctly, and its calibration."""
+    reward model, give pairs or rankings as `data`, with `columns` if the columns have other names: the result is the share that it
+    orders correctly, and its calibration."""
     seed = inputs.value_of(seed, int, "evaluate: seed")
     if data is not None:
+        refuse_unknown("setting", settings, ("max_length", "columns"))
         return _agreement(model, data, **settings)
     if settings.get("reference"):
         settings["reference"] = inputs.as_model(settings["reference"])
@@ -350,7 +352,9 @@ def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun |
     return None if found and task and any(key in found.tree for key in changed) else found
 
 
-def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]:
+def _agreement(
+    model: Any, data: Any, max_length: int = 1024, columns: Mapping[str, str] | None = None
+) -> dict[str, JSON]:
     """Evaluate the reward models of a run, or one in a directory, on pairs or rankings."""
     from posttrain.data.preferences import read_preferences
     from posttrain.models.scorer import load_scorer
@@ -362,7 +366,8 @@ def _agreement(model: Any, data: Any, max_length: int = 1024) -> dict[str, JSON]
         files = inputs.Files(Path(folder), "evaluate")
         paths = files.paths(data, "data")
         with files:
-            read = [read_preferences(path, scorers[0].tokenizer, max_length) for path in paths]
+            tokenizer = scorers[0].tokenizer
+            read = [read_preferences(path, tokenizer, max_length, columns) for path in paths]
             for path, found in zip(paths, read, strict=True):
                 other = f"evaluate: {path} holds rows of kind {found.kind}, not pairs or rankings"
                 require(found.kind in ROWS["rankings"], other)

@@ -163,11 +163,11 @@ def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int,
     return good, bad
 
 
-def read_pairs(path: str | Path) -> list[tuple[str, str, str]]:
+def read_pairs(path: str | Path, columns: Columns | None = None) -> list[tuple[str, str, str]]:
     """(prompt, preferred response, other response) of every pair of a file, as text, to be judged again. Turns of a conversation
     are written one below the other. Rows that training would skip (equal or empty responses) are left out."""
     found: list[tuple[str, str, str]] = []
-    for where, record in read_rows(path):
+    for where, record in read_rows(path, columns):
         kind = _detect(record, where)
         pair = kind in ("pair", "openai")
         require(pair, f"{where}: a row of {PREFERENCES[kind].title}; pairs are needed")

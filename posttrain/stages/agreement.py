@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
@@ -38,6 +38,8 @@ class AgreementStage(JudgedStage):
     leaves = ""
 
     data: DataName
+    # the file's own names of columns, as in {prompt: question, chosen: better, rejected: worse}
+    columns: Mapping[str, str] = field(default_factory=dict)
     pairs: Count = 200
     min_agreement: Share = 0.0  # the stage stops below this agreement; 0: no gate
 
@@ -48,7 +50,7 @@ class AgreementStage(JudgedStage):
 
     def check_data(self, reader: Reader, context: Context, before: Collection[str]) -> None:
         if self.data not in before:
-            read_pairs(self.data)
+            read_pairs(self.data, self.columns)
 
     def dry_run(self) -> DryRun:
         return fewer(self, "pairs", min_agreement=0.0)
@@ -57,7 +59,7 @@ class AgreementStage(JudgedStage):
         file = data_place(self.data, context)
         if self.judge is None:
             return self.accuracy(file, context)
-        rows = read_pairs(file)[: self.pairs]
+        rows = read_pairs(file, self.columns)[: self.pairs]
         judge, usage = self.judge.open(context)
         labels = ["A" if derive(context.seed, n) & 1 else "B" for n in range(len(rows))]
         shown = [
@@ -78,7 +80,8 @@ class AgreementStage(JudgedStage):
     def accuracy(self, file: str, context: Context) -> dict[str, JSON]:
         """How often the reward model gives the higher score to the response that people preferred."""
         scorer = load_reward_model(model_places(self.reward_model, context)[0], context)
-        read = read_preferences(file, scorer.tokenizer, scorer.model.config.max_position_embeddings)
+        limit = scorer.model.config.max_position_embeddings
+        read = read_preferences(file, scorer.tokenizer, limit, self.columns)
         context.announce(self.name, read.lines())
         found = judge_pairs(scorer, read.units[: self.pairs], BUDGET)
         accuracy, judged = found.accuracy, len(found.margin_K)

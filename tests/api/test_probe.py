@@ -50,6 +50,10 @@ def test_a_reward_model_is_evaluated_on_pairs_alone(tmp_path: Path, monkeypatch:
     swapped = [{"prompt": p["prompt"], "chosen": p["rejected"], "rejected": p["chosen"]} for p in pairs]
     assert rm.evaluate(data=swapped)["accuracy"][0] == pytest.approx(1 - found["accuracy"][0]) and found["accuracy"][0] != 0.5
     assert pt.evaluate(rm.scorers()[1], data=pairs)["accuracy"] == found["accuracy/1"]
+    renamed = [{"q": p["prompt"], "good": p["chosen"], "bad": p["rejected"]} for p in pairs]
+    assert rm.evaluate(data=renamed, columns={"prompt": "q", "chosen": "good", "rejected": "bad"}) == found
+    with pytest.raises(pt.UserError, match="unknown setting 'samples'; known: columns, max_length"):
+        rm.evaluate(data=pairs, samples=2)
     assert pt.probe(rm, prompts=SUMS, problems=2).calls > 50
     labels = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}]
     with pytest.raises(pt.UserError, match=r"evaluate: data holds rows of kind unpaired, not pairs or rankings"):

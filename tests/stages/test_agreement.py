@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def test_rules_agree_with_people_of_the_same_taste_and_the_order_sways_the_biase
     first, second = results(tmp_path, exact, swayed)
     assert first["agreement"][0] == 0.8 and first["swayed"] == 0
     assert second["agreement"][0] == 0.6 and second["swayed"] == second["ties"] == 2
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(data).read_text().replace('"chosen"', '"better"').replace('"rejected"', '"worse"'))
+    named = replace(exact, data=str(other), columns={"chosen": "better", "rejected": "worse"})
+    (third,) = results(tmp_path / "named", named)
+    assert third["agreement"] == first["agreement"]
 
 
 def test_the_accuracy_of_a_reward_model_on_pairs_of_people(tmp_path: Path) -> None:
