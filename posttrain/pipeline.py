@@ -95,7 +95,8 @@ def forget(directory: Path, there: frozenset[Path] | None) -> None:
     if begun(directory):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path) if folder else path.unlink(missing_ok=True)
 
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:

@@ -43,6 +43,7 @@ class RunWriter:
 
     def __init__(self, directory: Path, config: Mapping[str, JSON] | None = None) -> None:
         self.directory = directory = Path(directory)
+        self._place = directory.absolute()  # also where a reward has gone to another folder
         # stage -> steps with arrays, in the order in which they were written
         self._kept: dict[str, list[int]] = {}
         self._mutex = threading.Lock()
@@ -239,13 +240,17 @@ class RunWriter:
             why = f"{self._lock.lost}; this process stops, so that there is one writer"
             raise UserError(f"{self.directory}: {why}")
         with self._mutex, explained(self.directory):
-            fd = self._fds[name]
-            before = os.fstat(fd).st_size
+            fd, path = self._fds[name], self._place / name
+            before = os.fstat(fd)
+            # lines would go to a file that nobody finds, and checkpoints to a second directory of the old name
+            same = path.exists() and os.path.samestat(before, path.stat())
+            gone = f"{path} was moved or removed while the run was being written"
+            require(same, f"{gone}; this process stops: put it back, then resume")
             try:
                 write_all(fd, line)
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(fd, before)
+                    os.ftruncate(fd, before.st_size)
                 raise
 
     def close(self) -> None:

@@ -121,9 +121,14 @@ def explained(directory: Path) -> Iterator[None]:
 
 def begun(directory: Path) -> bool:
     """Whether a run has trained or measured anything. One that has not is deleted if it fails, and there is nothing to resume."""
-    metrics = directory / "metrics.jsonl"
+    if not os.path.isdir(directory):  # it says no also where the name is too long
+        return False
+    metrics, patterns = (
+        directory / "metrics.jsonl",
+        ("stages/*/result.json", "checkpoints/*/step-*"),
+    )
     trained = os.path.isfile(metrics) and os.path.getsize(metrics) > 0
-    return trained or (os.path.isdir(directory) and any(directory.glob("stages/*/result.json")))
+    return trained or any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def model_folder(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -193,3 +194,20 @@ def test_what_was_learned_is_not_taken_back(tmp_path: Path, capsys: pytest.Captu
     recipe.write_text(f"{SMALL}{second}\n")
     assert cli.main(["run", str(recipe), f"out={tmp_path / 'run'}"]) == 2
     assert len(Run(tmp_path / "run").metrics("rl")) == 5
+
+
+def test_a_run_directory_that_is_removed_while_it_trains_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update, directory = Trainer.update, tmp_path / "run"
+
+    def removes(trainer: Trainer, *given: Any, **more: Any) -> Any:
+        shutil.rmtree(directory, ignore_errors=True)
+        return update(trainer, *given, **more)
+
+    monkeypatch.setattr(Trainer, "update", removes)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={directory}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "was moved or removed while the run was being written" in said
+    assert not directory.exists()
