@@ -423,8 +423,8 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once. The
-    error names the directory to resume."""
+    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once, as an
+    output that was closed does. The error names the directory to resume."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -444,6 +444,10 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     except Interrupted as error:
         error.directory = directory
         raise
+    except BrokenPipeError as error:  # as `posttrain run ... | head` does
+        stopped = Interrupted("stopped because its output was closed")
+        stopped.directory = directory
+        raise stopped from error
     except KeyboardInterrupt as error:
         error.add_note(f"continue with: posttrain resume {directory}")
         raise

@@ -211,3 +211,15 @@ def test_a_run_directory_that_is_removed_while_it_trains_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "was moved or removed while the run was being written" in said
     assert not directory.exists()
+
+
+def test_a_run_whose_output_is_closed_did_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`posttrain run ... | head` stops training, which must not look like a run that is done."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    monkeypatch.setattr(pipeline, "run_stages", raising(BrokenPipeError()))
+    assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={tmp_path / 'run'}"]) == 130
+    more = f"continue with: posttrain resume {tmp_path / 'run'}"
+    assert capsys.readouterr().err == f"posttrain: stopped because its output was closed; {more}\n"
+    assert Run(tmp_path / "run").events()[-1].details == {"error": "Interrupted"}
