@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from errno import ENOSPC
+from errno import EACCES, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ CODES = {
     Interrupted("asked"): 130,
     KeyboardInterrupt(): 130,
     OSError(ENOSPC, "full", "a.png"): 2,
+    PermissionError(EACCES, "denied", "a.jsonl"): 2,
 }
 SMALL = """
 threads: 1
