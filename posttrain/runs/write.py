@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import AnswerRow, Row, TokenArrays
@@ -141,8 +141,14 @@ class RunWriter:
         self.event(event.kind, {**place, **step, **said, **event.data})
 
     def resumed(self, stage: str, step: int) -> None:
-        """Record that this attempt continues after `step` of `stage`: readers drop later steps of earlier attempts."""
+        """Record that this attempt continues after `step` of `stage`: readers drop later steps of earlier attempts. Says so if rows of
+        the steps up to there were lost."""
         self.event("resume", {"stage": stage, "step": int(step)})
+        rows = layout.json_lines(self.directory / layout.METRICS)
+        known = {row.get("step") for row in rows if row and row.get("stage") == stage}
+        if lost := {*range(1, step + 1)} - known:
+            what = f"{self.directory / layout.METRICS} has lost {len(lost)} of the {step} steps up to here"
+            self.events.emit("damaged", f"{what}; the model has not", "warning", stage=stage)
 
     def rollouts(
         self,
@@ -236,16 +242,15 @@ class RunWriter:
 
     def _append(self, name: str, line: bytes) -> None:
         """Append one line in one write; if the disk fills up during it, the partial line is removed."""
-        if self._lock is not None and self._lock.lost:
-            why = f"{self._lock.lost}; this process stops, so that there is one writer"
-            raise UserError(f"{self.directory}: {why}")
+        taken = self._lock.lost if self._lock is not None else ""
+        require(not taken, f"{self.directory}: {taken}")
         with self._mutex, explained(self.directory):
             fd, path = self._fds[name], self._place / name
             before = os.fstat(fd)
             # lines would go to a file that nobody finds, and checkpoints to a second directory of the old name
             same = path.exists() and os.path.samestat(before, path.stat())
-            gone = f"{path} was moved or removed while the run was being written"
-            require(same, f"{gone}; this process stops: put it back, then resume")
+            gone = "was moved or removed while the run was being written; put it back, then resume"
+            require(same, f"{path} {gone}")
             try:
                 write_all(fd, line)
             except OSError:

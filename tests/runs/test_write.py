@@ -167,9 +167,21 @@ def test_a_run_that_is_moved_or_removed_while_it_is_written_stops(how: str, tmp_
             shutil.rmtree(directory)
         else:
             (directory / "metrics.jsonl").unlink()
-        with pytest.raises(UserError, match="was moved or removed while the run was being written; this process stops"):
+        with pytest.raises(UserError, match="was moved or removed while the run was being written; put it back"):
             writer.metrics("rl", 2, {"loss": 1.0})
     assert directory.exists() == (how == "the file is removed")
+
+
+@pytest.mark.parametrize(("rows", "lost"), [(4, 0), (3, 1), (0, 4)])
+def test_rows_that_were_lost_before_a_resume_are_counted(rows: int, lost: int, tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path, {}) as writer:
+        for step in range(rows):
+            writer.metrics("rl", step + 1, {"loss": 1.0})
+    with RunWriter.resume(tmp_path) as writer:
+        writer.resumed("rl", 4)
+    said = [event.details["text"] for event in Run(tmp_path).events() if event.kind == "damaged"]
+    text = f"{tmp_path / 'metrics.jsonl'} has lost {lost} of the 4 steps up to here; the model has not"
+    assert said == ([text] if lost else [])
 
 
 def test_the_working_directory_does_not_matter_to_a_relative_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
