@@ -92,11 +92,10 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
 def forget(directory: Path, there: frozenset[Path] | None) -> None:
     """Delete a run that was refused before it trained or measured anything, so that the corrected command can use its directory.
     Files that were `there` before are kept (None: there was no directory)."""
-    if begun(directory):
+    if begun(directory) or not os.path.isdir(directory):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
-        folder = path.is_dir() and not path.is_symlink()
-        shutil.rmtree(path) if folder else path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] = ()) -> Path:
@@ -252,11 +251,8 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
     advice = "undo the change, or start a new run"
     for stage, step in [*reached.items()][:1]:
-        end, start = (
-            f"posttrain resume {run.directory} {stage}.steps={step}",
-            f"model={run.directory}",
-        )
-        advice += f"; to go on from its model with other settings, let {stage} end where it is ({end}) and give the new run {start}"
+        end = f"let {stage} end where it is (posttrain resume {run.directory} {stage}.steps={step})"
+        advice += f"; to go on from its model with other settings, {end} and give the new run model={run.directory}"
     require(not found.refused, f"{other}; {advice}")
     return found
 
