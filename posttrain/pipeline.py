@@ -154,6 +154,8 @@ def settings_of(
     """The settings of a run to continue, and those of them that were given now."""
     check_format(run)
     pairs = dict(map(config_tree.pair, arguments))
+    moved = "out: a run goes on in its own directory; leave it out, or copy the directory first"
+    require("out" not in pairs, moved)
     return config.from_config(run.config, str(run.directory / CONFIG), pairs, allow_code), pairs
 
 

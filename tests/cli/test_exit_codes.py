@@ -152,6 +152,8 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
     said = capsys.readouterr().err
     assert "rl: nonfinite: step 4: the gradient's norm is nan" in said and "the checkpoint step-3 is intact" in said
     monkeypatch.setattr(Trainer, "forward_backward", healthy)
+    assert cli.main(["resume", str(tmp_path / "run"), f"out={tmp_path / 'other'}"]) == 2
+    assert "out: a run goes on in its own directory" in capsys.readouterr().err and not (tmp_path / "other").exists()
     assert cli.main(["resume", str(tmp_path / "run")]) == 0
     rows = Run(tmp_path / "run").metrics("rl")
     assert [row.step for row in rows] == [1, 2, 3, 4, 5] and all(row.figures["loss"] == row.figures["loss"] for row in rows)
