@@ -288,7 +288,7 @@ def _run(
         context = _run_stages(settings, writer, workers, interrupt, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        go_on = f"go on with: posttrain resume {writer.directory}"
+        go_on = f"go on with: posttrain resume {shlex.quote(str(writer.directory))}"
         console.write_text(f"not run yet: {', '.join(left)}; {go_on}\n", sys.stdout)
         return
     _export(context, settings)
@@ -447,7 +447,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         stopped.directory = directory
         raise stopped from error
     except KeyboardInterrupt as error:
-        error.add_note(f"continue with: posttrain resume {directory}")
+        error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
         raise
     finally:
         for number, old in previous.items():
