@@ -108,3 +108,13 @@ def test_a_refusal_names_the_file_that_it_is_about(begun: bool, file: str, said:
             else PermissionError(errno.EACCES, "no")
         )
     assert str(error.value) == said.format(run=run, file=tmp_path / file)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "stages/sft/result.json", "checkpoints/rl/step-2/manifest.json"])
+def test_a_run_has_begun_if_it_left_anything_to_go_on_from(name: str, tmp_path: Path) -> None:
+    """One that has not is taken back where it fails: a lost metrics.jsonl must not cost its checkpoints."""
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    assert not files.begun(tmp_path) and not files.begun(tmp_path / "none")
+    (tmp_path / name).write_text("{}\n")
+    assert files.begun(tmp_path)
