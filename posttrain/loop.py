@@ -274,7 +274,8 @@ class Loop:
         if arrays is not None:
             self.write_rollouts(step, groups, arrays)
             yield True
-        collect_garbage()
+        if gc.get_count()[0] > MANY_OBJECTS:
+            gc.collect()
 
     def update(
         self,
@@ -494,11 +495,6 @@ def checked_state(algorithm: Algorithm, state: State) -> State:
     asked = "start and finish return a dict of finite numbers, texts, lists and dicts"
     algorithm.check(not why, f"{asked}, which checkpoints hold; {why}")
     return state
-
-
-def collect_garbage() -> None:
-    if gc.get_count()[0] > MANY_OBJECTS:
-        gc.collect()
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
 def forget(directory: Path, there: frozenset[Path] | None) -> None:
     """Delete a run that was refused before it trained or measured anything, so that the corrected command can use its directory.
     Files that were `there` before are kept (None: there was no directory)."""
-    if begun(directory):
+    if begun(directory) or not os.path.isdir(directory):
         return
     for path in [directory] if there is None else {*directory.iterdir()} - there:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -154,6 +154,8 @@ def settings_of(
     """The settings of a run to continue, and those of them that were given now."""
     check_format(run)
     pairs = dict(map(config_tree.pair, arguments))
+    moved = "out: a run goes on in its own directory; leave it out, or copy the directory first"
+    require("out" not in pairs, moved)
     return config.from_config(run.config, str(run.directory / CONFIG), pairs, allow_code), pairs
 
 
@@ -251,11 +253,8 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
     advice = "undo the change, or start a new run"
     for stage, step in [*reached.items()][:1]:
-        end, start = (
-            f"posttrain resume {run.directory} {stage}.steps={step}",
-            f"model={run.directory}",
-        )
-        advice += f"; to go on from its model with other settings, let {stage} end where it is ({end}) and give the new run {start}"
+        end = f"let {stage} end where it is (posttrain resume {run.directory} {stage}.steps={step})"
+        advice += f"; to go on from its model with other settings, {end} and give the new run model={run.directory}"
     require(not found.refused, f"{other}; {advice}")
     return found
 
@@ -289,7 +288,7 @@ def _run(
         context = _run_stages(settings, writer, workers, interrupt, on_step)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        go_on = f"go on with: posttrain resume {writer.directory}"
+        go_on = f"go on with: posttrain resume {shlex.quote(str(writer.directory))}"
         console.write_text(f"not run yet: {', '.join(left)}; {go_on}\n", sys.stdout)
         return
     _export(context, settings)
@@ -422,8 +421,8 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once. The
-    error names the directory to resume."""
+    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once, as an
+    output that was closed does. The error names the directory to resume."""
     interrupt = Interrupt()
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -443,8 +442,12 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     except Interrupted as error:
         error.directory = directory
         raise
+    except BrokenPipeError as error:  # as `posttrain run ... | head` does
+        stopped = Interrupted("stopped because its output was closed")
+        stopped.directory = directory
+        raise stopped from error
     except KeyboardInterrupt as error:
-        error.add_note(f"continue with: posttrain resume {directory}")
+        error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
         raise
     finally:
         for number, old in previous.items():

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,11 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except errors.GuardStop as error:
         return fail(str(error), 3)
     except errors.Waiting as error:
-        print_lines([f"{error}; then continue with: posttrain resume {error.directory}"])
+        place = shlex.quote(str(error.directory))
+        print_lines([f"{error}; then continue with: posttrain resume {place}"])
         return 0
     except errors.Interrupted as error:
-        more = f"; continue with: posttrain resume {error.directory}" if error.directory else ""
-        return fail(f"{error}{more}", 130)
+        more = f"; continue with: posttrain resume {shlex.quote(str(error.directory))}"
+        return fail(f"{error}{more if error.directory else ''}", 130)
     except errors.PeerFailed as error:
         # the process that started them reports which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
@@ -45,18 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.filename is None and not _somewhere():
+        if error.errno == errno.ENOENT and error.filename is None:  # only os.getcwd names no file
             return fail("the current directory has been removed; change to another (cd)", 2)
+        if error.errno in (errno.EACCES, errno.EPERM) and error.filename:
+            return fail(f"{error.filename}: permission denied; ask its owner to allow it", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return fail(f"{error.filename or 'a file'} cannot be written: no space left on its disk", 2)
-
-
-def _somewhere() -> bool:
-    try:
-        return bool(os.getcwd())
-    except OSError:
-        return False
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -84,7 +84,7 @@ class Lock:
         """Return the process that holds the run now; "" while this one does. A takeover is noticed at the second heartbeat
         after it."""
         taken = self._lease.compromise is not None
-        return f"{self._holder()} has taken the run over" if taken else ""
+        return f"{self._holder()} has taken the run over; this process stops" if taken else ""
 
     def release(self) -> None:
         """Let the next writer in. The file `lock` stays: removing it would let two writers lock two files of the same name."""

@@ -163,7 +163,11 @@ class History:
         last = len(self.order)  # a stage without metrics has not finished its first step
         place = self.order.get(stage, last)
         whole = _whole(stage)
-        kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0))
+        # attempts that went on after this step built on it, even if they had gone through an earlier stage again
+        built = (
+            later for later, name, resumed in self.resumes if name == stage and resumed >= step
+        )
+        kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0), *built)
         return any(
             step > resumed_step
             if stage == resumed_stage

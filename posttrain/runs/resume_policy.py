@@ -95,6 +95,8 @@ def _not_extended(
     ''
     >>> _not_extended("rl", 9, 20, {"rl.optimizer.schedule": "cosine"}).partition(",")[0]
     'optimizer.schedule=cosine ends at the last step'
+    >>> _not_extended("rl", 20, 9, {"rl.optimizer.schedule": "cosine"}, reached=9)
+    ''
     """
     if now < was and not 0 < reached <= now:
         also = f"; it can end at step {reached}, where its checkpoint is" if reached else ""
@@ -104,7 +106,8 @@ def _not_extended(
     own = {key: value for key, value in settings.items() if key.startswith(f"{stage}.")}
     schedules = {key: value for key, value in own.items() if key.endswith("optimizer.schedule")}
     given = [f"{key}={value}" for key, value in schedules.items() if value != "constant"]
-    falling = [text.removeprefix(f"{stage}.") for text in given]
+    # where it ends at its checkpoint, nothing more is trained
+    falling = [text.removeprefix(f"{stage}.") for text in given if now != reached]
     if falling:
         other = f"{falling[0]} ends at the last step, so that a longer run has another learning rate from the start"
         return f"{other}; a stage that is to be extended begins with schedule=constant"

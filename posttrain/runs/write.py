@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from posttrain.errors import UserError, require
+from posttrain.errors import require
 from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import AnswerRow, Row, TokenArrays
@@ -43,6 +43,7 @@ class RunWriter:
 
     def __init__(self, directory: Path, config: Mapping[str, JSON] | None = None) -> None:
         self.directory = directory = Path(directory)
+        self._place = directory.absolute()  # also where a reward has gone to another folder
         # stage -> steps with arrays, in the order in which they were written
         self._kept: dict[str, list[int]] = {}
         self._mutex = threading.Lock()
@@ -140,8 +141,14 @@ class RunWriter:
         self.event(event.kind, {**place, **step, **said, **event.data})
 
     def resumed(self, stage: str, step: int) -> None:
-        """Record that this attempt continues after `step` of `stage`: readers drop later steps of earlier attempts."""
+        """Record that this attempt continues after `step` of `stage`: readers drop later steps of earlier attempts. Says so if rows of
+        the steps up to there were lost."""
         self.event("resume", {"stage": stage, "step": int(step)})
+        rows = layout.json_lines(self.directory / layout.METRICS)
+        known = {row.get("step") for row in rows if row and row.get("stage") == stage}
+        if lost := {*range(1, step + 1)} - known:
+            what = f"{self.directory / layout.METRICS} has lost {len(lost)} of the {step} steps up to here"
+            self.events.emit("damaged", f"{what}; the model has not", "warning", stage=stage)
 
     def rollouts(
         self,
@@ -235,17 +242,20 @@ class RunWriter:
 
     def _append(self, name: str, line: bytes) -> None:
         """Append one line in one write; if the disk fills up during it, the partial line is removed."""
-        if self._lock is not None and self._lock.lost:
-            why = f"{self._lock.lost}; this process stops, so that there is one writer"
-            raise UserError(f"{self.directory}: {why}")
+        taken = self._lock.lost if self._lock is not None else ""
+        require(not taken, f"{self.directory}: {taken}")
         with self._mutex, explained(self.directory):
-            fd = self._fds[name]
-            before = os.fstat(fd).st_size
+            fd, path = self._fds[name], self._place / name
+            before = os.fstat(fd)
+            # lines would go to a file that nobody finds, and checkpoints to a second directory of the old name
+            same = path.exists() and os.path.samestat(before, path.stat())
+            gone = "was moved or removed while the run was being written; put it back, then resume"
+            require(same, f"{path} {gone}")
             try:
                 write_all(fd, line)
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(fd, before)
+                    os.ftruncate(fd, before.st_size)
                 raise
 
     def close(self) -> None:

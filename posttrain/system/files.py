@@ -113,7 +113,12 @@ def explained(directory: Path) -> Iterator[None]:
         elif kind == errno.EFBIG or "File too large" in said:
             text = f"a file in {directory} has reached the largest size allowed here; raise it (ulimit -f), then {again}"
         elif isinstance(error, REFUSED) or kind in (errno.EROFS, errno.ENAMETOOLONG):
+            file = Path(str(getattr(error, "filename", None) or directory)).absolute()
+            place = directory.absolute()
+            ours = file.is_relative_to(place) or place.is_relative_to(file)
             text = f"cannot write the run directory {directory}: {os.strerror(kind or 0)}; choose another"
+            if not ours or begun(directory):  # a file that it reads, or that was writable before
+                text = f"{file}: {os.strerror(kind or 0)}; put it right, then {again}"
         else:
             raise
         raise UserError(text) from error
@@ -121,9 +126,10 @@ def explained(directory: Path) -> Iterator[None]:
 
 def begun(directory: Path) -> bool:
     """Whether a run has trained or measured anything. One that has not is deleted if it fails, and there is nothing to resume."""
-    metrics = directory / "metrics.jsonl"
-    trained = os.path.isfile(metrics) and os.path.getsize(metrics) > 0
-    return trained or (os.path.isdir(directory) and any(directory.glob("stages/*/result.json")))
+    patterns = ("metrics.jsonl", "stages/*/result.json", "checkpoints/*/step-*/manifest.json")
+    found = (path for pattern in patterns for path in directory.glob(pattern))
+    # isdir says no also where the name is too long
+    return os.path.isdir(directory) and any(path.stat().st_size for path in found)
 
 
 def model_folder(path: Path) -> Path:

@@ -152,12 +152,6 @@ def save(
             if ranks > 1:
                 manifest |= {"format": SHARDED, "ranks": ranks}
             _write_json(folder / MANIFEST, manifest)
-    except (OSError, SafetensorError) as error:  # a full disk is the second
-        reason, advice = getattr(error, "strerror", None) or error, "free some space"
-        if "File too large" in str(error):
-            advice = "raise the largest size of a file (ulimit -f)"
-        text = f"cannot write a checkpoint to {directory}: {reason}; {advice} and resume"
-        raise UserError(text) from error
     finally:
         if not checkpoint.rank:
             _recover(directory)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from errno import ENOSPC
+from errno import EACCES, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ CODES = {
     Interrupted("asked"): 130,
     KeyboardInterrupt(): 130,
     OSError(ENOSPC, "full", "a.png"): 2,
+    PermissionError(EACCES, "denied", "a.jsonl"): 2,
 }
 SMALL = """
 threads: 1
@@ -150,6 +152,8 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
     said = capsys.readouterr().err
     assert "rl: nonfinite: step 4: the gradient's norm is nan" in said and "the checkpoint step-3 is intact" in said
     monkeypatch.setattr(Trainer, "forward_backward", healthy)
+    assert cli.main(["resume", str(tmp_path / "run"), f"out={tmp_path / 'other'}"]) == 2
+    assert "out: a run goes on in its own directory" in capsys.readouterr().err and not (tmp_path / "other").exists()
     assert cli.main(["resume", str(tmp_path / "run")]) == 0
     rows = Run(tmp_path / "run").metrics("rl")
     assert [row.step for row in rows] == [1, 2, 3, 4, 5] and all(row.figures["loss"] == row.figures["loss"] for row in rows)
@@ -193,3 +197,32 @@ def test_what_was_learned_is_not_taken_back(tmp_path: Path, capsys: pytest.Captu
     recipe.write_text(f"{SMALL}{second}\n")
     assert cli.main(["run", str(recipe), f"out={tmp_path / 'run'}"]) == 2
     assert len(Run(tmp_path / "run").metrics("rl")) == 5
+
+
+def test_a_run_directory_that_is_removed_while_it_trains_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update, directory = Trainer.update, tmp_path / "run"
+
+    def removes(trainer: Trainer, *given: Any, **more: Any) -> Any:
+        shutil.rmtree(directory, ignore_errors=True)
+        return update(trainer, *given, **more)
+
+    monkeypatch.setattr(Trainer, "update", removes)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={directory}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "was moved or removed while the run was being written" in said
+    assert not directory.exists()
+
+
+def test_a_run_whose_output_is_closed_did_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`posttrain run ... | head` stops training, which must not look like a run that is done."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    monkeypatch.setattr(pipeline, "run_stages", raising(BrokenPipeError()))
+    assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={tmp_path / 'my run'}"]) == 130
+    more = f"continue with: posttrain resume '{tmp_path / 'my run'}'"
+    assert capsys.readouterr().err == f"posttrain: stopped because its output was closed; {more}\n"
+    assert Run(tmp_path / "my run").events()[-1].details == {"error": "Interrupted"}

@@ -86,6 +86,26 @@ def test_going_back_to_an_earlier_stage_drops_the_later_ones(tmp_path: Path) -> 
     assert run.stages() == ["sft", "rl"]
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_stage_that_went_on_keeps_its_steps_though_an_earlier_one_ran_again(attempts: int, tmp_path: Path) -> None:
+    """As after the removal of stages/sft: sft ends as before, so that rl goes on from its checkpoint of step 2."""
+    with RunWriter.create(tmp_path, {}) as writer:
+        writer.metrics("sft", 1, {"reward": 1.0})
+        for step in (1, 2, 3):
+            writer.metrics("rl", step, {"reward": float(step)})
+            writer.rollouts("rl", step, [rollout("old")])
+    for attempt in range(attempts):  # the first of two is killed between the stages
+        with RunWriter.resume(tmp_path) as writer:
+            if attempt == 0:
+                writer.resumed("sft", -1)
+                writer.metrics("sft", 1, {"reward": 1.0})
+            if attempt == attempts - 1:
+                writer.resumed("rl", 2)
+                writer.metrics("rl", 3, {"reward": 33.0})
+    assert rewards(Run(tmp_path)) == {1: 1.0, 2: 2.0, 3: 33.0}
+    assert Run(tmp_path).rollout_steps("rl") == [1, 2]
+
+
 def test_resuming_a_later_stage_keeps_the_earlier_ones(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, {}) as writer:
         writer.metrics("sft", 100, {"reward": 1.0})

@@ -60,6 +60,14 @@ def test_more_steps_are_an_extension_where_the_learning_rate_does_not_depend_on_
     assert compare(lengths(5), lengths(9), []).extended == (), "one that has not begun is just another"
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_stage_may_end_where_its_checkpoint_is(schedule: str) -> None:
+    """Nothing more is trained, so that no learning rate can differ; between there and the end it could."""
+    found = compare(lengths(12, schedule), lengths(4, schedule), ["rl"], {"rl": 4})
+    assert (found.named, found.refused, found.extended) == (("rl.steps: 12 -> 4",), (), ())
+    assert bool(compare(lengths(12, schedule), lengths(6, schedule), ["rl"], {"rl": 4}).refused) == (schedule != "constant")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [

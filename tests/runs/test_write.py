@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 from posttrain.errors import UserError
 from posttrain.runs import layout, write
 from posttrain.runs.layout import TokenArrays
+from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.types import Problem, Rollout, Score, Segment
 
@@ -152,6 +154,42 @@ def test_a_torn_tail_is_cut_and_later_lines_are_whole(tmp_path: Path, cut: int) 
     assert [row["step"] for row in lines(path)] == ([1, 2, 3] if cut == 1 else [1, 3])
     repairs = [event for event in lines(tmp_path / "events.jsonl") if event["kind"] == "repair"]
     assert len(repairs) == (0 if cut == 1 else 1)
+
+
+@pytest.mark.parametrize("how", ["the directory is renamed", "the directory is removed", "the file is removed"])
+def test_a_run_that_is_moved_or_removed_while_it_is_written_stops(how: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with RunWriter.create(directory, {}) as writer:
+        writer.metrics("rl", 1, {"loss": 1.0})
+        if how == "the directory is renamed":
+            directory.rename(tmp_path / "other")
+        elif how == "the directory is removed":
+            shutil.rmtree(directory)
+        else:
+            (directory / "metrics.jsonl").unlink()
+        with pytest.raises(UserError, match="was moved or removed while the run was being written; put it back"):
+            writer.metrics("rl", 2, {"loss": 1.0})
+    assert directory.exists() == (how == "the file is removed")
+
+
+@pytest.mark.parametrize(("rows", "lost"), [(4, 0), (3, 1), (0, 4)])
+def test_rows_that_were_lost_before_a_resume_are_counted(rows: int, lost: int, tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path, {}) as writer:
+        for step in range(rows):
+            writer.metrics("rl", step + 1, {"loss": 1.0})
+    with RunWriter.resume(tmp_path) as writer:
+        writer.resumed("rl", 4)
+    said = [event.details["text"] for event in Run(tmp_path).events() if event.kind == "damaged"]
+    text = f"{tmp_path / 'metrics.jsonl'} has lost {lost} of the 4 steps up to here; the model has not"
+    assert said == ([text] if lost else [])
+
+
+def test_the_working_directory_does_not_matter_to_a_relative_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunWriter.create(Path("run"), {}) as writer:
+        monkeypatch.chdir("/")
+        writer.metrics("rl", 1, {"loss": 1.0})
+    assert [row.step for row in Run(tmp_path / "run").metrics()] == [1]
 
 
 def test_a_torn_events_file_is_repaired_and_its_attempts_still_count(tmp_path: Path) -> None:

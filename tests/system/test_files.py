@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from posttrain.errors import UserError
 from posttrain.system import files
 from posttrain.system.files import atomic_folder, atomic_write
 
@@ -82,3 +84,37 @@ def test_a_folder_replaces_another_and_all_of_it_is_synced_first(tmp_path: Path,
         (folder / "inner" / "weights").write_text("new")
     assert synced == [("weights", True), ("inner", True), (".model.7.tmp", True), (tmp_path.name, False)]
     assert os.listdir(tmp_path) == ["model"] and os.listdir(target) == ["inner"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "file", "said"),
+    [
+        (False, "run/lock", "cannot write the run directory {run}: Permission denied; choose another"),
+        (False, "", "cannot write the run directory {run}: Permission denied; choose another"),
+        (False, "data.jsonl", "{file}: Permission denied; put it right, then start it again"),
+        (True, "data.jsonl", "{file}: Permission denied; put it right, then 'posttrain resume {run}'"),
+        (True, "run/metrics.jsonl", "{file}: Permission denied; put it right, then 'posttrain resume {run}'"),
+    ],
+)
+def test_a_refusal_names_the_file_that_it_is_about(begun: bool, file: str, said: str, tmp_path: Path) -> None:
+    """A data set that may not be read is not a run directory that cannot be written."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n" if begun else "")
+    with pytest.raises(UserError) as error, files.explained(run):
+        raise (
+            PermissionError(errno.EACCES, "Permission denied", str(tmp_path / file))
+            if file
+            else PermissionError(errno.EACCES, "no")
+        )
+    assert str(error.value) == said.format(run=run, file=tmp_path / file)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "stages/sft/result.json", "checkpoints/rl/step-2/manifest.json"])
+def test_a_run_has_begun_if_it_left_anything_to_go_on_from(name: str, tmp_path: Path) -> None:
+    """One that has not is taken back where it fails: a lost metrics.jsonl must not cost its checkpoints."""
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    assert not files.begun(tmp_path) and not files.begun(tmp_path / "none")
+    (tmp_path / name).write_text("{}\n")
+    assert files.begun(tmp_path)

