@@ -15,7 +15,6 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
-
 # three-digit sums of every kind, in which four carries in five are forgotten
 SHOWN = (SUMS[0], Data(task=Arithmetic(level=3, forgotten=0.8), counts={3: 3000}))
 
