@@ -274,8 +274,7 @@ class Loop:
         if arrays is not None:
             self.write_rollouts(step, groups, arrays)
             yield True
-        if gc.get_count()[0] > MANY_OBJECTS:
-            gc.collect()
+        collect_garbage()
 
     def update(
         self,
@@ -495,6 +494,11 @@ def checked_state(algorithm: Algorithm, state: State) -> State:
     asked = "start and finish return a dict of finite numbers, texts, lists and dicts"
     algorithm.check(not why, f"{asked}, which checkpoints hold; {why}")
     return state
+
+
+def collect_garbage() -> None:
+    if gc.get_count()[0] > MANY_OBJECTS:
+        gc.collect()
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_nothing_pays_that_should_not_in_a_shipped_task(name: str, folder: Path,
 @pytest.mark.parametrize("name", catalogue.names("recipe"))
 def test_nothing_pays_that_should_not_in_a_shipped_recipe(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentiment, "lexicon", lambda: WordLexicon(PRAISE))
-    keys = [f"data={folder}"] if name == "gsm8k" else []
+    keys = [f"data={folder}"] if name in ("gsm8k", "math") else []
     stages = config.parse(name, keys).recipe.stages
     tasks = {repr(task): task for stage in stages if isinstance(task := getattr(stage, "task", None), Task)}
     for task in tasks.values():
