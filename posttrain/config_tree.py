@@ -53,10 +53,13 @@ def pair(argument: str) -> tuple[str, JSON]:
     """Split key=value. The value is text, a list or a mapping; other values stay as typed until their field is known."""
     key, equals, text = argument.partition("=")
     require(equals and key, f"{argument!r} is not key=value")
+    plain = text.lstrip()[:1] not in tuple("'\"[{|>")
     try:
-        if text.lstrip().startswith("#"):  # a comment to YAML; here a marker such as ####
+        if plain and re.search(r"(?:^|\s)#", text):  # a comment to YAML; here a marker such as ####
             return key, text
         value = read_values(text, key) if text else ""
+        if plain and isinstance(value, str) and "\n" in text:  # YAML joins the lines
+            return key, text
     except (yaml.YAMLError, ValueError):
         return key, text
     # YAML 1.1 reads 1e-4 as a string; people mean a number

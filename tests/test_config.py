@@ -196,3 +196,11 @@ def test_a_word_that_begins_like_a_truth_is_text(word: str) -> None:
 def test_a_tag_that_does_not_fit_its_value_is_one_line(value: str) -> None:
     with pytest.raises(UserError, match=r"x\.yaml is not valid YAML"):
         read_yaml(f"a: {value}", "x.yaml")
+
+
+@pytest.mark.parametrize("text", ["x #1", "a\nb", "#### ", "12 #x", "x#1"])
+def test_a_value_of_the_command_line_is_whole(text: str) -> None:
+    """YAML alone would cut a comment off and join lines."""
+    assert config_tree.pair(f"out={text}") == ("out", text)
+    assert settings(f"out={text}").out == text
+    assert config_tree.pair("data=[{file: x}]  # one") == ("data", [{"file": "x"}])
