@@ -442,8 +442,10 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     except Interrupted as error:
         error.directory = directory
         raise
-    except BrokenPipeError as error:  # as `posttrain run ... | head` does
-        stopped = Interrupted("stopped because its output was closed")
+    except BrokenPipeError as error:  # `posttrain run ... | head` closes its output
+        stopped = Interrupted(
+            "stopped because its output, or a pipe to another process, was closed"
+        )
         stopped.directory = directory
         raise stopped from error
     except KeyboardInterrupt as error:

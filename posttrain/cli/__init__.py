@@ -47,13 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # only os.getcwd names no file
+        if isinstance(error, FileNotFoundError) and error.filename is None and not _somewhere():
             return fail("the current directory has been removed; change to another (cd)", 2)
         if error.errno in (errno.EACCES, errno.EPERM) and error.filename:
             return fail(f"{error.filename}: permission denied; ask its owner to allow it", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return fail(f"{error.filename or 'a file'} cannot be written: no space left on its disk", 2)
+
+
+def _somewhere() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -32,13 +32,19 @@ def math(
     The curve is greedy accuracy on a share `held_out` of the training problems, which are not trained on. `before` and `after`
     are greedy answers to the problems of MATH-500 of these levels, and decide nothing.
     """
-    task = Math(data=data, max_level=max_level)
-    stages: list[Stage] = []
-    for stage in gsm8k(
-        model, "", steps, prompts, group, lr=lr, tokens=tokens, problems=problems
-    ).stages:
-        if isinstance(stage, RLStage):
-            stages.append(replace(stage, task=replace(task, held_out=held_out), seconds=seconds))
-        elif isinstance(stage, EvaluateStage):
-            stages.append(replace(stage, task=task))
+    words = gsm8k(
+        model,
+        steps=steps,
+        prompts=prompts,
+        group=group,
+        lr=lr,
+        tokens=tokens,
+        problems=problems,
+        seconds=seconds,
+    )
+    task, stages = Math(data=data, max_level=max_level), list[Stage]()
+    for stage in words.stages:
+        assert isinstance(stage, EvaluateStage | RLStage)
+        share = held_out if isinstance(stage, RLStage) else 0.0
+        stages.append(replace(stage, task=replace(task, held_out=share)))
     return Recipe(tuple(stages), "before", "after", "posttrain run math max_level=5 tokens=1024")

@@ -224,5 +224,7 @@ def test_a_run_whose_output_is_closed_did_not_end_well(
     monkeypatch.setattr(pipeline, "run_stages", raising(BrokenPipeError()))
     assert cli.main(["run", str(tmp_path / "small.yaml"), f"out={tmp_path / 'my run'}"]) == 130
     more = f"continue with: posttrain resume '{tmp_path / 'my run'}'"
-    assert capsys.readouterr().err == f"posttrain: stopped because its output was closed; {more}\n"
+    assert (
+        capsys.readouterr().err == f"posttrain: stopped because its output, or a pipe to another process, was closed; {more}\n"
+    )
     assert Run(tmp_path / "my run").events()[-1].details == {"error": "Interrupted"}
