@@ -12,12 +12,12 @@ GROWTH = 16  # lengths are allocated in multiples of this
 
 
 class Cache:
-    """Keys and values of live rows, by layer, [rows, heads, length, width] each. Live rows are always the first ones."""
+    """Keys and values of live rows, by layer, [rows, heads, 2, length, width]. Live rows are always the first ones."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device):
         self.rows, self.length = rows, 0
         self.dtype, self.device = dtype, device
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, Tensor] = {}
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens, keeping the contents."""
@@ -31,35 +31,30 @@ class Cache:
             self._grow(rows, self.length)
 
     def _grow(self, rows: int, length: int) -> None:
-        more = (0, 0, 0, length - self.length, 0, 0, 0, rows - self.rows)
-        for layer, (keys, values) in self.layers.items():
-            self.layers[layer] = F.pad(keys, more), F.pad(values, more)
+        more = (0, 0, 0, length - self.length, 0, 0, 0, 0, 0, rows - self.rows)
+        for layer, store in self.layers.items():  # each is freed before the next one grows
+            self.layers[layer] = F.pad(store, more)
         self.rows, self.length = rows, length
 
-    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensors of one layer, created on first use with the layer's own heads and width (they may differ between layers)."""
+    def layer(self, layer: int, heads: int, width: int) -> Tensor:
+        """The tensor of one layer, created on first use with the layer's own heads and width (they may differ between layers)."""
         if layer not in self.layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[3])
-            empty = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self.layers[layer] = empty, empty.clone()
+            shape = (self.rows, heads, 2, self.length, width)
+            self.layers[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return self.layers[layer]
 
-    def save(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """A copy of a row's keys and values, by layer: [heads, length, width] each."""
-        return {
-            layer: (keys[row, :, :length].clone(), values[row, :, :length].clone())
-            for layer, (keys, values) in self.layers.items()
-        }
+    def save(self, row: int, length: int) -> dict[int, Tensor]:
+        """A copy of a row's keys and values, by layer: [heads, 2, length, width]."""
+        return {layer: store[row, :, :, :length].clone() for layer, store in self.layers.items()}
 
-    def restore(self, row: int, saved: dict[int, tuple[Tensor, Tensor]]) -> None:
-        for layer, pair in saved.items():
-            for store, one in zip(self.layer(layer, pair[0][None]), pair, strict=True):
-                store[row, :, : one.shape[1]] = one
+    def restore(self, row: int, saved: dict[int, Tensor]) -> None:
+        for layer, one in saved.items():
+            self.layer(layer, one.shape[0], one.shape[3])[row, :, :, : one.shape[2]] = one
 
     def move(self, source: list[int], target: list[int], length: int) -> None:
         """Copy rows, so that live rows stay first when others leave."""
-        for tensor in (side for pair in self.layers.values() for side in pair):
-            tensor[target, :, :length] = tensor[source, :, :length]
+        for store in self.layers.values():
+            store[target, :, :, :length] = store[source, :, :, :length]
 
 
 class Prefill:
@@ -77,9 +72,10 @@ class Prefill:
         self.from_NL = from_NL.to(cache.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        for store, fresh in zip(self.cache.layer(layer, key), (key, value), strict=True):
-            rows = store[self.first : self.first + self.rows, :, : self.longest]
-            rows.copy_(fresh[0].transpose(0, 1)[self.from_NL].transpose(1, 2))
+        store = self.cache.layer(layer, key.shape[1], key.shape[3])
+        rows = store[self.first : self.first + self.rows, :, :, : self.longest]
+        for side, fresh in enumerate((key, value)):
+            rows[:, :, side] = fresh[0].transpose(0, 1)[self.from_NL].transpose(1, 2)
         return self.packed.attend(layer, query, key, value, rule)
 
 
@@ -103,11 +99,11 @@ class Extend:
         self.position_NS = (cached_N[:, None] + step_S).to(self.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        stores = self.cache.layer(layer, key)
-        for store, fresh in zip(stores, (key, value), strict=True):
-            store[self.row_T, :, self.position_T] = fresh[0].transpose(0, 1)
+        sides = self.cache.layer(layer, key.shape[1], key.shape[3]).unbind(2)
+        for side, fresh in zip(sides, (key, value), strict=True):
+            side[self.row_T, :, self.position_T] = fresh[0].transpose(0, 1)
         part = slice(self.first, self.first + self.rows)
-        keys, values = (store[part, :, : self.longest] for store in stores)
+        keys, values = (side[part, :, : self.longest] for side in sides)
         at = torch.arange(self.longest, device=self.device)
         allowed = at <= self.position_NS[..., None]
         if rule.sliding_window is not None:
@@ -124,7 +120,7 @@ class Decode:
         self.cache, self.count, self.position_N = cache, position_N.shape[0], position_N
         # positions lie between shortest and longest
         self.longest, self.even = longest + 1, shortest == longest
-        self.masks: dict[int | None, Tensor | None] = {}  # by sliding window
+        self.masks: dict[int | None, Tensor] = {}  # by sliding window
         # by number of heads: where the new keys go in a flattened layer
         self.places: dict[int, Tensor] = {}
 
@@ -132,55 +128,66 @@ class Decode:
         """[N, 1, 1, L], true where a row must not attend, or None if every row sees every position."""
         if window is not None and window >= self.longest:
             window = None
+        if self.even and window is None:
+            return None
         if window not in self.masks:
             at = torch.arange(self.longest, device=self.cache.device)
             hidden = at[None, :] > self.position_N[:, None]
             if window is not None:
                 hidden |= at[None, :] <= self.position_N[:, None] - window
-            self.masks[window] = None if self.even and window is None else hidden[:, None, None, :]
+            self.masks[window] = hidden[:, None, None, :]
         return self.masks[window]
 
     def place(self, heads: int) -> Tensor:
-        """[N * heads]: the row of each new key among the layer's rows * heads * length."""
+        """[N * heads * 2]: the row of each new key and value among the layer's rows * heads * 2 * length."""
         if heads not in self.places:
-            row = torch.arange(self.count * heads, device=self.cache.device).view(-1, heads)
+            row = torch.arange(2 * self.count * heads, device=self.cache.device).view(-1, 2 * heads)
             place = row * self.cache.length + self.position_N[:, None]
             self.places[heads] = place.view(-1)
         return self.places[heads]
 
+    def write(self, layer: int, fresh: Tensor) -> Tensor:
+        """Store the new keys and values, [N, heads, 2, width]. Returns the layer's tensor."""
+        heads, width, length = fresh.shape[1], fresh.shape[3], self.cache.length
+        store = self.cache.layer(layer, heads, width)
+        if self.even:
+            step = 2 * length * width
+            size, strides = fresh.shape, (heads * step, step, length * width, 1)
+            store.as_strided(size, strides, (self.longest - 1) * width).copy_(fresh)
+        else:
+            store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
+        return store
+
+    def attend_grouped(self, layer: int, qkv: Tensor, rule: Rule) -> Tensor:
+        """[N, Hk, G + 2, D]: the queries of each key head, its key and its value -> [N * Hk, G, D], as two products and a softmax. For
+        one-token queries, torch's own attention takes twice as long on a CPU."""
+        rows, heads, members, width = qkv.shape
+        group, length = members - 2, self.cache.length
+        store = self.write(layer, qkv.narrow(2, group, 2))
+        count, step = rows * heads, 2 * length * width
+        # each view in one call: several take as long as the copy or product after them
+        keys = store.as_strided((count, width, self.longest), (step, 1, width))
+        values = store.as_strided((count, self.longest, width), (step, width, 1), length * width)
+        query = qkv.as_strided((count, group, width), (members * width, width, 1))
+        score = torch.bmm(query, keys)
+        if rule.scaling != 1.0:
+            score.mul_(rule.scaling)
+        if (mask := self.mask(rule.sliding_window)) is not None:
+            score.view(rows, -1, self.longest).masked_fill_(mask[:, 0], -torch.inf)
+        return torch.bmm(score.softmax(-1), values)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        stores, heads, width = self.cache.layer(layer, key), key.shape[1], key.shape[3]
-        for store, fresh in zip(stores, (key, value), strict=True):
-            # by methods: an index of several slices takes longer to read than the copy
-            if self.even:
-                store.select(2, self.longest - 1).narrow(0, 0, self.count).copy_(fresh.squeeze(2))
-            else:
-                store.view(-1, width).index_copy_(0, self.place(heads), fresh.reshape(-1, width))
-        rows, grouped = query.shape[0], query.shape[1] // heads
-        mask = self.mask(rule.sliding_window)
+        rows, heads, width = key.shape[0], key.shape[1], key.shape[3]
+        grouped = query.shape[1] // heads
         if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
-            whole, size = (-1, self.cache.length, width), rows * heads
-            flat = (store.view(whole).narrow(0, 0, size) for store in stores)
-            keys, values = (store.narrow(1, 0, self.longest) for store in flat)
-            return _by_products(query, keys, values, mask, rule.scaling).view(rows, 1, -1, width)
-        keys, values = (store[: self.count, :, : self.longest] for store in stores)
+            query = query.reshape(rows, heads, grouped, width)
+            qkv = torch.cat([query, key, value], 2)
+            return self.attend_grouped(layer, qkv, rule).view(rows, 1, -1, width)
+        store = self.write(layer, torch.cat([key, value], 2))
+        keys, values = store[: self.count, :, :, : self.longest].unbind(2)
+        mask = self.mask(rule.sliding_window)
         # heads of a group become query rows: keys are read once and never repeated
         if rule.softcap is None:
             query = query.reshape(rows, heads, grouped, width)
         allowed = None if mask is None else ~mask
         return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)
-
-
-def _by_products(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
-    """[N, Hq, 1, D] queries with [N * Hk, L, D] keys and values -> [N * Hk, G, D], as two products and a softmax. For one-token
-    queries, torch's own attention takes twice as long on a CPU."""
-    rows = query.shape[0]
-    query = query.reshape(keys.shape[0], -1, keys.shape[2])
-    score = torch.bmm(query, keys.transpose(1, 2))
-    if scaling != 1.0:
-        score.mul_(scaling)
-    if mask is not None:
-        score.view(rows, -1, score.shape[-1]).masked_fill_(mask[:, 0], -torch.inf)
-    return torch.bmm(score.softmax(-1), values)

@@ -38,13 +38,13 @@ class KeptRow:
 
     number: int
     length: int
-    layers: dict[int, tuple[Tensor, Tensor]]
+    layers: dict[int, Tensor]
     # whether a `Decoder` computed them: its keys have another order than the module's
     decoded: bool
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+        return sum(t.numel() * t.element_size() for t in self.layers.values())
 
 
 class CPUBackend:

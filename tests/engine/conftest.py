@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kernels_for_tests import decode_in_pages
 
-from posttrain.engine import cpu, decoder
+from posttrain.engine import cpu
 
 
 @pytest.fixture(params=["module", "decoder", "packed", "pages"])
@@ -15,6 +15,5 @@ def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     never = 10**9
     monkeypatch.setattr(cpu, "DECODER_TOKENS", never if request.param == "module" else 0)
     monkeypatch.setattr(cpu, "PACKED_TOKENS", 0 if request.param == "packed" else never)
-    monkeypatch.setattr(decoder, "SMALLEST", 0)
     decode_in_pages(monkeypatch, request.param == "pages")
     return request.param

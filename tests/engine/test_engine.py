@@ -11,7 +11,6 @@ from material_for_tests import STOP, small_policy
 
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import cpu, cuda
-from posttrain.engine import decoder as decoder_module
 from posttrain.engine.cache import GROWTH, Cache
 from posttrain.engine.cpu import CPUBackend
 from posttrain.engine.cuda import CUDABackend
@@ -79,7 +78,7 @@ def test_every_way_is_really_taken(policy: Policy, every_way: str) -> None:
     decoder = backend.make_decoder(300)
     assert (decoder is None) == (every_way == "module")
     if decoder is not None:
-        assert (decoder.layers[0].qkv.packed is not None) == (every_way == "packed" and decoder_module.available())
+        assert decoder.layers[0].qkv.weight.is_contiguous() == (every_way == "packed")
 
 
 def test_shapes_and_types(policy: Policy) -> None:
@@ -185,14 +184,15 @@ def test_the_cache_grows_across_its_boundary(policy: Policy) -> None:
 def test_cache_keeps_what_it_holds() -> None:
     cache = Cache(3, NARROW, torch.device("cpu"))
     cache.reserve(1)
-    keys, values = cache.layer(0, torch.zeros(1, 2, 1, 4))
-    assert keys.shape == (3, 2, GROWTH, 4)
+    store = cache.layer(0, 2, 4)
+    assert store.shape == (3, 2, 2, GROWTH, 4)
+    keys, values = store.unbind(2)
     keys.fill_(1.0)
     values.fill_(2.0)
     cache.reserve(GROWTH)
-    assert cache.layer(0, keys)[0] is keys, "nothing to do"
+    assert cache.layer(0, 2, 4) is store, "nothing to do"
     cache.reserve(GROWTH + 1)
-    grown = cache.layer(0, keys)[0]
+    grown = cache.layer(0, 2, 4)[:, :, 0]
     assert cache.length % GROWTH == 0 and cache.length >= GROWTH + 1
     assert bool((grown[:, :, :GROWTH] == 1).all()) and not grown[:, :, GROWTH:].any()
     grown[2] = 7.0
