@@ -37,9 +37,10 @@ from gpu_cases import (  # noqa: E402
 )
 
 from posttrain.collect import Prompt, generate_groups, group_requests  # noqa: E402
-from posttrain.engine.cuda import CUDABackend, pages_of  # noqa: E402
+from posttrain.engine.cuda import CUDABackend  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.fp8 import Precision  # noqa: E402
+from posttrain.engine.rows import pages_of  # noqa: E402
 from posttrain.engine.scheduler import Scheduler, Work  # noqa: E402
 from posttrain.types import Completion  # noqa: E402
 

@@ -34,8 +34,9 @@ from gpu_cases import CASES, Case, ceilings, clock, decode_bound, make_policy, m
 
 from posttrain.algorithms.grpo import GRPO  # noqa: E402
 from posttrain.collect import generate_groups, group_requests  # noqa: E402
-from posttrain.engine.cuda import CUDABackend, pages_of  # noqa: E402
+from posttrain.engine.cuda import CUDABackend  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
+from posttrain.engine.rows import pages_of  # noqa: E402
 from posttrain.engine.scheduler import Work  # noqa: E402
 from posttrain.loop import collect_garbage, manual_garbage_collection  # noqa: E402
 from posttrain.train import forward as forward_module  # noqa: E402

@@ -112,6 +112,11 @@ class Score:
         if (self.value is None) != (self.failure is not None):
             raise ValueError("a score has either a value or a failure")
         put = partial(object.__setattr__, self)
+        kinds = (type(one) for one in (self.value, self.outcome, self.parts, self.steps))
+        plain = (*kinds,) == (float, str, dict, tuple) and not self.parts and not self.steps
+        if plain and math.isfinite(self.value or 0.0):
+            put("parts", {})  # its own; nothing else to convert
+            return
         if self.value is not None:
             put("value", as_number(self.value, "a score"))
         named = [(_as_text(name, "a part's name"), value) for name, value in self.parts.items()]

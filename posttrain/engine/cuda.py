@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
-from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable
+from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable, pages_of
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
@@ -34,15 +34,6 @@ FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 MARGIN = 0.08  # the share of the device's memory that the cache leaves free
-
-
-def pages_of(tokens: int) -> int:
-    return -(-tokens // PAGE)
-
-
-def max_pages(work: Work) -> int:
-    """The number of pages of a work at its full length."""
-    return pages_of(len(work.ids)) + sum([-(-limit // PAGE) for limit in work.limits])
 
 
 def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
@@ -151,15 +142,17 @@ class CUDABackend:
         """Raise an error for a work that would not fit alone at its full length; one page is reserved."""
         if not works:
             return
-        need, room = [max_pages(work) for work in works], self.room()
+        need, room = [work.pages for work in works], self.room()
         worst = works[int(np.argmax(need))]
         size, limit = len(worst.requests), max(worst.limits)
         left = max(0, room - 1 - pages_of(len(worst.ids)))
+        fewer = f", or the group to {group}" if (group := left // pages_of(limit)) else ""
+        fitting = f"lower max_new_tokens to {left // size * PAGE}{fewer}"
+        full = "the device's memory is taken; end what else runs on it, or choose another one or shorter prompts"
         require(
             max(need) < room,
             f"a group of {size} responses of up to {limit} tokens needs {max(need) * self.page_bytes / 2**30:.3g} GiB "
-            f"of cache, and there is room for {room * self.page_bytes / 2**30:.3g} GiB: lower max_new_tokens to "
-            f"{left // size * PAGE}, or the group to {left // pages_of(limit)}",
+            f"of cache, and there is room for {room * self.page_bytes / 2**30:.3g} GiB: {fitting if left >= size else full}",
         )
 
     def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
@@ -170,7 +163,8 @@ class CUDABackend:
             self.truncated, self.endless, self.largest = False, True, 1
         if not works:
             return
-        settings = [r.sampling for work in works for r in work.requests]
+        # many requests have the same one
+        settings = {id(r.sampling): r.sampling for work in works for r in work.requests}.values()
         self.truncated |= any(s.truncated for s in settings)
         ends = self.stoppable and any(s.min_new_tokens < s.max_new_tokens for s in settings)
         self.endless &= not ends
@@ -178,12 +172,12 @@ class CUDABackend:
         self.tile_size, self.queries = tile_rows(self.decoder.heads[0], self.largest)
         self.capacity = max(self.capacity, rows)
         rows_R = np.cumsum([len(w.requests) for w in works])
-        pages_R = np.cumsum([max_pages(w) for w in works])
+        pages_R = np.cumsum([w.pages for w in works])
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
         begun = works[: int(fitting.sum())]
-        pool = 1 + sum(pages_of(min(limit, AHEAD)) for w in begun for limit in w.limits)
-        pool += sum(pages_of(len(w.ids)) for w in begun)
-        pages = pages_of(max(limit for w in works for limit in w.limits))
+        first = np.minimum([limit for w in begun for limit in w.limits], AHEAD)
+        pool = 1 + int((-(-first // PAGE)).sum()) + sum(pages_of(len(w.ids)) for w in begun)
+        pages = pages_of(max(max(w.limits) for w in works))
         positions = max(len(w.ids) + max(w.limits) for w in works)
         # a history grows from turn to turn: by powers of two, so that graphs are seldom captured anew
         prompt_pages = max(PROMPT_PAGES, power_of_two(pages_of(max(len(w.ids) for w in works))))
@@ -251,12 +245,12 @@ class CUDABackend:
         self.memory: Any = None  # the graphs' common pool: they never run at the same time
 
     def fits(self, work: Work | None) -> bool:
-        return work is None or self.promised + max_pages(work) < self.room_pages
+        return work is None or self.promised + work.pages < self.room_pages
 
     def enter(self, work: Work, first: int) -> None:
         pages, number = self._take(pages_of(len(work.ids))), next(self.numbers)
         self.prompts[number] = (len(work.requests), pages)
-        self.promised += max_pages(work)
+        self.promised += work.pages
         self.rows.live("prompt", first)[:] = number
         self.prompt_table[first : self.rows.count, : len(pages)] = pages
 

@@ -15,6 +15,10 @@ HOST = ("output", "prefix", "prompt", "pages")
 COLUMNS = {name: n for n, name in enumerate((*INTEGERS, *HOST))}
 
 
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
 class RowTable:
     """The host's state of the rows, of which the first `count` are live. For each row: `count` sampled tokens, of which the last is
     `last`; it ends at `limit` tokens, or at a stop id after `min` tokens; `done` is 0 while it is live, else 1 (length), 2 (stop)

@@ -14,10 +14,10 @@ from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import cuda
 from posttrain.engine import engine as engine_module
 from posttrain.engine import fused as fused_module
-from posttrain.engine.cuda import CUDABackend, Pages, bucket, pages_of
+from posttrain.engine.cuda import CUDABackend, Pages, bucket
 from posttrain.engine.engine import Engine
 from posttrain.engine.fused import Fused
-from posttrain.engine.rows import PAGE, Drawn, Rows
+from posttrain.engine.rows import PAGE, Drawn, Rows, pages_of
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError
 from posttrain.models import nf4
@@ -352,6 +352,9 @@ def test_too_little_memory_for_a_group_says_what_to_lower(policy: Policy, monkey
     with pytest.raises(
         UserError, match=r"needs 33 GiB of cache, and there is room for 10 GiB: lower max_new_tokens to 64, or the group to 2"
     ):
+        backend.check_room([work(request)])
+    monkeypatch.setattr(CUDABackend, "room", lambda _: 3)  # less than a page for each of the eight
+    with pytest.raises(UserError, match="there is room for 3 GiB: the device's memory is taken; end what else runs on it"):
         backend.check_room([work(request)])
     monkeypatch.setattr(CUDABackend, "room", lambda _: 34)
     backend.check_room([work(request)] * 9)
