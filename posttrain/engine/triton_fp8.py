@@ -9,14 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@triton.jit
-def activated(x, TANH: tl.constexpr):
-    """silu, or gelu with its tanh approximation."""
-    if TANH:
-        return x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
-    else:
-        return x * tl.sigmoid(x)
+from posttrain.ops.triton_training import activated
 
 
 @triton.jit

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-def tiles(matrix, rows, columns):
-    """A matrix as a kernel loads it, tile by tile."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+from posttrain.ops.triton_training import tiles  # noqa: F401
 
 
 @triton.jit

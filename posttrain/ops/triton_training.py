@@ -16,6 +16,15 @@ def tiles(matrix, rows, columns):
 
 
 @triton.jit
+def activated(x, TANH: tl.constexpr):
+    """silu, or gelu with its tanh approximation."""
+    if TANH:
+        return x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    else:
+        return x * tl.sigmoid(x)
+
+
+@triton.jit
 def add_norm_kernel(
     x_ptr,
     y_ptr,
@@ -95,13 +104,9 @@ def gated_kernel(both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constex
     inside = at < width
     gate = tl.load(both_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        y = gate * tl.sigmoid(2.0 * inner)
-    else:
-        y = gate * tl.sigmoid(gate)
     narrow = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * width + at, (y.to(narrow).to(tl.float32) * up).to(narrow), mask=inside)
+    y = activated(gate, TANH).to(narrow).to(tl.float32) * up
+    tl.store(out_ptr + row * width + at, y.to(narrow), mask=inside)
 
 
 @triton.jit
