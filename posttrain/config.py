@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import shlex
 import typing
@@ -68,9 +69,13 @@ class Settings(Checked):
     def __post_init__(self) -> None:
         """Checked before the run directory exists."""
         check_machine(self.seed, self.device)
-        # a tokenizer is not saved to any other name, which would be noticed at the end
-        text = f"out={self.out!r}: the name of a run directory is UTF-8; choose another"
-        require(self.out == self.out.encode("utf-8", "replace").decode(), text)
+        # a tokenizer is not saved to a name that is not UTF-8; nor can a command to copy have a line's end
+        text = f"out={self.out!r}: the name of a run directory is UTF-8 without control characters"
+        require(
+            not re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", self.out), f"{text}; choose another"
+        )
+        nobody = f"out={self.out}: there is no such user; write ./{self.out} for a directory here"
+        require(not os.path.expanduser(self.out).startswith("~"), nobody)
         super().__post_init__()
         check_threads(self.threads, "threads")
         if self.tensor_parallel > 1:

@@ -34,9 +34,11 @@ class GuardStop(Exception):
 
 
 class Interrupted(Exception):
-    """The user asked to stop; the loop stopped at a step boundary with a checkpoint in `directory`. Exit code 130."""
+    """The user asked to stop; the loop stopped at a step boundary with a checkpoint in `directory`. Exit code 130, or 129 if
+    its terminal was closed."""
 
     directory: Path | None = None
+    code = 130
 
 
 class Waiting(Interrupted):

@@ -61,6 +61,7 @@ class Interrupt:
 
     requested: bool = False
     looping: bool = False
+    hung_up: bool = False  # the terminal was closed
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:

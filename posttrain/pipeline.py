@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -45,7 +46,7 @@ from posttrain.stages._side_by_side import answering_models, stage_answers
 from posttrain.stages.base import Context, check_names, exported, run_stages, worker_pool
 from posttrain.system import machine
 from posttrain.system.files import atomic_folder, begun, explained
-from posttrain.system.processes import STARTED
+from posttrain.system.processes import HANGUP, STARTED, Terminal, stop_signals
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
 from posttrain.train import checkpoint, processes
@@ -114,6 +115,9 @@ def resume(directory: Path, allow_code: bool = False, arguments: Sequence[str] =
         return follow(settings)
     opened = RunWriter.resume(directory)
     with opened as writer, explained(directory), interrupts(directory) as interrupt:
+        if not (settings.again or settings.only):
+            with trusting(settings.trust):
+                base.check_inputs(settings.recipe.stages, Context(writer, settings.seed))
         for text in found.named:
             console.write_text(f"changed since the last attempt: {text}\n", sys.stdout)
         if pairs:
@@ -253,8 +257,9 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     other = f"{run.directory}: the settings are not those that the run began with: {'; '.join(found.refused[:3])}{more}"
     advice = "undo the change, or start a new run"
     for stage, step in [*reached.items()][:1]:
-        end = f"let {stage} end where it is (posttrain resume {run.directory} {stage}.steps={step})"
-        advice += f"; to go on from its model with other settings, {end} and give the new run model={run.directory}"
+        place = shlex.quote(str(run.directory))
+        end = f"let {stage} end where it is (posttrain resume {place} {stage}.steps={step})"
+        advice += f"; to go on from its model with other settings, {end} and give the new run model={place}"
     require(not found.refused, f"{other}; {advice}")
     return found
 
@@ -269,7 +274,7 @@ def _reached(directory: Path, stage: str) -> int:
 
 def place(settings: Settings) -> Path:
     """The directory of a new run: as set, or the first directory under runs/ that does not exist."""
-    return Path(settings.out) if settings.out else fresh(Path("runs"), settings.name)
+    return Path(settings.out).expanduser() if settings.out else fresh(Path("runs"), settings.name)
 
 
 def fresh(root: Path, name: str) -> Path:
@@ -421,12 +426,16 @@ def _run_stages(
 
 @contextlib.contextmanager
 def interrupts(directory: Path) -> Iterator[Interrupt]:
-    """Let the first Ctrl-C or SIGTERM stop the loop after its step, and a second one, or one outside of a loop, stop at once, as an
-    output that was closed does. The error names the directory to resume."""
-    interrupt = Interrupt()
+    """Let the first Ctrl-C, SIGTERM or SIGHUP stop the loop after its step, and a second one, or one outside of a loop, stop at once,
+    as an output that was closed does. After a SIGHUP further ones are ignored. The error names the directory to resume."""
+    interrupt, terminal = Interrupt(), Terminal()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if interrupt.requested or not interrupt.looping:
+        if number == HANGUP:
+            signal.signal(number, signal.SIG_IGN)  # the kernel and the shell may both send it
+            interrupt.hung_up = True
+            terminal.hang_up()
+        if not interrupt.looping or (interrupt.requested and number != HANGUP):
             raise KeyboardInterrupt
         interrupt.requested = True
         if current().first:
@@ -435,25 +444,37 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     previous = {}
     # not in the main thread: the program that embeds us handles signals
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             previous[number] = signal.signal(number, handler)
+
+    def stopped(error: Interrupted) -> Interrupted:
+        error.directory = directory
+        if interrupt.hung_up:
+            error.code = 129
+        return error
+
     try:
         yield interrupt
     except Interrupted as error:
-        error.directory = directory
+        stopped(error)
         raise
-    except BrokenPipeError as error:  # `posttrain run ... | head` closes its output
-        stopped = Interrupted(
-            "stopped because its output, or a pipe to another process, was closed"
-        )
-        stopped.directory = directory
-        raise stopped from error
+    except OSError as error:
+        # `posttrain run ... | head` closes its output
+        if not (
+            isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and terminal.lost())
+        ):
+            raise
+        text = "stopped because its output, or a pipe to another process, was closed"
+        raise stopped(Interrupted(text)) from error
     except KeyboardInterrupt as error:
+        if interrupt.hung_up:
+            raise stopped(Interrupted("stopped because its terminal was closed")) from error
         error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
         raise
     finally:
         for number, old in previous.items():
-            signal.signal(number, old)
+            if not (number == HANGUP and interrupt.hung_up):
+                signal.signal(number, old)
 
 
 def _export(context: Context, settings: Settings) -> None:

@@ -16,13 +16,15 @@ from typing import NoReturn
 from posttrain import __version__ as VERSION
 from posttrain import catalogue, errors
 from posttrain.cli.base import fail, print_lines
+from posttrain.system import processes
 from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 a crash (with its traceback) or doctor reported a problem, 2 bad input, 3 stopped by
-    a guard, 75 another process of the run failed, 130 interrupted."""
+    a guard, 75 another process of the run failed, 129 its terminal was closed, 130 interrupted."""
     try:
+        processes.open_streams()
         end_with_parent()
         options = parse(sys.argv[1:] if arguments is None else arguments)
         return options.call(options) or 0
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except errors.Interrupted as error:
         more = f"; continue with: posttrain resume {shlex.quote(str(error.directory))}"
-        return fail(f"{error}{more if error.directory else ''}", 130)
+        return fail(f"{error}{more if error.directory else ''}", error.code)
     except errors.PeerFailed as error:
         # the process that started them reports which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)

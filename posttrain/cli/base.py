@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from posttrain import catalogue
+from posttrain.errors import UserError
 from posttrain.trust import code_place
 
 if TYPE_CHECKING:  # imports numpy
@@ -123,7 +125,9 @@ def fail(text: str, code: int) -> int:
     """Print one line of error and return the exit code."""
     from posttrain.runs.console import write_text
 
-    write_text(f"posttrain: {' '.join(text.split())}\n", sys.stderr)
+    line = " ".join(part.strip() for part in text.splitlines())  # a path may have two spaces
+    with suppress(OSError, UserError):  # the code is left to say it
+        write_text(f"posttrain: {line.strip()}\n", sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ no other program can take its port. They end with this process, even if it is ki
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,7 +25,15 @@ from typing import IO, Any, Protocol
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG
-from posttrain.system.processes import HALVED, OUT_OF_MEMORY, PEER_FAILED, STARTED
+from posttrain.system.processes import (
+    HALVED,
+    HANGUP,
+    OUT_OF_MEMORY,
+    PEER_FAILED,
+    STARTED,
+    Terminal,
+    stop_signals,
+)
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
 COMMAND = (sys.executable, "-m", "posttrain")
@@ -39,8 +48,8 @@ ON_LOOPBACK = {
 }
 NODE_FAILED = "was lost with its node or its actor"
 HANGS = f"does not answer (the others wait for {LONGEST_WAIT:g} s, see POSTTRAIN_WAIT)"
-REFUSED, INTERRUPTED = 2, 130
-SAID = (1, REFUSED, 3, INTERRUPTED)  # exit codes of a process that has reported why
+REFUSED, HUNG_UP, INTERRUPTED = 2, 129, 130
+SAID = (1, REFUSED, 3, HUNG_UP, INTERRUPTED)  # exit codes of a process that has reported why
 
 
 class Running(Protocol):
@@ -194,14 +203,16 @@ def server_socket(address: str) -> Iterator[socket.socket]:
 
 @contextmanager
 def forwarded(started: Sequence[Started]) -> Iterator[None]:
-    """Forward Ctrl-C and SIGTERM to the processes, each of which decides when to stop."""
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the processes, each of which decides when to stop."""
+    terminal = Terminal()
 
     def handler(number: int, frame: FrameType | None) -> None:
+        terminal.hang_up() if number == HANGUP else terminal.lost()
         for one in started:
             if one.process.poll() is None:
                 one.process.send_signal(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = stop_signals()
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -284,15 +295,15 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     write_text(failed.text(), sys.stderr)
     if code in SAID[1:]:
         return code
-    if code in (-signal.SIGINT, -signal.SIGTERM):  # it was interrupted before it could report
+    if -(code or 0) in (signal.SIGINT, signal.SIGTERM, HANGUP):  # before it could report
         write_text("posttrain: interrupted\n", sys.stderr)
-        return INTERRUPTED
+        return HUNG_UP if -code == HANGUP else INTERRUPTED
     text = f"process {failed.rank} of {len(started)} {failed.ended()}"
     hanging = [str(one.rank) for one in started if one.fate == HANGS]
     if len(hanging) > 1:  # it is unknown which of them the others wait for
         text = f"one of the processes {', '.join(hanging)} of {len(started)} {HANGS}"
     text += "; the others were stopped"
     if (directory / CONFIG).is_file():
-        text += f"; continue with: posttrain resume {directory}"
+        text += f"; continue with: posttrain resume {shlex.quote(str(directory))}"
     write_text(f"posttrain: {text}\n", sys.stderr)
     return 1

@@ -59,7 +59,7 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     if not away:
         check_device(device)
     if not (settings.again or settings.only):
-        RunWriter.check_place(Path(settings.out or "runs/new"))
+        RunWriter.check_place(Path(settings.out or "runs/new").expanduser())
     names = " -> ".join(stage.name for stage in stages)
     lines = [f"recipe {settings.name}, seed {settings.seed}: {names}"]
     lines += [f"priced for {device}, which this machine does not have"] if away else []

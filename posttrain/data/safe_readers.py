@@ -88,7 +88,10 @@ class _Renderer:
         kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-P", str(program), str(TEMPLATE_BYTES)]
         pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        return subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, stderr=none)
+        # a group of its own: signals of the terminal are not for it
+        return subprocess.Popen(
+            command, env=kept, stdin=pipe, stdout=pipe, stderr=none, process_group=0
+        )
 
     def stop(self) -> int:
         """Wait until the process has ended, and return its exit status."""

@@ -10,6 +10,7 @@ Model output may contain control characters: `printable` makes them visible, so 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.errors import UserError
 from posttrain.events import Event, printable
 from posttrain.runs.layout import AnswerRow
 from posttrain.types import JSON
@@ -255,8 +257,17 @@ def print_message(event: Event) -> None:
 def write_text(text: str, stream: TextIO) -> None:
     """Write lines and flush. Control characters, and characters that the stream cannot encode, become escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    shown = printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        stream.write(shown)
+        stream.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = "no space left where the output is redirected to"
+        raise UserError(
+            f"{full}; free some or redirect it elsewhere, then repeat the command, or resume the run"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

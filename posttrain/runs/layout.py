@@ -253,3 +253,14 @@ def json_lines(path: Path) -> Iterator[dict[str, JSON] | None]:
         return
     with stream:
         yield from map(parse_object, stream)
+
+
+def whole_number(value: JSON, first: int = 0) -> int | None:
+    """Return a valid whole number from a run's file, else None."""
+    return value if type(value) is int and first <= value < 2**53 else None
+
+
+def attempt_of(directory: Path, stage: str, step: int) -> int:
+    """Return the attempt that wrote a step's rollouts; all lines of a file belong to one. 0 if it is not known."""
+    record = next(json_lines(rollout_file(directory, stage, step)), None)
+    return whole_number(record.get("attempt", 0)) or 0 if record else 0

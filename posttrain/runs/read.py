@@ -91,7 +91,7 @@ class Run:
         history = self._history()
         if not history.resumes:
             return found  # nothing can be superseded, so no file is opened
-        attempts = {step: self._attempt(stage, step) for step in found}
+        attempts = {step: layout.attempt_of(self.directory, stage, step) for step in found}
         return [step for step in found if not history.superseded(stage, step, attempts[step])]
 
     def rollouts(self, stage: str, step: int) -> list[RolloutRow]:
@@ -111,11 +111,6 @@ class Run:
         found = [row for row in rows if row is not None]
         require(len(found) == len(rows), f"{path} is damaged: it should hold JSON objects")
         return found
-
-    def _attempt(self, stage: str, step: int) -> int:
-        """Return the attempt that wrote a step's rollouts; all lines of a file belong to one."""
-        record = next(layout.json_lines(layout.rollout_file(self.directory, stage, step)), None)
-        return _whole_number(record.get("attempt", 0)) or 0 if record else 0
 
     def _history(self) -> History:
         records = layout.json_lines(self.directory / layout.METRICS)
@@ -150,7 +145,8 @@ class History:
             (e.attempt, str(e.details.get("stage")), step)
             for e in events
             # -1: from before the first step
-            if e.kind == "resume" and (step := _whole_number(e.details.get("step"), -1)) is not None
+            if e.kind == "resume"
+            and (step := layout.whole_number(e.details.get("step"), -1)) is not None
         )
         kept = {str(e.details.get("stage")): e.attempt for e in events if e.kind == "kept"}
         # the order matters only if rows may be superseded; for a run that never resumed it need not be read
@@ -205,15 +201,10 @@ def supersede(rows: Sequence[Row], events: Sequence[EventRow]) -> list[Row]:
     return sorted(current.values(), key=lambda row: (order[row.stage], row.step))
 
 
-def _whole_number(value: JSON, first: int = 0) -> int | None:
-    """Return a valid whole number from a run's file, else None."""
-    return value if type(value) is int and first <= value < 2**53 else None
-
-
 def parse_event(record: Mapping[str, JSON]) -> EventRow | None:
     """Parse a line of events.jsonl; None for JSON of another form."""
     details = {key: value for key, value in record.items() if key not in layout.EVENT_KEYS}
-    attempt, kind = _whole_number(record.get("attempt", 0)), record.get("kind")
+    attempt, kind = layout.whole_number(record.get("attempt", 0)), record.get("kind")
     with suppress(ValueError):
         time = layout.decode_number(record.get("time", 0.0))
         if attempt is not None and isinstance(kind, str):
@@ -223,8 +214,8 @@ def parse_event(record: Mapping[str, JSON]) -> EventRow | None:
 
 def parse_row(record: Mapping[str, JSON]) -> Row | None:
     """Parse a line of metrics.jsonl; None for JSON of another form. Values that are not numbers are left out."""
-    stage, step = record.get("stage"), _whole_number(record.get("step"))
-    attempt = _whole_number(record.get("attempt"))
+    stage, step = record.get("stage"), layout.whole_number(record.get("step"))
+    attempt = layout.whole_number(record.get("attempt"))
     if not isinstance(stage, str) or step is None or attempt is None:
         return None
     try:

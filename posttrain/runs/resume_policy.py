@@ -74,7 +74,8 @@ def compare(
         passing = not HARMLESS.isdisjoint(parts) and not chooses
         harmless = later or key in SUMMARY or passing
         old, new = ("nothing" if value is ABSENT else short(value) for value in (was, now))
-        text, numbers = f"{key}: {old} -> {new}", isinstance(was, int | float) and now is not None
+        text = f"{key}: {old} -> {new}"
+        numbers = isinstance(was, int | float) and isinstance(now, int | float)
         if not harmless and len(rest) == 1 and rest[0] in LENGTHS and numbers:
             step = (reached or {}).get(stage, 0) if rest[0] == "steps" else 0
             reason = _not_extended(stage, was, now, theirs, step)

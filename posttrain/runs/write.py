@@ -15,6 +15,7 @@ import errno
 import json
 import mmap
 import os
+import shlex
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -206,7 +207,7 @@ class RunWriter:
         path = layout.rollout_file(self.directory, stage, step, ".safetensors")
         _save_arrays(path, {"starts": arrays.starts.astype(np.int64), **arrays.arrays})
         if stage not in self._kept:
-            self._kept[stage] = _written_order(path.parent)
+            self._kept[stage] = self._written_order(stage)
         kept = self._kept[stage]
         if step in kept:
             kept.remove(step)
@@ -218,6 +219,15 @@ class RunWriter:
             superseded = layout.rollout_file(self.directory, stage, old, ".safetensors")
             with suppress(OSError):  # a file that cannot be removed only takes space
                 superseded.unlink(missing_ok=True)
+
+    def _written_order(self, stage: str) -> list[int]:
+        """Return the steps of a stage that have arrays, oldest first: by attempt, then by step. A copy of a run has the times of its
+        files no more."""
+        files = (self.directory / layout.ROLLOUTS / stage).glob("step-*.safetensors")
+        steps = [step for path in files if (step := layout.step_of(path)) is not None]
+        return sorted(
+            steps, key=lambda step: (layout.attempt_of(self.directory, stage, step), step)
+        )
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
         """Write the stages' answers to the same prompts, replacing an earlier file."""
@@ -292,9 +302,10 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _refuse_used(directory: Path) -> None:
     names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
     used = ", ".join(name for name in names if (directory / name).exists())
-    resume = f"continue it with 'posttrain resume {directory}'"
+    place = shlex.quote(str(directory))
+    resume = f"continue it with 'posttrain resume {place}'"
     if (directory / layout.SUMMARY).exists():
-        resume = f"it is complete: see 'posttrain show {directory}', or do what has changed again by again=true"
+        resume = f"it is complete: see 'posttrain show {place}', or do what has changed again by again=true"
     resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
 
@@ -320,9 +331,3 @@ def _repair(path: Path) -> int:
         else:
             file.truncate(end - len(tail))
     return 0 if whole else len(tail)
-
-
-def _written_order(folder: Path) -> list[int]:
-    """Return the steps that have arrays in a stage's folder, oldest file first."""
-    found = [(path.stat().st_mtime_ns, path) for path in folder.glob("step-*.safetensors")]
-    return [step for _, path in sorted(found) if (step := layout.step_of(path)) is not None]

@@ -4,7 +4,9 @@ run directory, where later stages find them."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import shutil
 import string
 import tempfile
@@ -323,8 +325,7 @@ def _due(
         if context.writer.attempt > 1:
             context.events.emit("kept", stage=stage.name)
         return None
-    more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-    why = "; ".join(changes[:3]) + more
+    why = _several(changes)
     if only and stage.name not in only:
         if done:
             context.announce(stage.name, [f"is out of date and used as it is: {why}"])
@@ -334,13 +335,35 @@ def _due(
     absent = f"{stage.name} needs {missing}, which has not been run in {context.directory}"
     require(not missing, absent)
     if changes:
-        how = f"'posttrain run ... out={context.directory} again=true'"
-        other = f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
-        require(done or again, other)
+        require(done or again, _other_inputs(stage, why, context))
         removed = "" if done else "; what it had done is removed"
         context.announce(stage.name, [f"runs again: {why}{removed}"], "info" if done else "warning")
         context.discard(stage.name)
     return now
+
+
+def check_inputs(stages: Sequence[Stage], context: Context) -> None:
+    """Raise an error, before a run is resumed, if a file or code that one of its stages was begun with has changed. What a finished
+    stage has made would otherwise be discarded, and that of a stage which is to train longer."""
+    for place, stage in enumerate(stages):
+        before = _lineage.read(context.folder(stage.name))
+        if before is not None:
+            # what earlier stages have made is compared when it is their turn
+            earlier = {other.name: Path(os.devnull) for other in stages[:place]}
+            given = {name: was for name, was in before.inputs.items() if name not in earlier}
+            now = _lineage.trace(stage, context.seed, earlier)
+            changes = now.changes(_lineage.Lineage({}, given))
+            require(not changes, _other_inputs(stage, _several(changes), context))
+
+
+def _several(changes: Sequence[str]) -> str:
+    more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return "; ".join(changes[:3]) + more
+
+
+def _other_inputs(stage: Stage, why: str, context: Context) -> str:
+    how = f"'posttrain run ... out={shlex.quote(str(context.directory))} again=true'"
+    return f"{stage.name} was begun with other inputs: {why}; put them back, or begin it anew with {how}"
 
 
 def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:

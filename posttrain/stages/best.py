@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class BestStage(Stage):
             has = ", ".join(sorted(parts)) or "no parts"
             none = f"{self.name}: the result of {stage!r} has no figure {self.figure!r}"
             figure = "reward" if "reward" in parts else "FIGURE"
-            other = f"posttrain resume {context.directory} {self.name}.figure={figure}"
+            other = f"posttrain resume {shlex.quote(str(context.directory))} {self.name}.figure={figure}"
             require(key in parts, f"{none}; it has {has}; everything else is kept by: {other}")
             found = parts[key]
         number = found[0] if isinstance(found, list) and found else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -132,7 +133,8 @@ class ComparisonsStage(JudgedStage, AskingStage):
         done, every = labels.labelled(), len(labels.items)
         needed = min(self.needed or every, every)
         if done < needed:
-            text = f"waiting for labels: {done} of {needed}; compare the answers in 'posttrain studio' or with 'posttrain label {file}'"
+            how = f"in 'posttrain studio' or with 'posttrain label {shlex.quote(str(file))}'"
+            text = f"waiting for labels: {done} of {needed}; compare the answers {how}"
             data = {"needed": needed, "file": file.name}
             context.events.emit("waiting", text, stage=self.name, data=data)
             raise Waiting(text)

@@ -40,7 +40,8 @@ class MineStage(AskingStage):
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""
         asked = f"{self.prompts} training problems{again}, x {self.samples} answers"
-        return [f"{asked}; those solved at most {self.max_solved:.0%} are kept"]
+        kept = f"those solved at most {self.max_solved:.0%} are kept, at least {self.min_problems}"
+        return [f"{asked}; {kept}"]
 
     def run(self, context: Context) -> dict[str, JSON]:
         fresh = self.training_problems()
@@ -49,7 +50,10 @@ class MineStage(AskingStage):
         shares = self.solved(context, problems)
         scored = [p for p in problems if p.id in shares]
         few = f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored"
-        require(len(scored) >= self.min_problems, few)
+        # fewer than `min_problems` were asked in a dry run, for example: then all are kept
+        require(
+            len(scored) >= (self.min_problems if len(problems) >= self.min_problems else 1), few
+        )
         kept = failed = [p for p in scored if shares[p.id] <= self.max_solved]
         if len(failed) < self.min_problems:
             kept = sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]

@@ -75,6 +75,9 @@ class SFTStage(DataStage):
         material = self.material(context, policy)
         for report in material.reports:
             context.announce(self.name, report.lines())
+        if self.held_out and not material.held_out:
+            text = f"held_out={self.held_out:g}: no source has a second prompt; nothing is held out or measured"
+            context.announce(self.name, [text], "warning")
         measured = measured_units(context, self.name, material.held_out, self.evaluate_units)
         sets, weights = material.sets, material.weights
         return self.learn(context, policy, sets, weights, measured, self.seconds(context))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,7 +28,7 @@ from posttrain.studio.guard import LOOPBACK, Guard
 from posttrain.studio.jobs import Jobs
 from posttrain.studio.library import Library, stamp
 from posttrain.studio.models import Models, Server
-from posttrain.studio.replies import refused, word
+from posttrain.studio.replies import refused, unwritten, word
 from posttrain.system.files import atomic_write
 
 STATIC = Path(__file__).parent / "static"
@@ -99,7 +100,8 @@ def make_app(
         routes += part.routes(studio)
     routes.append(Route("/api/events", partial(_events, studio)))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))
-    app = Starlette(routes=routes, exception_handlers={UserError: refused})
+    failures = {UserError: refused, sqlite3.Error: unwritten, OSError: unwritten}
+    app = Starlette(routes=routes, exception_handlers=failures)
     return Guard(app, studio.token, hosts, local)
 
 

@@ -143,7 +143,7 @@ class Library:
             times = [event.time for event in events]
             began = min(times, default=0.0)
             ended = max([*times, *(s[2] for s in index.stage_spans())], default=0.0)
-            ended = time.time() if state.kind == "live" else ended
+            ended = max(ended, time.time()) if state.kind == "live" else ended
             return shown | {
                 "recipe": str(config.get("name", "")),
                 "status": asdict(state),

@@ -125,3 +125,9 @@ async def _posted(handler: Any, request: Request) -> Response:
 async def refused(request: Request, error: Exception) -> Response:
     """Answer bad input with one line."""
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, Missing) else 400)
+
+
+async def unwritten(request: Request, error: Exception) -> Response:
+    """Answer a full disk, or a file that cannot be read or written, with one line."""
+    text = f"a file cannot be read or written: {error}; check space and rights there"
+    return JSONResponse({"error": text}, 500)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
@@ -107,7 +108,11 @@ def explained(directory: Path) -> Iterator[None]:
         said = str(error)
         if isinstance(error, UserError):
             raise
-        again = f"'posttrain resume {directory}'" if begun(directory) else "start it again"
+        again = (
+            f"'posttrain resume {shlex.quote(str(directory))}'"
+            if begun(directory)
+            else "start it again"
+        )
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
             text = f"no space left on the disk of {directory}; free some, then {again}"
         elif kind == errno.EFBIG or "File too large" in said:

@@ -7,10 +7,11 @@ import math
 import os
 import select
 import signal
+import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
@@ -20,6 +21,8 @@ OUT_OF_MEMORY = 76  # exit code of a process that ran out of memory while others
 HALVED = "POSTTRAIN_HALVED"  # set in processes restarted after that, with half the token budget
 # called when the import of a user's file begins (True) and ends (False)
 on_import: list[Callable[[bool], None]] = []
+# sent when the terminal is closed; Windows has none
+HANGUP: int | None = getattr(signal, "SIGHUP", None)
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -44,7 +47,8 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
         if LIBC is not None:
             LIBC.prctl(DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == parent:  # otherwise the parent died before prctl
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # the parent decides when to stop
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(into)
             os.close(out)
@@ -73,6 +77,49 @@ def end(pid: int, into: int | None, out: int) -> None:
         os.kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def open_streams() -> None:
+    """Open the standard streams that were closed (`>&-`, some daemons). A file of the run would otherwise get the number of one, and
+    what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(handle, mode, closefd=False))
+
+
+class Terminal:
+    """The terminal that this process writes to, if it does."""
+
+    def __init__(self) -> None:
+        self.handles = [handle for handle in (1, 2) if os.isatty(handle)]
+
+    def lost(self) -> bool:
+        """Whether it was closed. What is written to it from now on is discarded: it would raise an error."""
+        gone = [handle for handle in self.handles if not os.isatty(handle)]
+        _discard(gone)
+        return bool(gone)
+
+    def hang_up(self) -> None:
+        """Discard what is written from now on, except to files: what reads a pipe, such as `tee`, ends with the terminal."""
+        for handle in (1, 2):
+            with suppress(OSError):  # one that is closed
+                _discard([] if stat.S_ISREG(os.fstat(handle).st_mode) else [handle])
+
+
+def _discard(handles: Sequence[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for handle in handles:
+        os.dup2(nowhere, handle)
+    os.close(nowhere)
+
+
+def stop_signals() -> list[int]:
+    """The signals that ask to stop. Without that of a closed terminal where it is ignored, as by nohup."""
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
+        numbers.append(HANGUP)
+    return numbers
 
 
 def processor_time(pid: int) -> float:

@@ -103,12 +103,34 @@ def test_a_place_that_cannot_be_made_is_one_line(
     assert said.startswith("posttrain: cannot write the run directory ") and said.count("\n") == 1
 
 
-def test_a_name_that_no_tokenizer_can_be_saved_to_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["a\udcffb", "a\n", "a\x1b[31mb", "a\0b"])
+def test_a_name_that_cannot_be_saved_to_or_copied_is_refused_before_training(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "quickstart", f"out={tmp_path}/a\udcffb"]) == 2
-    assert "the name of a run directory is UTF-8; choose another" in capsys.readouterr().err
+    assert cli.main(["run", "quickstart", f"out={tmp_path}/{name}"]) == 2
+    assert "the name of a run directory is UTF-8 without control characters; choose another" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_in_the_home_directory_has_its_model_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the shell leaves ~ as it is, as in a YAML file: the run was in a directory of that name, its model elsewhere."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "small.yaml").write_text(SMALL.replace("steps: 5", "steps: 1"))
+    assert cli.main(["run", str(tmp_path / "small.yaml"), "out=~/run"]) == 0
+    assert (tmp_path / "home/run/export/model.safetensors").is_file()
+    assert cli.main(["run", str(tmp_path / "small.yaml"), "out=~nobody-has-this-name/run"]) == 2
+    assert "there is no such user; write ./~nobody-has-this-name/run" in capsys.readouterr().err
+    assert not [*(tmp_path / "here").iterdir()]
+
+
+def test_a_line_of_error_keeps_the_spaces_of_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "my  run"]) == 2
+    said = capsys.readouterr().err
+    assert "my  run" in said and said.count("\n") == 1
 
 
 def test_a_current_directory_that_was_removed_is_one_line(
@@ -131,6 +153,26 @@ def test_a_crash_keeps_its_traceback_and_has_code_1() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "ZeroDivisionError: by nobody" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="streams are closed as a POSIX shell does")
+def test_closed_streams_are_no_reason_to_fail_nor_are_their_numbers_given_to_files() -> None:
+    same = "os.path.samestat(os.fstat(1), os.stat(os.devnull))"
+    program = f"import os, sys; from posttrain import cli; code = cli.main(['list']); os.write(9, str({same}).encode()); sys.exit(code)"
+    line = '"$0" -c "$1" 9>&1 <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", line, sys.executable, program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "True")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_of_the_output_is_not_blamed_on_the_run() -> None:
+    line = '"$0" -m posttrain list {}/dev/full'
+    out, both = (
+        subprocess.run(["sh", "-c", line.format(to), sys.executable], capture_output=True, text=True, timeout=120, check=False)
+        for to in (">", "nothing-of-this-name 2>")
+    )
+    assert out.returncode == 2 and out.stderr.startswith("posttrain: no space left where the output is redirected to")
+    assert both.returncode == 2, "nobody can read the line"
 
 
 def test_a_run_stopped_by_a_guard_can_be_resumed(
@@ -164,7 +206,7 @@ def test_a_run_stopped_by_a_guard_can_be_resumed(
 def test_the_codes_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     table = [line.split("|")[1].strip() for line in page[: page.index("## Monitors")].splitlines() if line.startswith("| ")]
-    assert table == ["code", "0", "1", "2", "3", "130"]
+    assert table == ["code", "0", "1", "2", "3", "129", "130"]
     assert {str(code) for code in CODES.values()} <= set(table)
 
 

@@ -84,6 +84,8 @@ def alive(folder: Path) -> list[int]:
         ),
         # Ctrl-C before a process can do more than end
         ([ENDED_BY_SIGINT, WAIT], 130, "posttrain: interrupted\n"),
+        (["os.kill(os.getpid(), 1)", WAIT], 129, "posttrain: interrupted\n"),
+        (["sys.exit(129)", "sys.exit(129)"], 129, ""),
         ([WAIT, "sys.exit('out of memory')"], 1, "out of memory\nposttrain: process 1 of 2 ended with exit code 1"),
         # the first ends in the middle, to wait for people; the others notice
         (["pass", f"time.sleep(0.2); sys.exit({PEER_FAILED})"], 0, ""),

@@ -138,6 +138,49 @@ def test_a_signal_outside_of_training_ends_the_command_at_once(
     assert cli.main(["resume", str(tmp_path / "run")]) == 0
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
+def test_a_closed_terminal_ends_the_command_with_129_and_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice() -> None:  # by the kernel and by the shell
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+
+    at_call(monkeypatch, Trainer, "update", 3, twice)
+    monkeypatch.setattr("posttrain.config.parse", lambda *_: settings("sft", tmp_path / "run"))
+    assert cli.main(["run", "quickstart"]) == 129
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1] == f"posttrain: stopped after step 3 of sft; continue with: posttrain resume {tmp_path / 'run'}"
+    assert checkpoint.newest(tmp_path / "run/checkpoints/sft") == (tmp_path / "run/checkpoints/sft/step-3", [])
+    assert Run(tmp_path / "run").events()[-1].details == {"error": "Interrupted"}
+
+
+@pytest.mark.usefixtures("hangup")
+def test_a_terminal_closed_before_training_ends_the_command_with_129(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_call(monkeypatch, pipeline, "run_stages", 1, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr("posttrain.config.parse", lambda *_: settings("sft", tmp_path / "run"))
+    assert cli.main(["run", "quickstart"]) == 129
+    more = f"continue with: posttrain resume {tmp_path / 'run'}"
+    assert capsys.readouterr().err == f"posttrain: stopped because its terminal was closed; {more}\n"
+
+
+@pytest.mark.usefixtures("hangup")
+def test_nohup_goes_on_after_its_terminal_was_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_call(monkeypatch, Trainer, "update", 3, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    assert Run(run("sft", tmp_path / "run")).metrics()[-1].step > 3
+
+
 def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice() -> None:
         for _ in range(2):

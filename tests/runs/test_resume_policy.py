@@ -128,3 +128,9 @@ def test_a_stage_may_have_a_field_that_is_called_as_one_of_the_recipe() -> None:
 @pytest.mark.parametrize("stages", [[{}], [3], "rl", [[]]])
 def test_a_configuration_that_another_program_wrote_is_flat_too(stages: object) -> None:
     assert flatten({"seed": 0, "stages": stages}) != flatten({"seed": 0, "stages": [{"name": "rl"}]})  # type: ignore[dict-item]
+
+
+def test_a_stage_of_another_name_is_refused() -> None:
+    """Its steps are then neither more nor fewer."""
+    before, after = ({"stages": [{"name": name, "steps": 6}]} for name in ("rl", "other"))
+    assert "rl.steps: 6 -> nothing" in compare(before, after, ["rl"]).refused

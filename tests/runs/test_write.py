@@ -67,6 +67,13 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
+def test_a_command_to_copy_quotes_the_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "my run"
+    RunWriter.create(directory, {}).close()
+    with pytest.raises(UserError, match=f"posttrain resume '{directory}'"):
+        RunWriter.create(directory, {})
+
+
 def test_remains_of_a_run_without_its_configuration_are_refused_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
@@ -350,9 +357,10 @@ def test_retention_is_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_after_a_resume_the_superseded_arrays_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(monkeypatch, last=2)
     with RunWriter.create(tmp_path, {}) as writer:
-        for step in (8, 9):
-            writer.rollouts("rl", step, [rollout()], arrays=arrays(3))
-    for age, step in enumerate((9, 8)):  # 8 was written after 9, by a second attempt
+        writer.rollouts("rl", 9, [rollout()], arrays=arrays(3))
+    with RunWriter.resume(tmp_path) as writer:
+        writer.rollouts("rl", 8, [rollout()], arrays=arrays(3))
+    for age, step in enumerate((8, 9)):  # a copy may have the files in any order
         os.utime(tmp_path / f"rollouts/rl/step-{step:06d}.safetensors", ns=(10**18 + age, 10**18 + age))
     with RunWriter.resume(tmp_path) as writer:
         writer.resumed("rl", 5)

@@ -120,8 +120,10 @@ def test_a_schedule_that_depends_on_the_steps_is_refused_in_one_line(capsys: pyt
 
 
 def test_data_that_has_changed_since_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    start("run", 2, "sft")
+    run = start("run", 2, "sft")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "events.jsonl"}
     with Path("pairs.jsonl").open("a") as file:
         file.write(json.dumps(PAIRS[0]) + "\n")
     assert cli.main(["resume", "run", "one.steps=4"]) == 2
     assert "one was begun with other inputs: its input pairs.jsonl has changed" in capsys.readouterr().err
+    assert all(path.read_bytes() == text for path, text in before.items()), "what it had made is not lost"

@@ -20,7 +20,7 @@ from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
 from posttrain.stages._lineage import MODELS, PLACES
 from posttrain.stages._naming import Names
-from posttrain.stages.base import Context, Stage, data_place, run_stages
+from posttrain.stages.base import Context, Stage, check_inputs, data_place, run_stages
 from posttrain.stages.best import BestStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -229,6 +229,22 @@ def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: 
     assert ran(run, (replace(half, word="x"),), again=True) == ["a"]
     assert not checkpoint.exists(), "its checkpoints are of something else"
     assert (run / "checkpoints" / "a-b").exists(), "another stage's are not touched"
+
+
+def test_a_resume_refuses_other_inputs_of_a_finished_stage(tmp_path: Path) -> None:
+    """What it made would be discarded, and the half-done stage after it could not be continued with another."""
+    file, run = tmp_path / "words.jsonl", tmp_path / "run"
+    file.write_text("one\n")
+    stages = (Note(name="a", word="x", source=str(file)), Note(name="b", word="y", source="a"))
+    ran(run, stages)
+    (run / "stages/a/result.json").write_text("damaged")  # is said when it is read
+    with opened(run) as context:
+        check_inputs(stages, context)
+        file.write_text("two\n")
+        with pytest.raises(
+            UserError, match=r"a was begun with other inputs: its input .*words.jsonl has changed; put them back"
+        ):
+            check_inputs(stages, context)
 
 
 def test_stages_run_alone_on_what_is_there(tmp_path: Path) -> None:

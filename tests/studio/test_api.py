@@ -15,7 +15,7 @@ from runs_for_tests import add_step, make_run, rollout
 from studio_for_tests import Studio
 
 from posttrain.runs.write import RunWriter
-from posttrain.studio import pages_rollouts, pages_runs
+from posttrain.studio import pages_review, pages_rollouts, pages_runs
 from posttrain.studio.library import path_id
 
 
@@ -221,6 +221,19 @@ def test_the_export_is_one_file_in_which_text_is_text(tmp_path: Path) -> None:
         "script-src" not in page.headers["content-security-policy"]
         and "default-src 'none'" in page.headers["content-security-policy"]
     )
+
+
+def test_a_full_disk_under_a_review_is_one_line_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    make_run(tmp_path / "run")
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(tmp_path / 'run')}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    monkeypatch.setattr(pages_review, "_store", full)
+    said = studio.post(f"{run}/review", 500, **{key: first[key] for key in ("stage", "step", "number")}, agrees=True)
+    assert said == {"error": "a file cannot be read or written: database or disk is full; check space and rights there"}
 
 
 def test_reviews_are_counted_by_part_and_flagged_ones_become_cases(tmp_path: Path) -> None:

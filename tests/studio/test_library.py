@@ -11,6 +11,7 @@ import pytest
 from runs_for_tests import add_step, make_run
 from studio_for_tests import Studio
 
+from posttrain.runs.status import Status
 from posttrain.runs.write import RunWriter
 from posttrain.studio import library, pages_runs
 from posttrain.studio.library import Library, path_id
@@ -112,3 +113,12 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_missing_and_the_others_stay(
 
     monkeypatch.setattr(Library, "runs", then_delete)
     assert [row["name"] for row in studio.get("/api/runs")["runs"]] == ["one"] and listed[:2] == [2, 1]
+
+
+def test_a_clock_that_was_set_back_makes_no_run_shorter_than_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "one", 3)
+    with RunWriter.resume(tmp_path / "one"):
+        monkeypatch.setattr(library, "status", lambda *_: Status("live"))
+        monkeypatch.setattr(library.time, "time", lambda: 0.0)
+        found = Library([tmp_path / "one"])
+        assert [found.row(name)["seconds"] >= 0 for name in found.runs()] == [True]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from children_for_tests import no_child_left
@@ -44,4 +46,51 @@ def test_a_child_that_does_not_listen_is_given_up_at_the_deadline() -> None:
     with pytest.raises(TimeoutError):
         children.write_all(into, bytes(1 << 20), began + 0.2)  # more than a pipe holds
     assert 0.2 <= time.monotonic() - began < 10
+    children.end(pid, into, out)
+
+
+def test_a_child_leaves_it_to_its_parent_to_stop_when_the_terminal_is_closed() -> None:
+    pid, into, out = children.fork(shout)
+    children.write_all(into, b"one")
+    assert os.read(out, 100) == b"ONE"  # it has begun
+    os.kill(pid, signal.SIGHUP)
+    children.write_all(into, b"two")
+    assert os.read(out, 100) == b"TWO"
+    children.end(pid, into, out)
+
+
+def test_after_a_hang_up_a_pipe_without_a_reader_is_no_error_and_a_file_is_written(tmp_path: Path) -> None:
+    """`posttrain run ... 2> log | tee` in a terminal that is closed: tee is gone too."""
+
+    def writes(questions: int, answers: int) -> None:
+        reader, pipe = os.pipe()
+        os.dup2(pipe, 1)
+        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 2)
+        os.close(reader)
+        children.Terminal().hang_up()
+        os.write(1, b"nobody reads this\n")
+        os.write(2, b"kept")
+        os.write(answers, b"alive")
+
+    pid, into, out = children.fork(writes)
+    assert os.read(out, 100) == b"alive"
+    children.end(pid, into, out)
+    assert (tmp_path / "log").read_text() == "kept"
+
+
+def test_what_is_written_to_a_closed_terminal_is_discarded() -> None:
+    """In a child, whose output it is: an error there would end a run before its checkpoint."""
+
+    def writes(questions: int, answers: int) -> None:
+        terminal, ours = os.openpty()
+        os.dup2(ours, 1)
+        found = children.Terminal()
+        before = found.lost()
+        os.close(terminal)
+        after = found.lost()
+        os.write(1, b"nobody reads this\n")
+        os.write(answers, f"{found.handles} {before} {after}".encode())
+
+    pid, into, out = children.fork(writes)
+    assert os.read(out, 100) in (b"[1] False True", b"[1, 2] False True")
     children.end(pid, into, out)
