@@ -217,6 +217,7 @@ class DataReport:
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     unused: tuple[str, ...] = ()  # columns of the file that were not read
     unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
+    silent: int = 0  # kept examples with a single token that carries loss
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -234,7 +235,9 @@ class DataReport:
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
         said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        return [*said, *(f"warning: {line}" for line in self.unknown)]
+        nothing = "teach one token only, as an empty answer does: the model learns to say nothing"
+        warned = [f"{self.silent:,} of {self.kept:,} {nothing}"] if self.silent else []
+        return [*said, *(f"warning: {line}" for line in (*warned, *self.unknown))]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:
@@ -259,7 +262,9 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     tokens, loss = int(lengths.sum()), sum(int(example.mask.sum()) for example in kept)
     quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
     percentiles = tuple(int(length) for length in quantiles)
-    return kept, DataReport(total, len(kept), dropped, tokens, loss, max_length, percentiles)
+    silent = sum(int(example.mask.sum()) == 1 for example in kept)
+    counts = total, len(kept), dropped, tokens, loss
+    return kept, DataReport(*counts, max_length, percentiles, silent=silent)
 
 
 def _fate(example: Example, max_length: int) -> str:

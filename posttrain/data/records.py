@@ -92,6 +92,7 @@ def _records(path: Path, file: str, lists: bool) -> Iterator[tuple[str, Any]]:
 def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Rows of text under the names in the first line."""
     lines = (text for _, text in _lines(path, file, blank=True))
+    csv.field_size_limit(2**31 - 1)  # of all of Python; a long text is no mistake
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames or ()

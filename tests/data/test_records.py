@@ -88,6 +88,8 @@ def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     assert list(read_jsonl(table)) == [
         (f"{table} line 3", {"prompt": "a\nb", "answer": "1"}), (f"{table} line 4", {"prompt": "c", "answer": "x,y"})
     ]  # fmt: skip
+    table.write_text(f"prompt,answer\n{'a' * 200_000},1\n")
+    assert [len(row["prompt"]) for _, row in read_jsonl(table)] == [200_000]
     table.write_text("prompt,answer\na\n")
     with pytest.raises(UserError, match=r"a.csv line 2: expected 2 cells, as in the first line"):
         list(read_jsonl(table))

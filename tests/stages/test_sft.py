@@ -51,3 +51,13 @@ def test_examples_beyond_the_models_positions_are_refused(stage: type[Stage], tm
     one = stage(name="one", model="tiny:nano", data=data, steps=1, batch=1, max_length=2 * MAX_POSITIONS)  # type: ignore[call-arg]
     with pytest.raises(UserError, match=rf"but tiny:nano has {MAX_POSITIONS} positions; lower one.max_length"):
         pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
+
+
+def test_empty_answers_and_a_share_that_holds_nothing_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": ""}\n' * 2 + '{"prompt": "a", "completion": "b"}\n')
+    one = SFTStage(name="one", model="tiny:nano", data=(Data(file=str(file)),), steps=1, batch=1, held_out=0.2)
+    pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
+    said = capsys.readouterr().out
+    assert "one: warning: 2 of 3 teach one token only, as an empty answer does: the model learns to say nothing" in said
+    assert "one: warning: held_out=0.2: no source has a second prompt; nothing is held out or measured" in said
