@@ -38,7 +38,7 @@ BEFORE_AFTER = {
     **dict.fromkeys(WITH_BOTH, ("before", "after")),
 }
 RECIPES = (*BEFORE_AFTER, *VERSUS)
-EXPLAINED = ("agent", "process", "tictactoe")  # negative results: their pages say why
+EXPLAINED = ("agent", "tictactoe")  # negative results: their pages say why
 HEADLINE, SEEDS = ("instructgpt", "sentiment", "r1_zero", "r1", "dpo", "summarize", "rlaif", "safety"), "0,1,2"
 
 

@@ -533,6 +533,8 @@ TOYS = {
     "iterate": ("iterate", "greedy accuracy, 1,000 sums", "exact"),
     "star": ("star", "greedy accuracy, 1,000 sums", "exact"),
     "distill": ("distill", "greedy accuracy, 1,000 sums", "exact"),
+    "nanochat_rl": ("nanochat_rl", "sampled accuracy, 200 sums", "exact"),
+    "process": ("process", "sampled accuracy, 200 sums, process reward", "exact"),
     "calculator": ("calculator", "sampled accuracy, 1,000 sums, with a tool", "exact"),
     "guess": ("guess", "success, 1,000 episodes", "the game"),
     "shop": ("shop", "success, 1,000 episodes", "the game"),

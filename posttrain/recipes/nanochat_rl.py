@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes._toys import SHOWN, imitating
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
@@ -29,18 +29,18 @@ def nanochat_rl(
 ) -> Recipe:
     """With a `model` (a hub name, a directory) and `data` (a folder with gsm8k-train.jsonl and gsm8k-test.jsonl; without it the
     hub's copy is read) it is the real setup, for a GPU: 16 questions x 16 answers a step, one epoch, pass@1 to pass@8 on 400
-    test questions before and after. Without a model it trains a toy on a CPU: a small model that has seen three-digit sums only
-    if no digit carries, for 400 steps with the same loss and the same tool, which it does not know how to call. nanochat itself
-    uses another optimizer (Muon; `lr` is AdamW's), and samples with top_k = 50.
+    test questions before and after. Without a model it trains a toy on a CPU: a small model whose demonstrations of three-digit
+    sums forget four carries in five, for 200 steps with the same loss and the same tool, which it does not know how to call.
+    nanochat itself uses another optimizer (Muon; `lr` is AdamW's), and samples with top_k = 50.
     """
     if not model:
         sums = Arithmetic(level=3, min_level=3)
         tools = (Calculator("calc"),)
         task = ToolUse(sums, tools, format="call", max_turns=4)
         before, tokens = "sft", 32
-        shown = [replace(data, task=ToolUse(data.task, tools)) for data in SUMS if data.task]
-        made = [imitating(size, *shown, steps=1000)]
-        chosen = given(steps, 400), given(prompts, 16), given(lr, 3e-4)
+        shown = [replace(data, task=ToolUse(data.task, tools)) for data in SHOWN if data.task]
+        made = [imitating(size, *shown, steps=2000)]
+        chosen = given(steps, 200), given(prompts, 16), given(lr, 3e-4)
     else:
         task = ToolUse(Gsm8k(data=data, style="marked"), (Calculator(),), max_turns=8)
         before, tokens, made = model, 256, []

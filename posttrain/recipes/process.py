@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
-from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes._toys import SHOWN, imitating
 from posttrain.recipes.base import Recipe
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import ProcessRewardModels
@@ -21,8 +20,6 @@ from posttrain.types import Sampling
 
 TOKENS, GROUP, PROMPTS = 24, 16, 16
 TASK = Arithmetic(level=3, min_level=3)
-# three-digit sums in which every other carry is forgotten
-FORGETFUL = (SUMS[0], Data(task=replace(TASK, forgotten=0.5), counts={3: 3000}))
 ALGORITHM = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
 PRM = RewardModelStage(
     name="prm",
@@ -46,10 +43,10 @@ def process(
     lr: float = 1e-4,
     beta: float = 1.0,
 ) -> Recipe:
-    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with every other carry forgotten,
-    and forgets as often. It writes `solutions` solutions, two to a problem. From the end of each step `completions` completions
-    are sampled, which label it. `prm` learns the labels of steps, `orm` only the outcomes of the same solutions. Then, each on
-    `problems` held-out sums:
+    """Three-digit sums, digit by digit: a solution has three steps. SFT has seen such sums with four carries in five forgotten, and
+    forgets as often. It writes `solutions` solutions, two to a problem. From the end of each step `completions` completions are
+    sampled, which label it. `prm` learns the labels of steps, `orm` only the outcomes of the same solutions.
+    Then, each on `problems` held-out sums:
 
     - `search`: majority, best of N by either model, beam search by `prm`, N = `samples`;
     - `outcome` and `process`: GRPO from the same SFT model for `steps` steps of 16 x 16 answers, rewarded by the task for the
@@ -69,7 +66,7 @@ def process(
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
     stages = (
-        imitating(size, *FORGETFUL, steps=800),
+        imitating(size, *SHOWN, steps=1000),
         measured,
         labels,
         replace(labels, name="outcomes", completions=0),

@@ -6,17 +6,13 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
-from posttrain.recipes._toys import SUMS, imitating
+from posttrain.recipes._toys import SHOWN, imitating
 from posttrain.recipes.base import Recipe
-from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
-
-# three-digit sums of every kind, in which four carries in five are forgotten
-SHOWN = (SUMS[0], Data(task=Arithmetic(level=3, forgotten=0.8), counts={3: 3000}))
 
 
 def quickstart(size: str = "nano", control: bool = False) -> Recipe:
@@ -28,7 +24,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     it.
     """
     task = Arithmetic(level=3)
-    sft, greedy = imitating(size, *SHOWN, steps=1000), Sampling(40, temperature=0.0)
+    sft, greedy = imitating(size, *SHOWN, steps=1500), Sampling(40, temperature=0.0)
     before = EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy)
     stages = [
         sft,

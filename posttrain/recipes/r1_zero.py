@@ -5,7 +5,7 @@ from __future__ import annotations
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.errors import require
-from posttrain.recipes._toys import SUMS, pretrained
+from posttrain.recipes._toys import SHOWN, pretrained
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
@@ -28,9 +28,9 @@ def r1_zero(
     problems: int | None = None,
     examples: int | None = None,
 ) -> Recipe:
-    """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, most of them easier, then GRPO
-    without any fine-tuning between. pass@k of the base and the trained model up to `samples` shows what RL added and what it
-    only made likelier.
+    """DeepSeek-R1-Zero on three-digit sums, on a CPU: a base model pretrained on worked sums, of which those of three digits forget
+    four carries in five, then GRPO without any fine-tuning between. pass@k of the base and the trained model up to `samples`
+    shows what RL added and what it only made likelier.
 
     With a `model` (a hub name, a directory, a GGUF file) it trains a real model, which is the base, and the sums are asked in
     words. Its prompt has `examples` solved sums before the question (2 by default), from which it takes the form and the way to
@@ -45,13 +45,13 @@ def r1_zero(
     asked = given(samples, 32), given(problems, 500)
     task = Arithmetic(level=3, format_weight=0.1)
     stages = [
-        pretrained(size, *SUMS),
+        pretrained(size, *SHOWN, steps=1000),
         measured("base", "pretrain", task, 40, *asked),
         RLStage(
             name="rl",
             model="pretrain",
             task=task,
-            steps=given(steps, 400),
+            steps=given(steps, 200),
             prompts=given(prompts, 32),
             algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
             sampling=Sampling(max_new_tokens=32),
@@ -61,7 +61,7 @@ def r1_zero(
         ),
         measured("trained", "rl", task, 40, *asked),
     ]
-    return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=800")
+    return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=400")
 
 
 def real(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from posttrain.recipes._toys import GENTLE, SUMS, imitating
+from dataclasses import replace
+
+from posttrain.recipes._toys import GENTLE, SHOWN, forgetful, imitating
 from posttrain.recipes.base import Recipe, repeat
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
@@ -21,14 +23,14 @@ def star(
 ) -> Recipe:
     """Zelikman et al. 2022, on three-digit sums, on a CPU. In each round the current model answers fresh problems; those that
     it fails it answers again with the right answer in the prompt (hint=false leaves them out). The right answers then train the
-    first model anew, on prompts without the hint. The first model has seen both kinds of prompts, with sums that do not carry
-    into a third digit.
+    first model anew, on prompts without the hint. The first model has seen both kinds of prompts: its demonstrations of
+    three-digit sums forget four carries in five, and every other carry where the prompt has the hint.
     """
     task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
-    hinted = tuple(Data(task=Hinted(d.task, HINT), counts=d.counts) for d in SUMS if d.task)
+    hinted = [replace(data, task=Hinted(data.task, HINT)) for data in forgetful(0.5) if data.task]
     last = f"train_{rounds}"
     stages = [
-        imitating(size, *SUMS, *hinted),
+        imitating(size, *SHOWN, *hinted, steps=1000),
         EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
         *repeat(
             [

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from posttrain.tasks.base import Task
-from posttrain.types import Problem
+from posttrain.types import Message, Problem
 
 
 def _of_task(name: str) -> Any:
@@ -39,6 +39,17 @@ class Nested(Task):
         super().__post_init__()
         single = not self.has_episodes or type(self.task).run is Task.run
         self.check(single, "the task has episodes of its own; give one of a single turn")
+
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        """Its own prompt, and then what the task's conversation says after the prompt of the task. Nothing if that begins otherwise."""
+        said, asked, own = (
+            self.task.conversation(problem),
+            self.task.prompt(problem),
+            self.prompt(problem),
+        )
+        if own == asked:
+            return said
+        return (*own, *said[len(asked) :]) if said and said[: len(asked)] == asked else ()
 
     def isolates_run(self, problem: Problem) -> bool:
         return False  # the calls of such an episode have their own time limits

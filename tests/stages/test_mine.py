@@ -79,6 +79,11 @@ def test_failures_are_kept_and_asked_again(tmp_path: Path) -> None:
     assert kept(context, "later") == [0, 6, 12], "3 and 9 were learned since; 12 is fresh"
 
 
+def test_where_fewer_are_asked_than_must_be_kept_all_are_kept(tmp_path: Path) -> None:
+    """As in a dry run of `iterate`, which asks 32."""
+    assert kept(run(tmp_path, mine(min_problems=200))) == [0, 3, 6, 9, 1, 2, 4, 7, 8]
+
+
 def test_where_nearly_all_is_solved_the_hardest_make_up_for_it(tmp_path: Path) -> None:
     context = run(tmp_path, mine(task=Numbers(hard=100), min_problems=3))
     assert kept(context) == [0, 1, 2]

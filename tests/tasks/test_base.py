@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from posttrain.errors import Share, UserError
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.tasks.hinted import Hinted
 from posttrain.tasks.reviews import Reviews
 from posttrain.tasks.shop import Shop
+from posttrain.tasks.tool_use import ToolUse
 from posttrain.tasks.tools.base import Tool
-from posttrain.types import Problem, Score
+from posttrain.tasks.tools.calculator import Calculator
+from posttrain.types import Message, Problem, Score
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -26,6 +30,18 @@ class Plain(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(1.0)
+
+
+class Other(Plain):
+    """Its demonstrations begin otherwise than with its prompt."""
+
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        return (Message("user", "is 2 right?"), Message("assistant", "y"))
+
+
+class Silent(Plain):
+    def conversation(self, problem: Problem) -> tuple[Message, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,21 @@ class Look(Tool):
 
 def test_a_tool_with_a_type_that_only_a_checker_imports_can_be_made() -> None:
     assert Look().price is None
+
+
+@pytest.mark.parametrize("outer", [partial(Hinted, hint="{answer}="), partial(ToolUse, tools=(Calculator(),))])
+def test_a_nested_task_demonstrates_what_its_task_does(outer: Callable[[Task], Task]) -> None:
+    task = outer(Arithmetic(level=2, forgotten=1.0))
+    problem = Problem("p", "47+85=", "132", 2, {"a": 47, "b": 85})
+    *prompt, said = task.conversation(problem)
+    assert tuple(prompt) == task.prompt(problem) and said == Message("assistant", "75012,48012#122")
+
+
+def test_what_has_no_demonstration_has_none_when_it_is_nested() -> None:
+    assert Hinted(Silent()).conversation(Problem("p", "1+1=", "2")) == ()
+    assert Hinted(Other(), hint="{answer}").conversation(Problem("p", "1+1=", "2")) == ()
+    unchanged = Problem("p", "1+1=")  # without an answer there is no hint: its own conversation
+    assert Hinted(Other()).conversation(unchanged) == Other().conversation(unchanged)
 
 
 def test_a_task_with_episodes_of_its_own_is_not_nested() -> None:
