@@ -44,7 +44,7 @@ class Products:
 
     def __init__(self, projection: layers.Projection, quantised: bool = False):
         self.projection, self.narrow = projection, bool(projection.narrow)
-        self.copied = len(projection.modules) > 1 and not (self.narrow or quantised)
+        self.copied = projection.copied and not quantised
         self.allocate()
 
     def allocate(self) -> None:
