@@ -7,6 +7,7 @@ stage runs again with the same outcome, later stages are unchanged.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -227,8 +228,31 @@ def _words(stage: object) -> Iterator[tuple[str, str]]:
 
 
 def _code(stage: object) -> list[Path]:
-    """The files of a user's own classes, and of functions that are named FILE.py:FUNCTION."""
+    """The files of a user's own classes, and of functions that are named FILE.py:FUNCTION, with the neighbours that they import."""
     names = [catalogue.name_of(value) for _, value in inside(stage) if is_dataclass(value)]
     places = map(code_place, [*names, *(word for _, word in _words(stage))])
-    files = (found[0] for found in places if found is not None)
-    return list(dict.fromkeys(path for path in files if path.is_file()))
+    files = [found[0] for found in places if found is not None and found[0].is_file()]
+    return list(dict.fromkeys(near for path in files for near in _with_imports(path)))
+
+
+def _with_imports(file: Path) -> list[Path]:
+    """A file, and those in its folder and below that it imports, directly or not."""
+    files = [file]
+    for path in files:  # which grows
+        try:
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+        except (SyntaxError, ValueError):  # is reported where it is run
+            continue
+        for node in nodes:
+            folder, names = file.parent, list[str]()
+            if isinstance(node, ast.Import):
+                names = [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                folder = path.parents[node.level - 1] if node.level else folder
+                above = f"{node.module}." if node.module else ""
+                names = [f"{above}{one.name}" for one in node.names]
+            for parts in (name.split(".") for name in names):
+                for near in (folder.joinpath(*parts[: n + 1]) for n in range(len(parts))):
+                    found = (near.with_suffix(".py"), near / "__init__.py")
+                    files += [one for one in found if one.is_file() and one not in files]
+    return files

@@ -177,6 +177,21 @@ def test_a_cache_is_no_input_and_functions_of_one_name_are_two(tmp_path: Path, m
         assert ran(tmp_path / "run", stages) == ["a"]
 
 
+def test_what_a_file_of_code_imports_from_its_folder_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"score.py": "import json, near\nfrom inner.deep import f\n", "near.py": "import score\n", "inner/__init__.py": "",
+             "inner/deep.py": "from . import side\nfrom ..far import g\nimport near\n", "inner/side.py": "", "far.py": "(",
+             "other.py": "", "inner/near.py": ""}  # fmt: skip
+    (tmp_path / "inner").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    stages = (Note(name="a", word="score.py:f"),)
+    assert ran(tmp_path / "run", stages) == ["a"]
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + " ")
+        assert ran(tmp_path / "run", stages) == ([] if name in ("other.py", "inner/near.py") else ["a"]), name
+
+
 def test_what_an_older_version_did_not_look_at_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It kept options key by key, and no functions among the inputs."""
     monkeypatch.chdir(tmp_path)
