@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, first_line, refuse_unknown, require
 from posttrain.models import bounds, directory
+from posttrain.models.tiny import without_length_warning
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         found = reader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # an expression that would try for ever fails here
         found(PROBE, add_special_tokens=False, verbose=False)
-        return found
+        return without_length_warning(found)
     # whatever a malformed file makes transformers raise, Rust's panics too
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):

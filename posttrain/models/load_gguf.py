@@ -19,6 +19,7 @@ import numpy as np
 from posttrain.errors import UserError, first_line, require
 from posttrain.models import bounds
 from posttrain.models.load import attention_for, check_report
+from posttrain.models.tiny import without_length_warning
 
 if TYPE_CHECKING:
     import torch
@@ -158,13 +159,14 @@ def make_tokenizer(
         index = header.values.get(f"tokenizer.ggml.{key}_token_id")
         if index is not None and 0 <= index < len(tokens):
             names[f"{role}_token"] = tokens[index]
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=header.values.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         model_max_length=int(header.own("context_length", 2**20)),
         **names,
     )
+    return without_length_warning(made)
 
 
 def set_pieces(backend: Tokenizer, name: str) -> None:

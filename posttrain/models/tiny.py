@@ -32,6 +32,12 @@ SIZES = {
 }
 
 
+def without_length_warning(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Stages check lengths themselves. transformers would warn of indexing errors that do not come."""
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character of `alphabet`; any text over it survives encode and decode unchanged.
 
@@ -49,7 +55,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     special = [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
     backend.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         unk_token=UNKNOWN,
@@ -60,6 +66,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
         padding_side="left",
     )
+    return without_length_warning(made)
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreTrainedModel:

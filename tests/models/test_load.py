@@ -362,12 +362,13 @@ def test_weights_that_are_not_finite_are_named_as_such(checkpoint: Path) -> None
         wrap_model(found.model, found.tokenizer, found.stop_ids)
 
 
-def test_reading_a_tokenizer_warns_of_no_text_that_the_user_did_not_give(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_warns_of_no_length_which_stages_check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what it is tried on when it is read, nor of the user's text."""
     said: list[str] = []
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *more: said.append(text))
     tokenizer = read_tokenizer(checkpoint)
     tokenizer.model_max_length = 10
     tokenizer.save_pretrained(checkpoint)
-    assert read_tokenizer(checkpoint).model_max_length == 10 and said == []
+    found = read_tokenizer(checkpoint)
+    assert found.model_max_length == 10 and len(found("1" * 20)["input_ids"]) == 20
+    assert len(character_tokenizer("1")("1" * 3000)["input_ids"]) == 3000 and said == []
