@@ -235,13 +235,16 @@ class Loop:
         written = arrays if write and algorithm.reuse.once else None
         work = self.side_work(step, groups, metrics, figures, written)
         meanwhile, kept = partial(next, work, None), arrays if write else None
+        updated = False
         if not filled.sequences:  # the algorithm selected nothing
             metrics.append(Metric("skipped", 1, None))
-        elif usable and self.update(filled, rate, groups, metrics, kept, meanwhile):
-            monitor.check_coefficients(step, filled, self.state, groups, metrics)
-            self.state = checked_state(algorithm, algorithm.finish(self.state, metrics))
+        elif usable:
+            updated = self.update(filled, rate, groups, metrics, kept, meanwhile)
         for _ in work:  # finish it: there may be more pieces than micro-batches
             pass
+        if updated:
+            monitor.check_coefficients(step, filled, self.state, groups, metrics)
+            self.state = checked_state(algorithm, algorithm.finish(self.state, metrics))
         for role in trainer.roles:
             role.after_step(step)
         metrics.append(Metric("seconds/train", time.perf_counter() - began, None))

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.algorithms.reinforce import Reinforce
 from posttrain.collect import Collected, Source
 from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule, Stop
@@ -34,7 +35,7 @@ from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import gather, pack_groups
 from posttrain.train.saving import Saving, Store
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch, Group, Outputs, Term, Terms
+from posttrain.types import Batch, Group, Outputs, Score, Term, Terms
 
 
 def text(ids: Sequence[int], reward: float | None = 1.0, logprobs: Sequence[float] | None = None, sample: int = 0):  # type: ignore[no-untyped-def]
@@ -112,6 +113,24 @@ def alarm_events(loop: Loop) -> list[tuple[str, bool]]:
     return [
         (str(e.details["rule"]), e.details["level"] == "stop") for e in Run(loop.writer.directory).events() if e.kind == "alarm"
     ]
+
+
+class Unmeasured(Answers):
+    """As rollouts are collected: the loop itself measures the rewards."""
+
+    def collect(self, step: int, algorithm: Algorithm, state: State) -> Collected:
+        return replace(super().collect(step, algorithm, state), metrics=())
+
+
+def test_a_step_without_a_gradient_still_moves_the_algorithms_state(tmp_path: Path) -> None:
+    """Every reward of the first step is 0.5, so that no advantage differs from 0 and the update is skipped: the running baseline is
+    0.5 all the same."""
+    alike = lambda step, groups: [group([replace(r, score=Score(0.5)) for r in g.rollouts]) for g in groups]  # noqa: E731
+    loop = make(tmp_path, Reinforce(baseline="running"), steps=1)
+    loop.source = Unmeasured(loop.trainer.policy, alike)
+    loop.run()
+    assert Run(loop.writer.directory).metrics("rl")[-1].figures["skipped"] == 1
+    assert loop.state == {"baseline": 0.5}
 
 
 class NothingSelected(Answers):

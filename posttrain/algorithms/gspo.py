@@ -22,11 +22,12 @@ class GSPO(PolicyGradient):
         L   = -1 / N sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),    A_i = (r_i - mean(r)) / (std(r) + 1e-4)
 
     `form = "token"` is GSPO-token (equation 13): s_it = stop(s_i) pi_it / stop(pi_it). Its value and gradient are those above if
-    all tokens of a response share an advantage, and it also works if they do not (`supervision = "process"`, see grpo). The mean
-    log-ratio of a response is far smaller than that of a token, hence the small clips, which are the paper's. The rounding of a
-    bfloat16 sampler changes that mean by more than the clip. So by default the ratio is to pi_prox, the policy at the start of the
-    step by the trainer's own log-probs (`correction = "proximal"`, see _corrections.py; with one update per rollout nothing is
-    clipped). `correction = "none"` takes the ratio to the sampler's log-probs. With responses of one token it is GRPO.
+    all tokens of a response share an advantage and a weight c. It also works if they do not (`supervision = "process"`, see grpo),
+    so it is used in any case where turns are paid or c is by token. The mean log-ratio of a response is far smaller than that of a
+    token, hence the small clips, which are the paper's. The rounding of a bfloat16 sampler changes that mean by more than the clip.
+    So by default the ratio is to pi_prox, the policy at the start of the step by the trainer's own log-probs (`correction =
+    "proximal"`, see _corrections.py; with one update per rollout nothing is clipped). `correction = "none"` takes the ratio to the
+    sampler's log-probs. With responses of one token it is GRPO.
     Use it for mixture-of-experts models, whose token ratios are noisy, and for long responses.
     """
 
@@ -54,4 +55,7 @@ class GSPO(PolicyGradient):
     def ratio(self, logprob_T: Tensor, old_T: Tensor, batch: Batch) -> Tensor:
         mask_T, sequence_T, count = batch.mask_T, batch.sequence_T, batch.sequences
         ratio_T = sequence_ratio(logprob_T, old_T, mask_T, sequence_T, count, mean=True)
-        return token_form(ratio_T, logprob_T) if self.form == "token" else ratio_T
+        # the gradient of s_i is that of all tokens: an advantage or a weight of one of them would act on the others
+        apart = self.correction in ("token", "decoupled") or self.mask_high > 0
+        apart = apart or self.form == "token" or "paid_T" in batch.columns
+        return token_form(ratio_T, logprob_T) if apart else ratio_T

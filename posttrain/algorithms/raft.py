@@ -41,7 +41,8 @@ class RAFT(Imitation):
         """The top share of a group's scored rollouts, without those below the threshold, in the order they were sampled."""
         values = [rollout.score.value for rollout in group.rollouts]
         scored = [(value, n) for n, value in enumerate(values) if value is not None]
-        top = sorted(scored, key=lambda pair: (-pair[0], pair[1]))[: ceil(self.share * len(scored))]
+        size = ceil(round(self.share * len(scored), 6))  # 0.28 * 25 is above 7 in floating point
+        top = sorted(scored, key=lambda pair: (-pair[0], pair[1]))[:size]
         chosen = sorted(n for value, n in top if self.threshold is None or value >= self.threshold)
         return tuple(group.rollouts[n] for n in chosen)
 

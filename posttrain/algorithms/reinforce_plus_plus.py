@@ -42,6 +42,10 @@ class ReinforcePlusPlus(PolicyGradient):
         if self.baseline == "group" and self.group < 2:
             yield "baseline=group needs a group of at least 2: the mean of one sample is that sample"
 
+    @property
+    def compares_episodes(self) -> bool:
+        return self.baseline == "group"
+
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = step.reward_N
         if self.baseline == "group":

@@ -11,7 +11,7 @@ from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reductio
 from posttrain.algorithms.base import State
 from posttrain.errors import NotNegative
 from posttrain.ops.advantages import sums_to_go
-from posttrain.types import Batch, Group, Metric, Sampling, Selection
+from posttrain.types import Batch, Group, Metric, Rollout, Sampling, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,22 @@ class ReMax(PolicyGradient):
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
         """The sampled answers, with r(x, y) - r(x, g) as their scores."""
-        found = [(group, greedy_value(group)) for group in groups]
+        paid = [replace(g, rollouts=tuple(map(self.unpaid, g.rollouts))) for g in groups]
+        found = [(group, greedy_value(group)) for group in paid]
         kept = [(group, value) for group, value in found if value is not None]
         metrics = (
             Metric("baseline", sum(value for _, value in kept), len(kept)),
             Metric("groups/no_baseline", len(groups) - len(kept), len(groups)),
         )
         return Selection(tuple(relative(group, value) for group, value in kept), metrics=metrics)
+
+    def unpaid(self, rollout: Rollout) -> Rollout:
+        """The rollout with a reward of at most 0 if it was cut off and `truncated = "zero"`; the greedy answer, too."""
+        cut = self.truncated == "zero" and rollout.finish == "length"
+        return rescored(rollout, 0.0) if cut and (rollout.score.value or 0.0) > 0 else rollout
+
+    def paid(self, step: Batch) -> Batch:
+        return step  # scores are differences here: `select` has limited the rewards
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
@@ -64,8 +73,10 @@ def greedy_value(group: Group) -> float | None:
 
 def relative(group: Group, baseline: float) -> Group:
     """The other answers, with the baseline subtracted from their scores."""
-    others = [r for r in group.rollouts if r.sample > 0]
-    values = [None if r.score.value is None else r.score.value - baseline for r in others]
-    scores = [replace(r.score, value=v) for r, v in zip(others, values, strict=True)]
-    rollouts = tuple(replace(r, score=s) for r, s in zip(others, scores, strict=True))
-    return replace(group, rollouts=rollouts)
+    found = [(r, r.score.value) for r in group.rollouts if r.sample > 0]
+    others = [r if value is None else rescored(r, value - baseline) for r, value in found]
+    return replace(group, rollouts=tuple(others))
+
+
+def rescored(rollout: Rollout, value: float) -> Rollout:
+    return replace(rollout, score=replace(rollout.score, value=value))

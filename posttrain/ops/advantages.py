@@ -37,7 +37,7 @@ def group_advantages(
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
     vote_N = valid_N.to(wide) if vote_N is None else torch.where(valid_N, vote_N.to(wide), 0.0)
     zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
-    count_P = zeros.index_add(0, group_N, vote_N)
+    count_P = zeros.index_add(0, group_N, vote_N).round()
     mean_P = zeros.index_add(0, group_N, vote_N * reward_N) / count_P.clamp(min=1)
     centred_N = torch.where(valid_N, reward_N - mean_P[group_N], 0.0)
     if baseline == "mean":
@@ -51,13 +51,14 @@ def group_advantages(
         std_P = (square_P / (count_P - ddof).clamp(min=1)).sqrt()
         advantage_N = advantage_N / (std_P + epsilon)[group_N]
     elif scale == "batch":
-        valid = reward_N[valid_N]
-        std = valid.std(correction=ddof) if valid.numel() > ddof else torch.ones((), dtype=wide)
+        mean = (vote_N * reward_N).sum() / vote_N.sum()
+        square = (vote_N * (reward_N - mean) ** 2).sum()
+        std = (square / (count_P.sum() - ddof).clamp(min=1)).sqrt()
         advantage_N = advantage_N / (std + epsilon)
     elif scale != "none":
         raise ValueError(f"unknown scale {scale!r}: group, batch or none")
-    spread_P = group_spread(reward_N, valid_N, group_N)
-    return torch.where(valid_N & (spread_P > 0)[group_N], advantage_N, 0.0).to(narrow)
+    differ_P = (group_spread(reward_N, valid_N, group_N) > 0) & (count_P > 1)
+    return torch.where(valid_N & differ_P[group_N], advantage_N, 0.0).to(narrow)
 
 
 def pass_at_k_advantages(

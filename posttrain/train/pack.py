@@ -38,8 +38,8 @@ def pack_groups(
     segments = [s for r in rollouts for s in r.segments]
     sizes = np.array([len(s.ids) for s in segments], np.int64)
     episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
-    rows = Counter(episodes)
-    votes = [1 / rows[one] for one in episodes] if len(rows) < len(episodes) else []
+    rows = Counter(one for one, r in zip(episodes, rollouts, strict=True) if r.score.valid)
+    votes = [1 / max(1, rows[one]) for one in episodes] if max(rows.values(), default=0) > 1 else []
     # sums over the segments of each rollout
     cut = np.array([s.sampled and s.finish == "length" for s in segments], np.int64)
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from bandit_for_tests import chance_of_good, train
-from material_for_tests import assert_same_gradients, gradients, material, plain_batch, small_policy
+from material_for_tests import assert_same_gradients, gradients, group, material, plain_batch, rollout, segment, small_policy
 from numpy_for_tests import Response, clipped, parity, relative
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
@@ -18,6 +19,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.gspo import GSPO
 from posttrain.algorithms.rloo import RLOO
 from posttrain.errors import UserError
+from posttrain.train.pack import pack_groups
 from posttrain.types import Outputs
 
 
@@ -68,6 +70,41 @@ def test_the_two_forms_agree_where_a_response_has_one_advantage() -> None:
     one, other = (GSPO(form=form, clip_low=0.1, clip_high=0.1, correction="none") for form in ("sequence", "token"))
     step = material(one, noise=0.4)
     assert_same_gradients(gradients(one, one.prepare(step, {})), gradients(other, other.prepare(step, {})), 1e-12)
+
+
+@pytest.mark.parametrize("form", ["sequence", "token"])
+def test_a_turn_is_credited_alone(form: str) -> None:
+    """Both episodes score 1, and the first turn of the first is also paid 1: its second turn has advantage 0, and no gradient."""
+    parts = ([3], False), ([4, 5], True), ([6], False), ([7, 8], True)
+    paid, plain = ([segment(*part) for part in parts] for _ in range(2))
+    paid[1] = replace(paid[1], reward=1.0)
+    algorithm, step = GSPO(form=form), pack_groups([group([rollout(paid, 2.0), rollout(plain, 1.0)])], 1.0)
+    logprob_T = torch.zeros(step.tokens, requires_grad=True)
+    (term,) = algorithm.terms(Outputs(logprob_T, torch.zeros(step.tokens)), algorithm.prepare(step, {})).terms
+    (slope,) = torch.autograd.grad((term.weight * term.loss).sum(), logprob_T)
+    each = 0.5 / (math.sqrt(0.5) + 1e-4) / 8  # A / (N |y|)
+    assert slope.tolist() == pytest.approx([0, -each, -each, 0, 0, 0, 0, each, each, 0, 0, 0])
+
+
+@pytest.mark.parametrize("form", ["sequence", "token"])
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({"mask_low": 0.5, "mask_high": 5.0}, [0, 1, 1]),
+        ({"correction": "token"}, [2, 1, 0.5]),
+        ({"correction": "decoupled"}, [8, 1, 0.5]),
+        ({"correction": "sequence", "cap": 3.0}, [3, 3, 3]),
+    ],
+)
+def test_a_weight_acts_on_its_own_token(form: str, settings: dict, weights: list[float]) -> None:
+    """pi_prox / mu is 8, 1 and 1/2 at the tokens of the first response: their gradients are c A / (N |y|)."""
+    algorithm, step = GSPO(form=form, **settings), plain_batch([1.0, 0.0], [0, 0], [3, 1])
+    prepared = algorithm.prepare(step.replace(behaviour_T=torch.tensor([0, -math.log(8), 0, math.log(2), 0, 0])), {})
+    logprob_T = torch.zeros(6, requires_grad=True)
+    (term,) = algorithm.terms(Outputs(logprob_T, torch.zeros(6)), prepared).terms
+    (slope,) = torch.autograd.grad((term.weight * term.loss).sum(), logprob_T)
+    advantage = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert slope[1:4].tolist() == pytest.approx([-c * advantage / 6 for c in weights])
 
 
 def test_with_one_token_gspo_is_grpo() -> None:

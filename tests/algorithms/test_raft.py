@@ -26,6 +26,7 @@ def test_the_top_share_is_accepted() -> None:
     assert kept(RAFT(share=0.3), 0.0, 3.0, 1.0, 2.0) == [1, 3], "a share is rounded up"
     assert kept(RAFT(share=0.5), 1.0, 1.0, 1.0, 1.0) == [0, 1], "equals in the order they were sampled"
     assert kept(RAFT(share=0.5), None, 0.0, -1.0, None) == [1], "a share of those that could be scored"
+    assert kept(RAFT(share=0.28, group=25), *range(25)) == [*range(18, 25)], "28% of 25 are 7"
     assert kept(RAFT(), None, None) == []
 
 

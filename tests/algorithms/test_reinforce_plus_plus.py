@@ -27,6 +27,7 @@ def test_refusals_and_contract() -> None:
         ReinforcePlusPlus(clip_low=0.0)
     algorithm = ReinforcePlusPlus()
     assert (algorithm.group_size, algorithm.roles, algorithm.clip) == (1, {"reference"}, (0.2, 0.2))
+    assert not algorithm.compares_episodes and ReinforcePlusPlus(group=2, baseline="group").compares_episodes
 
 
 @pytest.mark.proves("value")

@@ -11,6 +11,7 @@ from numpy_for_tests import Response, parity
 
 from posttrain.algorithms.remax import ReMax
 from posttrain.errors import UserError
+from posttrain.train.pack import pack_groups
 from posttrain.types import Group, Sampling
 
 
@@ -43,6 +44,22 @@ def test_the_baseline_by_hand() -> None:
     assert [[r.sample for r in g.rollouts] for g in selection.groups] == [[1, 2, 3], [1]]
     figures = {m.name: (m.total, m.count) for m in selection.metrics}
     assert figures == {"baseline": (0.75, 2), "groups/no_baseline": (1, 3)}
+
+
+def test_an_answer_that_was_cut_off_can_be_paid_nothing() -> None:
+    """Greedy 1, sampled 1 (cut off), 1 and -1 (cut off): 1, 0, 1 and -1 are learned from, less 1. A greedy answer that was cut off
+    is paid nothing either."""
+
+    def learned(rewards: list[float], cut: list[int]) -> list[float]:
+        parts = [
+            [segment([3], False), segment([4], True, finish="length" if n in cut else "stop")] for n in range(len(rewards))
+        ]
+        step = group([rollout(part, reward) for part, reward in zip(parts, rewards, strict=True)])
+        algorithm = ReMax(group=len(rewards), beta=0.0, truncated="zero")
+        return algorithm.prepare(pack_groups(algorithm.select([step], {}).groups, 1.0), {}).advantage_T[1::2].tolist()
+
+    assert learned([1.0, 1.0, 1.0, -1.0], [1, 3]) == [-1.0, 0.0, -2.0]
+    assert learned([1.0, 1.0, 1.0], [0, 1]) == [0.0, 1.0]
 
 
 @pytest.mark.proves("value")

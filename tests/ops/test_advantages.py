@@ -51,9 +51,16 @@ def test_the_divisor_of_the_variance_is_pinned() -> None:
 def test_an_episode_of_several_sequences_votes_once() -> None:
     """Rewards 1, 1 of one episode, and 0 and 0.5 of two others: as [1, 0, 0.5], with the first twice."""
     rewards, vote_N = [1.0, 1.0, 0.0, 0.5], torch.tensor([0.5, 0.5, 1.0, 1.0])
-    for options in ({"scale": "none"}, {}, {"scale": "none", "baseline": "leave_one_out"}):
+    for options in ({"scale": "none"}, {}, {"scale": "none", "baseline": "leave_one_out"}, {"scale": "batch"}):
         first, *others = advantages([1.0, 0.0, 0.5], **options)
         assert advantages(rewards, vote_N=vote_N, **options) == pytest.approx([first, first, *others], abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_sequences_of_one_episode_are_not_compared_with_each_other(scale: str) -> None:
+    """Where it is the only episode that was scored: it is its own baseline."""
+    vote_N = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert advantages([1.0, 0.0, 0.5, 7.0], valid=[True] * 3 + [False], vote_N=vote_N, scale=scale) == [0.0] * 4
 
 
 def test_leave_one_out_by_hand() -> None:
