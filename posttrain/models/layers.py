@@ -97,8 +97,8 @@ class Projection:
         """Whether `weight` copies weights, which it makes of 4 bits or lends if there is one layer."""
         return len(self.modules) > 1 and not self.narrow
 
-    def weight(self, beside_OR: Tensor | None = None) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call. `beside_OR`
+    def weight(self, columns_OR: Tensor | None = None) -> Tensor:
+        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call. `columns_OR`
         are more columns of a weight that is copied."""
         if narrow := self.narrow:
             out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
@@ -106,14 +106,14 @@ class Projection:
                 layer.write(part)
             return out
         weights = [m.weight for m in self.modules]
-        if beside_OR is None:
+        if columns_OR is None:
             return weights[0] if len(weights) == 1 else torch.cat(weights)
-        inputs, more = weights[0].shape[1], beside_OR.shape[1]
-        out = beside_OR.new_empty(len(beside_OR), inputs + more)
+        inputs, more = weights[0].shape[1], columns_OR.shape[1]
+        out = columns_OR.new_empty(len(columns_OR), inputs + more)
         own, rest = out.split_with_sizes([inputs, more], 1)
         for part, weight in zip(own.split_with_sizes(self.sizes), weights, strict=True):
             part.copy_(weight)
-        rest.copy_(beside_OR)
+        rest.copy_(columns_OR)
         return out
 
     def bias(self) -> Tensor | None:
