@@ -71,6 +71,8 @@ class Facts:
     def reward(self) -> str:
         if "teacher" in self.default.roles:
             return "a teacher's distribution, and any reward on top"
+        if self.default.branches[0]:
+            return "the task's own score"
         if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
             return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
@@ -135,7 +137,7 @@ enumerated, with exact expectations and with the reward as it is and flipped, `t
 
 - **KL in the reward** (every policy gradient with `kl_in=reward`, and ppo): pi*. There all advantages are 0, so no scale,
   reduction or clip can move it.
-- **KL in the loss, unbiased baseline** (rloo, remax, reinforce, and ppo without whitening, with `kl=corrected` or `k2`),
+- **KL in the loss, unbiased baseline** (rloo, remax, vineppo, reinforce, and ppo without whitening, with `kl=corrected` or `k2`),
   responses of one token: pi*.
 - **KL in the loss, mean of the group as the baseline** (grpo with `scale=none`, dr_grpo): pi* of beta G / (G - 1), because a
   sample is part of its own baseline, which shrinks the gradient of the reward and not that of the KL.

@@ -13,6 +13,7 @@ import torch
 
 from posttrain import types
 from posttrain.algorithms.base import Algorithm, State
+from posttrain.branches import Continued, value_steps
 from posttrain.data.curriculum import CurriculumState
 from posttrain.data.rendering import Renderer
 from posttrain.data.stream import Mixture, Stream
@@ -165,12 +166,18 @@ class Rollouts(Source):
         """Draw problems, sample and score. Repeat while the algorithm's selection asks for more groups."""
         seconds = Seconds()
         groups: list[Group] = []
+        more: tuple[Metric, ...] = ()
         began = time.monotonic()
         wanted = self.prompts
         for attempt in range(MAX_ROUNDS):
             samples = algorithm.samples(self.sampling)
             fresh = self.sample_groups(step, attempt, wanted, samples, seconds)
-            groups += fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
+            fresh = fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
+            if algorithm.branches[0]:
+                seed = derive(self.seed, step, attempt, 1)
+                fresh, completions = self.value_steps(fresh, algorithm, seed, seconds)
+                more += (Metric("completions", completions, None),)
+            groups += fresh
             self.warn_unused_steps(algorithm, groups)
             selection = algorithm.select(groups, state)
             # at most the missing ones; a problem has one group for each role
@@ -183,7 +190,7 @@ class Rollouts(Source):
         numbers = torch.tensor(rollout_indices(groups, selection.groups), dtype=torch.int64)
         batch = batch.replace(rollout_N=numbers.to(self.device))
         level = Metric("level", self.curriculum_state.level, 1)
-        metrics = (*selection.metrics, *seconds.metrics(), level)
+        metrics = (*selection.metrics, *seconds.metrics(), level, *more)
         # other processes took over their work, more slowly
         if failed := self.sampler.statistics.failed_workers:
             metrics += (Metric("failed_workers", failed, None),)
@@ -208,6 +215,23 @@ class Rollouts(Source):
             ordered=self.ordered,
             rendered=renderer if rendered_for == drawn else None,
         )
+
+    def value_steps(
+        self, groups: Sequence[Group], algorithm: Algorithm, seed: int, seconds: Seconds
+    ) -> tuple[list[Group], int]:
+        """The groups with the values of their steps, and how many completions were sampled for these."""
+        count, separator = algorithm.branches
+        task, limit = Continued(self.task), self.sampling.max_new_tokens
+
+        def ask(begun: list[types.Problem]) -> list[Group]:
+            given = (task, self.sampler, self.decoder, begun, count, self.sampling, seed)
+            return rollout_groups(
+                *given, workers=self.workers, seconds=seconds, ordered=self.ordered
+            )
+
+        unpaid = getattr(algorithm, "truncated", "keep") == "zero"
+        made, completed = value_steps(groups, separator, ask, limit, unpaid)
+        return made, completed * count
 
     def look_ahead(self) -> None:
         """Render the prompts of the problems that the curriculum would draw next. `sample_groups` uses them only if it draws the same

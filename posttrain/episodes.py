@@ -362,7 +362,7 @@ class Episodes:
         polls = turns.polls
         if self.task.isolates(problem):
             assert self.workers is not None
-            score = await self.workers.score(self.task, problem, rollout.judged)
+            score = await self.workers.score(self.task.scorer, problem, rollout.judged)
         else:
             score = await self.task.scored(problem, rollout.judged)
         if turns.polls > polls:  # the sampler generated meanwhile

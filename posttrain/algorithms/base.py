@@ -116,6 +116,12 @@ class Algorithm(Checked):
         return len(self.samples(Sampling()))
 
     @property
+    def branches(self) -> tuple[int, str]:
+        """How many completions are sampled from the end of each step of a response, for the step's value (`Score.steps`), and what
+        ends a step. 0: none."""
+        return 0, ""
+
+    @property
     def compares_episodes(self) -> bool:
         """Whether it compares the responses to one prompt with each other. Their episodes must then begin in the same state."""
         return self.learns_from == "rollouts" and self.group_size > 1

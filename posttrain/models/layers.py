@@ -98,8 +98,8 @@ class Projection:
         return len(self.modules) > 1 and not self.narrow
 
     def weight(self, columns_OR: Tensor | None = None) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call. `columns_OR`
-        are more columns of a weight that is copied."""
+        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call.
+        `columns_OR` are more columns of a weight that is copied."""
         if narrow := self.narrow:
             out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
             for layer, part in zip(narrow, out.split_with_sizes(self.sizes), strict=True):

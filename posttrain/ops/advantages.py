@@ -175,6 +175,30 @@ def process_advantages(
     return sums_to_go(normal_T, mask_T, sequence_T, len(group_N))
 
 
+def step_advantages(
+    value_T: Tensor, begin_N: Tensor, end_N: Tensor, mask_T: Tensor, sequence_T: Tensor
+) -> Tensor:
+    """[T]: what each step changes. The steps of sequence i have the values v_0 = begin_i, v_1, ..., v_m = end_i, and the tokens of step
+    k have A = v_k - v_{k-1}. `value_T` holds v_k at the loss token where step k ends, and NaN elsewhere; at the last loss token of
+    a sequence it is not used, because the value there is `end_N`.
+    """
+    count = len(begin_N)
+    last_T = sums_to_go(mask_T.float(), mask_T, sequence_T, count) == 1
+    ends_T = mask_T & torch.isfinite(value_T) & ~last_T
+    of_M = sequence_T[ends_T]
+    steps_N = torch.zeros_like(sequence_T[:1].expand(count)).index_add(
+        0, of_M, torch.ones_like(of_M)
+    )
+    # the values of all sequences, one after the other: each has two more than inner ends
+    first_N = (steps_N + 2).cumsum(0) - steps_N - 2
+    inner_N = steps_N.cumsum(0) - steps_N
+    place_T = ends_T.cumsum(0) - ends_T.long() - inner_N[sequence_T] + first_N[sequence_T]
+    values = begin_N.new_empty(len(of_M) + 2 * count)
+    values[first_N], values[first_N + steps_N + 1] = begin_N, end_N
+    values[place_T[ends_T] + 1] = value_T[ends_T].to(values.dtype)
+    return values[place_T + 1] - values[place_T]
+
+
 def turn_starts(mask_T: Tensor, sequence_T: Tensor) -> Tensor:
     """bool [T]: the first token of each turn. Given tokens separate the turns, so a turn is a run of loss tokens."""
     again_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])

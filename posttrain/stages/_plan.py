@@ -260,8 +260,11 @@ def rl_plan(stage: RLStage, policy: Policy, context: Context, before: Stages) ->
         cache, rewards = one.cache_bytes(policy, training=False), reward_bytes(one, policy, before)
         return rl_memory(one, policy, tokens, cache, rewards, way.layered, together * new)
 
+    completions = stage.algorithm.branches[0]
+    more = f", and {completions} completions from the end of each step of a response but the last"
     return [
-        f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens",
+        f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens"
+        f"{more if completions else ''}",
         f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
         f"{-(-samples * longest // budget)} micro-batch(es) of up to {size} (this changes memory, never the gradient)",
         f"{many(stage.steps, 'step')} = {many(stage.steps * samples, 'response')} and "

@@ -17,6 +17,7 @@ from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
+from posttrain.data.steps import compile_separator
 from posttrain.data.text import Decoder
 from posttrain.engine.fp8 import Precision
 from posttrain.episodes import rollout_groups
@@ -116,8 +117,10 @@ class RLStage(ReferenceStage):
             object.__setattr__(self, "algorithm", corrected)
         if self.precision.products and self.monitor.mismatch == MonitorSettings.mismatch:
             object.__setattr__(self, "monitor", replace(self.monitor, mismatch=FP8))
-        rated_alone = self.measure_problems > 0
+        rated_alone, (completions, separator) = self.measure_problems > 0, self.algorithm.branches
         with prefixed(self.name):
+            if completions:
+                compile_separator(separator)
             self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
 
     @property
@@ -182,9 +185,12 @@ class RLStage(ReferenceStage):
         if self.algorithm.compares_episodes and not self.task.resettable:
             why = "cannot be reset to the same start, so its episodes cannot be compared with each other"
             yield f"this task {why}; use ppo, whose baseline is a critic, or reinforce, whose baseline is the batch"
-        if self.algorithm.learns_steps and not reward.gives_steps and not reward.rated:
+        branches = self.algorithm.branches[0] > 0
+        if self.algorithm.learns_steps and not (reward.gives_steps or reward.rated or branches):
             none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"
+        if branches:
+            yield from self.branch_mistakes()
         if self.max_staleness and self.sampler == "engine":
             alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
             yield f"{alone}, and the engine of this process cannot; set sampler=process"
@@ -193,6 +199,19 @@ class RLStage(ReferenceStage):
             yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
         if self.max_staleness and self.release_cache:
             yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
+
+    def branch_mistakes(self) -> Iterator[str]:
+        """What an algorithm that continues responses from the ends of their steps excludes."""
+        name = self.algorithm.name
+        if type(self.task).run is not Task.run:
+            yield f"{name} continues answers of one turn, and this task has its own episodes; use ppo or grpo"
+        if not isinstance(self.reward, TaskReward):
+            scores = (
+                f"{name} scores completions by the task, and the reward is {self.reward.name!r}"
+            )
+            yield f"{scores}; give the task a reward"
+        if self.max_staleness:
+            yield f"{name} needs the sampler after a step's responses are scored, and max_staleness keeps it busy; leave it out"
 
     def measures(self) -> bool:
         return super().measures() and self.evaluate_problems > 0

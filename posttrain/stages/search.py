@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated
 
+from posttrain.branches import Continued, beginning, cut, joined
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
 from posttrain.errors import Count, Range
@@ -17,7 +18,6 @@ from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.evals.statistics import share_interval
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AnswerStage, seeds
-from posttrain.stages._continued import Continued, beginning, cut, joined
 from posttrain.stages._naming import ScorerName
 from posttrain.stages.base import Context, load_reward_models
 from posttrain.train.rating import ProcessRating

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from posttrain.branches import Continued, Key, complete, key_of
 from posttrain.data.steps import Step, steps_of
 from posttrain.engine.random import derive
 from posttrain.errors import Whole, require
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage, listed, seeds
-from posttrain.stages._continued import Continued, beginning
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
 from posttrain.tasks.base import Task
@@ -20,7 +20,6 @@ from posttrain.types import JSON, Group, Message, Problem, Rollout, Score
 
 # outcomes of solutions
 KINDS = ("written", "repeated", "truncated", "failed", "empty", "unlabelled")
-Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,8 @@ class StepLabelsStage(AskingStage):
         yield from super().mistakes()
         if self.sampling.temperature == 0:
             yield "completions at temperature 0 are all the same; raise the temperature"
-        if self.task.isolated:
-            yield "the completions of a task that is scored in worker processes cannot be scored yet; use another task"
+        if type(self.task).run not in (Task.run, Continued.run):
+            yield "steps are those of answers in one turn, and this task has its own episodes; use another task"
 
     def dry_run(self) -> DryRun:
         # a model after a few steps solves nothing, and nothing can be learned from equal labels
@@ -98,18 +97,16 @@ class StepLabelsStage(AskingStage):
         self, context: Context, policy: Policy, solutions: Sequence[tuple[Rollout, list[Step]]]
     ) -> tuple[dict[Key, float], int]:
         """The label of every prefix that ends a step, except the last, and the number of sampled tokens."""
-        begun: dict[Key, Problem] = {}
-        for rollout, steps in solutions:
-            for step in steps[:-1]:
-                begun.setdefault(key_of(rollout, step), beginning(rollout, step.through + 1))
 
         def seed(first: int) -> int:
             return derive(context.seed, self.skip, first, 1) >> 1
 
-        going_on = replace(self, task=Continued(self.task))
-        groups = going_on.ask(context, policy, [*begun.values()], self.completions, seed)
+        def ask(begun: list[Problem]) -> Iterator[Group]:
+            going_on = replace(self, task=Continued(self.task))
+            return going_on.ask(context, policy, begun, self.completions, seed)
+
         shares, tokens = {}, 0
-        for key, group in zip(begun, groups, strict=True):
+        for key, group in complete(solutions, ask).items():
             solved = [r.score.solved for r in group.rollouts if r.score.valid]
             if solved:
                 share = sum(solved) / len(solved)
@@ -147,7 +144,3 @@ class EitherOutcome(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(float(len(response) % 2))
-
-
-def key_of(rollout: Rollout, step: Step) -> Key:
-    return rollout.problem.id, rollout.ids[: step.through + 1].tobytes()

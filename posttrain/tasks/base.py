@@ -200,6 +200,11 @@ class Task(ABC):
         """Whether to score in worker processes with a time limit, for rewards that are slow or may hang or crash."""
         return False
 
+    @property
+    def scorer(self) -> Task:
+        """The task whose score is taken, which worker processes know."""
+        return self
+
     def isolates(self, problem: Problem) -> bool:
         """`isolated` for one problem, if problems differ."""
         return self.isolated

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "group": "how many samples are drawn",
     "epochs": "how often a rollout is reused",
     "mini_batches": "into how many optimizer steps a rollout is cut",
+    "completions": "how many of them the value of a step is the mean of, in `branches`",
     "share": "which samples `select` keeps",
     "threshold": "which samples `select` keeps",
     "decay": "how the State's baseline moves, in `finish`",

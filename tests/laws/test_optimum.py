@@ -145,6 +145,7 @@ UNSHRUNK = named(
     RLOO(group=2, beta=BETA, kl_in="loss", kl="k2"),
     Reinforce(beta=BETA, kl_in="loss", kl="corrected", baseline="none"),
     algorithm_class("remax")(beta=BETA, kl_in="loss", kl="corrected"),
+    algorithm_class("vineppo")(group=2, beta=BETA, kl="corrected"),
     PPO(beta=BETA, kl_in="loss", kl="corrected", whiten_advantages=False, epochs=1),
 )
 

@@ -1,0 +1,52 @@
+"""VinePPO: the value of an intermediate state is the mean reward of completions sampled from it, in place of a critic's estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms._policy_gradient import PolicyGradient
+from posttrain.algorithms.base import State
+from posttrain.errors import Several
+from posttrain.ops.advantages import group_advantages, step_advantages, sums_to_go
+from posttrain.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class VinePPO(PolicyGradient):
+    """A response is cut into steps. From the end of each step but the last, the policy samples K = `completions` completions, and
+    a step is worth what it changes:
+
+        A_it = V(s_k) - V(s_k-1) for the tokens of step k,    V(s_0) = 1 / (G - 1) sum_{j != i} r_j
+        V(s_k) = mean reward of K completions from the end of step k; of the last step, r_i
+
+    and then PPO's clipped loss. Every V is an unbiased estimate, whatever K is, where a critic's is only as good as its training. With
+    one step this is RLOO's advantage. With `kl_in = "reward"` a token is also charged for the KL of later tokens, as in ReMax.
+    Completions cost far more than responses: about K times the number of steps half as much again. Use it where single steps decide
+    and rewards are verifiable.
+    """
+
+    paper = "Kazemnejad et al. 2024, arXiv:2410.01679"
+    learns_steps = True
+
+    completions: Several = 8  # sampled from the end of each step but the last
+    # what ends a step: a text, pattern:REGEX, or token:TEXT
+    steps: str = "\n"
+
+    @property
+    def branches(self) -> tuple[int, str]:
+        return self.completions, self.steps
+
+    def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
+        whole_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")
+        members = (step.valid_N, step.group_N)
+        ahead_N = group_advantages(
+            whole_N, *members, baseline="leave_one_out", scale="none", vote_N=vote_N
+        )
+        none_T = torch.full_like(step.behaviour_T, torch.nan)
+        values = step.columns.get("step_T", none_T), whole_N - ahead_N, step.reward_N
+        changes_T = step_advantages(*values, mask_T, step.sequence_T)
+        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
+        return changes_T - cost_T.to(changes_T.dtype)
