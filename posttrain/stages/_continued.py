@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from posttrain.data.steps import steps_of
 from posttrain.data.text import Decoder
+from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Generate, Task
 from posttrain.types import Problem, Rollout, Score, Segment
 
@@ -23,13 +23,12 @@ def beginning(rollout: Rollout, end: int) -> Problem:
 
 
 @dataclass(frozen=True)
-class Continued(Task):
+class Continued(Nested):
     """The task, for problems made by `beginning`."""
 
-    task: Task
+    has_episodes = False
 
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return ()
+    task: Task
 
     async def run(self, problem: Problem, generate: Generate) -> Rollout:
         await generate(problem.facts[GIVEN], last=True)
@@ -37,9 +36,6 @@ class Continued(Task):
 
     def observation_roles(self, template: str) -> tuple[str, ...]:
         return ()
-
-    def score(self, problem: Problem, response: str) -> Score:
-        return self.task.score(problem, response)
 
 
 def joined(rollout: Rollout, decoder: Decoder) -> Rollout:
