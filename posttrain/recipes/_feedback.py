@@ -16,6 +16,7 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
@@ -73,6 +74,12 @@ class Scale:
             algorithm=replace(self.algorithm, beta=given(beta, self.algorithm.beta)),
             policy=replace(self.policy, lr=given(lr, self.policy.lr)),
         )
+
+
+def imitate_file(model: str, file: str, steps: int) -> SFTStage:
+    """A real model learns from demonstrations."""
+    gentle, data = Optimization(lr=1e-5, warmup=5, schedule="cosine"), (Data(file=file),)
+    return SFTStage(name="sft", model=model, data=data, steps=steps, optimizer=gentle)
 
 
 def compare(
