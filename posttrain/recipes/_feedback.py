@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes.base import given
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
@@ -131,14 +131,16 @@ def prefer(
 
 
 def prefer_real(
-    algorithm: Algorithm, data: str, steps: int, lr: float, model: str
-) -> PreferenceStage:
-    """`prefer` for a real model on people's preferences, on one GPU: a quarter of the prompts is held out."""
-    stage = prefer(algorithm, data, steps, lr, model)
+    algorithm: Algorithm, data: str, steps: int | None, lr: float | None, model: str
+) -> Recipe:
+    """`prefer` alone, for a real model on people's preferences, on one GPU: a quarter of the prompts is held out."""
+    stage = prefer(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
     optimizer = replace(stage.optimizer, token_budget=16384)
-    return replace(
+    stage = replace(
         stage, optimizer=optimizer, held_out=0.25, evaluate_units=2000, evaluate_every=25
     )
+    again = f"posttrain run {algorithm.name} model={model} data={data} beta=0.3"
+    return Recipe((stage,), next_command=again)
 
 
 def optimise(scale: Scale, reward: RewardSource | None = None, critic: str = "reward") -> RLStage:
