@@ -33,9 +33,6 @@ class Continued(Nested):
 
     task: Task
 
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return ()
-
     @property
     def scorer(self) -> Task:
         return self.task

@@ -19,6 +19,8 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from posttrain import __version__ as VERSION
 from posttrain import config, config_tree
 from posttrain.cluster.placement import Placement, Resources
@@ -50,6 +52,8 @@ from posttrain.system.processes import HANGUP, STARTED, Terminal, stop_signals
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
 from posttrain.train import checkpoint, processes
+from posttrain.train.saving import Saving
+from posttrain.train.torch_settings import use_deterministic_kernels
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
@@ -334,7 +338,6 @@ def joined(settings: Settings) -> contextlib.AbstractContextManager[World]:
 
 
 def versions() -> dict[str, str]:
-    import torch
     import transformers
 
     return {
@@ -347,8 +350,6 @@ def versions() -> dict[str, str]:
 
 def device_of(settings: Settings) -> str:
     """The device of this process; an error if it is not available."""
-    import torch
-
     device = machine.device(settings.device)
     missing = device.startswith("cuda") and not torch.cuda.is_available()
     require(not missing, f"device={device}: torch sees no CUDA device here; use device=cpu")
@@ -359,10 +360,6 @@ def device_of(settings: Settings) -> str:
 
 def set_up_torch(settings: Settings, device: str) -> int:
     """Set kernels, seed and threads of a run. Returns the number of threads, 0 if the size of a model decides."""
-    import torch
-
-    from posttrain.train.torch_settings import use_deterministic_kernels
-
     if settings.deterministic:
         use_deterministic_kernels(device)
     torch.manual_seed(settings.seed)
@@ -383,8 +380,6 @@ def _run_stages(
     place: Path | None = None,
 ) -> Context:
     """Run the stages. `place` is the run directory if another process writes it."""
-    from posttrain.train.saving import Saving
-
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
     due = base.unfinished(stages, Context(*shared, place=place), settings.only)

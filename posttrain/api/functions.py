@@ -31,7 +31,7 @@ from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.preference import PreferenceStage
-from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.reward_model import RewardModelStage, judge_pairs, report
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
@@ -358,7 +358,6 @@ def _agreement(
     """Evaluate the reward models of a run, or one in a directory, on pairs or rankings."""
     from posttrain.data.preferences import read_preferences
     from posttrain.models.scorer import load_scorer
-    from posttrain.stages.reward_model import judge_pairs, report
 
     places = model.scorers() if isinstance(model, Run) else [inputs.as_model(model)]
     scorers = [load_scorer(place) for place in places]

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import catalogue
@@ -14,8 +15,6 @@ from posttrain.errors import UserError
 from posttrain.trust import code_place
 
 if TYPE_CHECKING:  # imports numpy
-    from pathlib import Path
-
     from posttrain.commands.export import Chosen
     from posttrain.config import Settings
     from posttrain.types import JSON
@@ -65,8 +64,6 @@ def add_model_of_run(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_model(options: argparse.Namespace) -> Chosen:
-    from pathlib import Path
-
     from posttrain.commands.export import Chosen
 
     given = (options.stage, options.adapter, options.base, options.license)

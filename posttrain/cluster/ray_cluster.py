@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,13 @@ class NodeDied(UserError):
     """The node of a new process has failed."""
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """The connection of this process to a cluster, made at its first use. Close it."""
 
     def __init__(self, settings: Placement):
         self.settings, self.connected = settings, False
         self.keeper: subprocess.Popen[bytes] | None = None
         placement.check_address(settings.address)
-
-    def __enter__(self) -> Cluster:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -302,7 +299,7 @@ class StartedElsewhere(Started):
         load_ray().kill(self.process.host)
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Places for the processes of a run. The first is on this machine; Ray chooses the others."""
 
     def __init__(self, cluster: Cluster, count: int):
@@ -329,9 +326,6 @@ class Ranks:
             text = f"process {rank} could not be started on its node: {one_line(error)[:200]}"
             raise UserError(text) from None
         return StartedElsewhere(rank, NodeProcess(host, pid))
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *error: object) -> None:
         from ray.util.placement_group import remove_placement_group

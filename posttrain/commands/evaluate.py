@@ -8,23 +8,26 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain import catalogue, config, config_tree
 from posttrain.commands.models import MachineOptions, open_policy, take_options
 from posttrain.errors import UserError, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
+from posttrain.runs.console import BeforeAfter
 from posttrain.runs.layout import CONFIG, encode
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import short
+from posttrain.stages._check import check_problems, check_stages
+from posttrain.stages._contamination import made_by, noted
+from posttrain.stages.base import Stage, temporary_context, worker_pool
+from posttrain.stages.evaluate import EvaluateStage, rows, seen
+from posttrain.stages.versus import VersusStage, decided, tally, won_text
 from posttrain.system import machine
+from posttrain.tasks.base import Task
 from posttrain.trust import EVERYTHING, Trust, active, trusting
 from posttrain.types import JSON, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.runs.console import BeforeAfter
-    from posttrain.stages.base import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,6 @@ class EvalReport:
 
     def change(self, name: str) -> BeforeAfter:
         """Return two models as a row of a table of tasks: the second is the one before."""
-        from posttrain.runs.console import BeforeAfter
-
         assert self.paired is not None
         right, many = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
         after, before = (one.figures["accuracy" if right else "reward"] for one in self.models)
@@ -109,9 +110,6 @@ class TaskOfRun:
 def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
     """Return the task of the run that made the model. With a name in `task`, None if the run's task is another one, or if no
     run made the model; without, both are errors."""
-    from posttrain.stages._contamination import made_by
-    from posttrain.tasks.base import Task
-
     run = Path(model).expanduser()
     if not (run / CONFIG).is_file() and (folder := made_by(model)) is not None:
         run = folder.parent.parent
@@ -177,12 +175,6 @@ def evaluate(
 
 def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tuple[Any, EvalReport]:
     """Evaluate by the settings of a stage, which `pairs` change. Returns the stage and the report."""
-    from posttrain.stages._check import check_problems
-    from posttrain.stages._contamination import made_by, noted
-    from posttrain.stages.base import worker_pool
-    from posttrain.stages.evaluate import EvaluateStage, rows, seen
-    from posttrain.stages.versus import decided, tally, won_text
-
     task = str(tree["task"]["name"])
     options = take_options(pairs, EvalOptions, "eval")
     if judges := sorted({key.partition(".")[0] for key in pairs} & {"reward_model", "judge"}):
@@ -243,8 +235,6 @@ def _eval_stage(
 ) -> Stage:
     """Make a stage of the command's model and task with the other settings. A task or a judge may need its settings to be
     constructed at all, so they are put into the tree before it is read."""
-    from posttrain.stages.base import Stage
-
     tree: dict[str, JSON] = {"stage": kind, "name": "eval", "model": model, **more}
     tree |= {"sampling": {"temperature": 0.0}, **given, "task": dict(given["task"])}
     if isinstance(pairs.get("judge"), str):
@@ -263,10 +253,6 @@ def _versus(
     model: str, tree: dict[str, JSON], pairs: dict[str, JSON], options: EvalOptions
 ) -> tuple[Any, EvalReport]:
     """Decide the winner by a reward model or a judge: a versus stage in a temporary run directory."""
-    from posttrain.stages._check import check_stages
-    from posttrain.stages.base import temporary_context, worker_pool
-    from posttrain.stages.versus import VersusStage, won_text
-
     one = {key: value for key, value in tree.items() if key != "samples"}
     stage = _eval_stage("versus", model, one, pairs, against=options.against)
     assert isinstance(stage, VersusStage)

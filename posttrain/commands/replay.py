@@ -256,8 +256,6 @@ def lines(replayed: Replay) -> Iterator[str]:
 
 def tables(replayed: Replay, top: int) -> Iterator[Table]:
     """Yield the units with the largest shares of the gradient, and the tokens with the largest shares in these."""
-    from rich.table import Table
-
     found = replayed.found
     heads = ["#", "share", "norm", "reward", "advantage", found.measure, "change"]
     heads += ["without"] if found.without is not None else []

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain import config_tree
+from posttrain.collect import Prompt, generate_groups
 from posttrain.commands.models import MachineOptions, open_policy, stage_models, take_options
+from posttrain.data.chat import render_prompt, text_ids
+from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.errors import Count, refuse_unknown, require
+from posttrain.stages.base import make_sampler
 from posttrain.types import Message, Sampler, Sampling
-
-if TYPE_CHECKING:
-    from posttrain.collect import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,6 @@ def _asker(
     model: str, options: SampleOptions, sampling: Sampling
 ) -> Callable[[str | Sequence[Message], int], list[Answer]]:
     """Load a model and return a function that answers a prompt or a conversation, given a seed."""
-    from posttrain.collect import Prompt
-    from posttrain.data.text import unknown_tokens
-    from posttrain.stages.base import make_sampler
-
     policy = open_policy(model, options.device)
     sampler = make_sampler(policy)
 
@@ -100,8 +97,6 @@ def prompt_ids(
     tokenizer: Any, prompt: str | Sequence[Message], plain: bool = False
 ) -> tuple[int, ...]:
     """Return a prompt as ids."""
-    from posttrain.data.chat import render_prompt, text_ids
-
     turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
     said = "".join(turn.content for turn in turns)
     require(said.encode("utf-8", "ignore").decode() == said, "the prompt is not UTF-8 text")
@@ -113,9 +108,6 @@ def prompt_ids(
 
 def answers(sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[list[Answer]]:
     """Yield the completions of each prompt, as text."""
-    from posttrain.collect import generate_groups
-    from posttrain.data.text import Decoder
-
     decoder = Decoder(tokenizer)
     for group in generate_groups(sampler, prompts):
         yield [

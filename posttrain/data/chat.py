@@ -160,9 +160,22 @@ def unopened(tokenizer: Tokenizer) -> str:
 
 def _broken_up(tokenizer: Tokenizer, text: str) -> str:
     # half a character, which no tokenizer reads, is a mark
-    text = text.encode("utf-8", "replace").decode()
-    for control in special_texts(tokenizer):
-        text = text.replace(control, f"{control[:1]} {control[1:]}" if control[1:] else " ")
+    return harmless(text.encode("utf-8", "replace").decode(), special_texts(tokenizer))
+
+
+def harmless(text: str, control: Sequence[str]) -> str:
+    """The text with a space inserted into everything that spells a control token.
+
+    >>> harmless("so <|end|> it is", ("<|end|>",))
+    'so < |end|> it is'
+    """
+    # breaking one up could complete another; what is left is refused where it is rendered
+    for _ in range(8):
+        found = [word for word in control if word and word in text]
+        if not found:
+            break
+        for word in found:
+            text = text.replace(word, f"{word[0]} {word[1:]}" if len(word) > 1 else " ")
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -34,6 +34,9 @@ class Network:
     events = Events()  # for messages about the model; a stage sets the run's
     sharded: Any = None  # train/sharding.py: where the weights are spread over processes
     router_replay = False  # train with the experts that the sampler chose; it is recorded by it
+
+    def __post_init__(self) -> None:
+        self.body = self.model.base_model
 
     @property
     def device(self) -> torch.device:
@@ -86,10 +89,6 @@ class Policy(Network):
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     source: str = ""  # its origin, for messages
-    body: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.body = self.model.base_model
 
     @property
     def head(self) -> Head:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,6 @@ class Scorer(Network):
     model: Any  # transformers ...ForSequenceClassification with one label
     tokenizer: Any
     source: str = ""
-    body: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.body = self.model.base_model
 
     def score(self, hidden_KH: Tensor) -> Tensor:
         """[K, H] -> [K], in float32 or wider, because differences of scores are small compared with the scores."""

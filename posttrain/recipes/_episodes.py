@@ -9,7 +9,7 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, falling
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
@@ -43,7 +43,7 @@ def episodes(
     if algorithm == "ppo":
         chosen = PPO(group=16, beta=0.0, epochs=2, mini_batches=2, lam=1.0, critic_warmup=5)
         prompts, lr, critic = prompts // 2, lr / 2, Optimization(lr=1e-3)
-    policy = Optimization(lr=lr, warmup=10, schedule="linear", final=0.1)
+    policy = falling(lr)
 
     def evaluations(when: str, model: str) -> list[EvaluateStage]:
         return [

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes.base import given
+from posttrain.recipes.base import Recipe, given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
@@ -16,6 +16,7 @@ from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
@@ -75,6 +76,12 @@ class Scale:
         )
 
 
+def imitate_file(model: str, file: str, steps: int) -> SFTStage:
+    """A real model learns from demonstrations."""
+    gentle, data = Optimization(lr=1e-5, warmup=5, schedule="cosine"), (Data(file=file),)
+    return SFTStage(name="sft", model=model, data=data, steps=steps, optimizer=gentle)
+
+
 def compare(
     scale: Scale,
     name: str = "comparisons",
@@ -124,14 +131,16 @@ def prefer(
 
 
 def prefer_real(
-    algorithm: Algorithm, data: str, steps: int, lr: float, model: str
-) -> PreferenceStage:
-    """`prefer` for a real model on people's preferences, on one GPU: a quarter of the prompts is held out."""
-    stage = prefer(algorithm, data, steps, lr, model)
+    algorithm: Algorithm, data: str, steps: int | None, lr: float | None, model: str
+) -> Recipe:
+    """`prefer` alone, for a real model on people's preferences, on one GPU: a quarter of the prompts is held out."""
+    stage = prefer(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
     optimizer = replace(stage.optimizer, token_budget=16384)
-    return replace(
+    stage = replace(
         stage, optimizer=optimizer, held_out=0.25, evaluate_units=2000, evaluate_every=25
     )
+    again = f"posttrain run {algorithm.name} model={model} data={data} beta=0.3"
+    return Recipe((stage,), next_command=again)
 
 
 def optimise(scale: Scale, reward: RewardSource | None = None, critic: str = "reward") -> RLStage:

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
-from posttrain.recipes._feedback import REAL_RATES, Scale
+from posttrain.recipes._feedback import REAL_RATES, Scale, imitate_file
 from posttrain.recipes._toys import imitating
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.posts import Posts
 from posttrain.tasks.prompts import Prompts
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 PEOPLE = Data(task=Posts("any"), counts={0: 20_000})  # summaries as people write them
@@ -57,11 +55,4 @@ def beginning(
     scale = replace(REAL, start=model, task=Prompts(file, held_out=0.2), sampling=Sampling(tokens))
     if not demonstrations:
         return [], scale
-    sft = SFTStage(
-        name="sft",
-        model=model,
-        data=(Data(file=demonstrations),),
-        steps=100,
-        optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
-    )
-    return [sft], replace(scale, start="sft")
+    return [imitate_file(model, demonstrations, steps=100)], replace(scale, start="sft")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from posttrain.recipes._sentences import SENTENCES, favourites
 from posttrain.recipes._toys import GENTLE, pretrained
+from posttrain.recipes.base import falling
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.tasks.base import Task
@@ -81,7 +82,7 @@ def nano(size: str) -> Scale:
         reasoning_steps=80,
         final_steps=24,
         prompts=32,
-        explore=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+        explore=falling(3e-4),
     )
 
 
@@ -111,5 +112,5 @@ def real(model: str) -> Scale:
         group=16,
         truncated="mask",
         checkpoint_every=1000,
-        explore=Optimization(lr=3e-5, warmup=5, schedule="linear", final=0.1, token_budget=budget),
+        explore=falling(3e-5, 5, token_budget=budget),
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import pretrained
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
@@ -79,13 +79,7 @@ def agent(
             prompts=given(prompts, 64 if real else 8),
             sampling=Sampling(tokens),
             algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"),
-            optimizer=Optimization(
-                lr=given(lr, 5e-6 if real else 3e-4),
-                warmup=2,
-                schedule="linear",
-                final=0.25,
-                token_budget=32768,
-            ),
+            optimizer=falling(given(lr, 5e-6 if real else 3e-4), 2, 0.25, token_budget=32768),
             evaluate_every=0,
             checkpoint_every=0,
         ),

@@ -10,6 +10,7 @@ from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.train.optimizer import Optimization
 
 PREVIOUS = "previous "
 MAX_ROUNDS = 1000  # a line of a file must not produce a billion stages
@@ -21,6 +22,11 @@ Given = TypeVar("Given")
 def given(value: Given | None, default: Given) -> Given:
     """Return the user's value, even 0, which the stage may refuse; or the recipe's default."""
     return default if value is None else value
+
+
+def falling(lr: float, warmup: int = 10, final: float = 0.1, **more: Any) -> Optimization:
+    """A learning rate that falls in a line, to the share `final` of it at the last step."""
+    return Optimization(lr=lr, warmup=warmup, schedule="linear", final=final, **more)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
@@ -15,7 +15,6 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.humaneval import HumanEval
 from posttrain.tasks.mbpp import Mbpp
 from posttrain.tasks.programs import Programs
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 SYSTEM = "You write Python. Answer with one program in a code block, without explanation."
@@ -75,13 +74,7 @@ def code(
         prompts=given(prompts, 32 if real else 8),
         sampling=Sampling(tokens),
         algorithm=replace(algorithm, truncated="zero") if real else algorithm,
-        optimizer=Optimization(
-            lr=given(lr, 8e-6 if real else 1e-3),
-            warmup=3,
-            schedule="linear",
-            final=0.25,
-            token_budget=32768,
-        ),
+        optimizer=falling(given(lr, 8e-6 if real else 1e-3), 3, 0.25, token_budget=32768),
         evaluate_every=10,
         evaluate_problems=100 if real else 50,
         checkpoint_every=0,

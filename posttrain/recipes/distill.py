@@ -7,7 +7,7 @@ from dataclasses import replace
 from posttrain.algorithms.distillation import Distillation, Divergence
 from posttrain.errors import require
 from posttrain.recipes._toys import SUMS, imitating
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.evaluate import EvaluateStage
@@ -44,13 +44,11 @@ def distill(
     paired = bool(model) == bool(teacher)
     require(paired, "distill: model and teacher go together; give both, or none for the toy")
     if model:
-        rate = Optimization(
-            lr=given(lr, 1e-5), warmup=5, schedule="linear", final=0.1, token_budget=32768
-        )
+        rate = falling(given(lr, 1e-5), 5, token_budget=32768)
         real = Gsm8k(data=data), model, teacher, given(steps, 100), given(prompts, 64), rate
         stages = compared(*real, divergence, given(tokens, 320), given(problems, 1319))
     else:
-        rate = Optimization(lr=given(lr, 1e-3), warmup=10, schedule="linear", final=0.1)
+        rate = falling(given(lr, 1e-3))
         task = Arithmetic(level=3, min_level=3)
         shown = Data(task=Arithmetic(level=3), counts={1: 200, 2: 1000, 3: 6000})
         toy = task, "start", "teacher", given(steps, 150), given(prompts, 32), rate

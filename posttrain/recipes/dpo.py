@@ -25,10 +25,7 @@ def dpo(
     """
     require(bool(model) == bool(data), "dpo: model and data, a file of preferences, go together")
     if model:
-        algorithm = DPO(beta=given(beta, 0.1))
-        stage = prefer_real(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
-        again = f"posttrain run dpo model={model} data={data} beta=0.3"
-        return Recipe((stage,), next_command=again)
+        return prefer_real(DPO(beta=given(beta, 0.1)), data, steps, lr, model)
     stages = [
         *beginning(size),
         comparisons("comparisons", "sft", 2500),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, falling
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.gsm8k import Gsm8k
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 
@@ -62,7 +61,7 @@ def gsm8k(
                 mini_batches=mini_batches,
             ),
             watch_kl=True,
-            optimizer=Optimization(lr=lr, warmup=5, schedule="linear", final=0.25),
+            optimizer=falling(lr, 5, 0.25),
             evaluate_every=25,
             evaluate_problems=problems,
             checkpoint_every=50,

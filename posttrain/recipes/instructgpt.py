@@ -8,13 +8,12 @@ from typing import Literal
 from posttrain.algorithms.ppo import PPO
 from posttrain.errors import require
 from posttrain.recipes import _reviews
-from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
+from posttrain.recipes._feedback import Scale, compare, fit, imitate_file, optimise, versus
 from posttrain.recipes._sentences import favourites, talk
 from posttrain.recipes.base import Recipe, given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.reviews import Reviews
 from posttrain.tasks.sentiment import Sentiment
 from posttrain.train.optimizer import Optimization
@@ -116,14 +115,7 @@ def real(model: str, demonstrations: str, scale: Scale) -> list[Stage]:
     if not demonstrations:
         tokens = scale.sampling.max_new_tokens
         stages.append(favourites("demonstrations", model, tokens, task=scale.task))
-    sft = SFTStage(
-        name="sft",
-        model=model,
-        data=(Data(file=demonstrations or "demonstrations"),),
-        steps=40,
-        optimizer=Optimization(lr=1e-5, warmup=5, schedule="cosine"),
-    )
-    return [*stages, sft]
+    return [*stages, imitate_file(model, demonstrations or "demonstrations", steps=40)]
 
 
 def aligned(

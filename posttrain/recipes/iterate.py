@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, best_round, repeat
+from posttrain.recipes.base import Recipe, best_round, falling, repeat
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.mine import MineStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 PROMPTS = 400  # fresh prompts per round
@@ -48,7 +47,7 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
                     algorithm=GRPO(beta=beta, reduction="token_mean"),
                     sampling=Sampling(32),
                     evaluate_every=0,
-                    optimizer=Optimization(lr=1e-4, warmup=10, schedule="linear", final=0.1),
+                    optimizer=falling(1e-4),
                 ),
                 EvaluateStage(name="check", model="train", task=apart, sampling=greedy),
             ],

@@ -33,9 +33,7 @@ def kto(
     beta = given(beta, 0.1 if model else 0.3)
     algorithm = KTO(beta=beta, desirable=desirable, undesirable=undesirable)
     if model:
-        stage = prefer_real(algorithm, data, given(steps, 75), given(lr, 2e-5), model)
-        again = f"posttrain run kto model={model} data={data} beta=0.3"
-        return Recipe((stage,), next_command=again)
+        return prefer_real(algorithm, data, steps, lr, model)
     stages = [
         *beginning(size),
         SampleStage(

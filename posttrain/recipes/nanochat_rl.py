@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, falling, given
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.tasks.tool_use import ToolUse
 from posttrain.tasks.tools.calculator import Calculator
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 
@@ -62,13 +61,7 @@ def nanochat_rl(
             prompts=prompts,
             sampling=sampling,
             algorithm=nanochat_loss(group),
-            optimizer=Optimization(
-                lr=lr,
-                warmup=0 if model else min(10, steps),
-                schedule="linear",
-                final=0.0,
-                token_budget=32768,
-            ),
+            optimizer=falling(lr, 0 if model else min(10, steps), 0.0, token_budget=32768),
             evaluate_every=60,
             evaluate_problems=problems,
             checkpoint_every=60,

@@ -7,11 +7,10 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, falling
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 
@@ -39,7 +38,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
             sampling=Sampling(max_new_tokens=32),
             curriculum=Curriculum(start=2, review=0.1),
             watch_kl=True,
-            optimizer=Optimization(lr=3e-4, warmup=10, schedule="linear", final=0.1),
+            optimizer=falling(3e-4),
         ),
         replace(before, name="after", model="rl"),
     ]

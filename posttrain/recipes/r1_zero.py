@@ -6,13 +6,12 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.errors import require
 from posttrain.recipes._toys import SHOWN, pretrained
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, falling, given
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.tasks.sums import Sums
-from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
 
 DIGITS = 2  # digits of the sums for a real model
@@ -57,7 +56,7 @@ def r1_zero(
             sampling=Sampling(max_new_tokens=32),
             curriculum=Curriculum(start=2, review=0.1),
             watch_kl=True,
-            optimizer=Optimization(lr=given(lr, 3e-4), warmup=10, schedule="linear", final=0.1),
+            optimizer=falling(given(lr, 3e-4)),
         ),
         measured("trained", "rl", task, 40, *asked),
     ]
@@ -83,9 +82,7 @@ def real(
             sampling=Sampling(tokens),
             algorithm=GRPO(group=16, beta=0.0, reduction="token_mean"),
             watch_kl=True,
-            optimizer=Optimization(
-                lr=lr, warmup=5, schedule="linear", final=0.1, token_budget=32768
-            ),
+            optimizer=falling(lr, 5, token_budget=32768),
             evaluate_every=25,
             evaluate_problems=whole,
             checkpoint_every=50,

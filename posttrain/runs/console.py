@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
@@ -117,7 +118,7 @@ def time_split(row: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(phase, round(seconds / total, 4)) for phase, seconds in spent.items()]
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """The view of one stage: a live panel if the stream is a terminal, else plain lines."""
 
     def __init__(
@@ -165,9 +166,6 @@ class Console:
             self._printed_step = self.step
         elif self._row and self._printed_step != self.step:
             self._print_line()
-
-    def __enter__(self) -> Console:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

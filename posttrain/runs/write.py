@@ -19,7 +19,7 @@ import shlex
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from posttrain.types import JSON, Rollout
 KEEP_LAST, KEEP_EVERY = 10, 50
 
 
-class RunWriter:
+class RunWriter(AbstractContextManager["RunWriter"]):
     """Appends to a run. Use `create` or `resume`; the constructor opens any directory, new or old."""
 
     def __init__(self, directory: Path, config: Mapping[str, JSON] | None = None) -> None:
@@ -276,9 +276,6 @@ class RunWriter:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def __enter__(self) -> RunWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:

@@ -151,7 +151,7 @@ async def read(request: Request, limits: Limits) -> bytes:
 
 
 async def respond(
-    request: Request, find: Callable[[Request], Source], kind: type[wire.Body], limits: Limits
+    find: Callable[[Request], Source], limits: Limits, kind: type[wire.Body], request: Request
 ) -> Response:
     """Answer a completion request, in one piece or as a stream. If the client disconnects, decoding for it stops."""
     try:
@@ -262,12 +262,6 @@ def application(
 ) -> Starlette:
     """Make the routes of a server. `find` returns the source that answers a request; `scores` scores answers."""
 
-    async def chat(request: Request) -> Response:
-        return await respond(request, find, wire.ChatBody, limits)
-
-    async def text(request: Request) -> Response:
-        return await respond(request, find, wire.TextBody, limits)
-
     async def models(request: Request) -> Response:
         card = {"object": "model", "created": 0, "owned_by": "posttrain"}
         known = find(request).names.items()
@@ -287,6 +281,8 @@ def application(
         text = f"{request.method} {request.url.path[:100]}: there are {known}"
         return _answered(wire.Refused(status, text, "unknown_url"))
 
+    complete = partial(respond, find, limits)
+    chat, text = partial(complete, wire.ChatBody), partial(complete, wire.TextBody)
     routes = [
         Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
         Route(f"{prefix}/v1/completions", text, methods=["POST"]),

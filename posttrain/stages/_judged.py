@@ -17,14 +17,38 @@ from posttrain.train.judging import JudgeRating, LocalModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings(EndpointSettings, Naming):
+class JudgeModel(EndpointSettings, Naming):
+    """A language model as a judge: one that runs in this process, or the name of a model behind `url`."""
+
+    model: ModelName
+    rubric: str = ""  # a file; "": the default
+
+    def named(self, kind: str) -> list[tuple[str, str]]:
+        return [] if self.url else super().named(kind)
+
+    def check_model(self) -> None:
+        """Check the settings before the first request."""
+        if self.url:
+            endpoint(self)
+        read_rubric(self.rubric)
+
+    def open_model(self, context: Context, budget: int) -> Endpoint | LocalModel:
+        """The model, frozen if it runs in this process, where it reads `budget` tokens at once."""
+        if self.url:
+            return endpoint(self)
+        policy = load_policy(self.model, context)
+        policy.model.requires_grad_(False)
+        return LocalModel(policy, budget, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings(JudgeModel):
     """A judge: a stage, directory or hub name that runs in this process, or the name of a model behind `url`. All other settings
     except `cache` apply to `url` only. `rules` is a judge without a model: the score of a task, with known errors."""
 
     shorthand: ClassVar[str] = "model"  # judge: NAME is judge: {model: NAME}
 
     model: ModelName = ""  # "": judge by `rules`
-    rubric: str = ""  # a file; "": the default
     rules: Task | None = None  # a task whose score judges, instead of a model
     noise: NotNegative = 0.0  # of `rules`: Gumbel noise of each text, the same in both orders
     # of `rules`: added to the score of the answer that is shown first
@@ -40,26 +64,12 @@ class JudgeSettings(EndpointSettings, Naming):
     def __str__(self) -> str:
         return self.model or f"the judge of {type(self.rules).__name__.lower()}"
 
-    def ready(self) -> None:
-        """Check the settings before the first request."""
-        if self.url:
-            endpoint(self)
-        read_rubric(self.rubric)
-
-    def named(self, kind: str) -> list[tuple[str, str]]:
-        return [] if self.url else super().named(kind)
-
     def open(self, context: Context) -> tuple[Judge, Usage]:
         """Open the judge, and return it with its usage counters. A model must first pass the canaries."""
         if self.rules is not None:
             rules = RuleJudge(self.rules, self.noise, self.position_bias)
             return Judge(rules, read_rubric(self.rubric)), rules.usage
-        if self.url:
-            model: Endpoint | LocalModel = endpoint(self)
-        else:
-            policy = load_policy(self.model, context)
-            policy.model.requires_grad_(False)
-            model = LocalModel(policy, cache=self.cache)
+        model = self.open_model(context, LocalModel.token_budget)
         return JudgeRating(model, rubric=self.rubric).judge, model.usage
 
 
@@ -73,4 +83,4 @@ class JudgedStage(Stage):
     def check_ready(self, device: str, names: Collection[str]) -> None:
         super().check_ready(device, names)
         if self.judge is not None:
-            self.judge.ready()
+            self.judge.check_model()

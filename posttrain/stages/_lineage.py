@@ -52,9 +52,6 @@ class Lineage:
     config: Mapping[str, JSON]
     inputs: Mapping[str, str]
 
-    def tree(self) -> dict[str, JSON]:
-        return {"config": dict(self.config), "inputs": dict(self.inputs)}
-
     def hashes(self) -> dict[str, JSON]:
         """The hashes that a summary stores."""
         inputs = {"inputs": dict(self.inputs), "inputs_sha256": digest(self.inputs)}

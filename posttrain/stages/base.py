@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
@@ -369,7 +369,7 @@ def _other_inputs(stage: Stage, why: str, context: Context) -> str:
 def _run_stage(stage: Stage, lineage: _lineage.Lineage, context: Context) -> None:
     """Run a stage, and save its result and its lineage."""
     world = current()
-    context.write(stage.name, _lineage.RECORD, lineage.tree())
+    context.write(stage.name, _lineage.RECORD, asdict(lineage))
     context.events.emit("stage", stage=stage.name)
     began = time.perf_counter()
     world.begin(stage.name, stage.together)

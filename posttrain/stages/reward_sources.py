@@ -22,17 +22,16 @@ from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
 from posttrain.models.scorer import OffloadedRating
-from posttrain.rewards._asking import EndpointSettings, endpoint
 from posttrain.rewards._functions import Mix, finished
 from posttrain.rewards._loop import no_running_loop
 from posttrain.rewards.base import check, check_function, own_function
 from posttrain.rewards.compose import combined
-from posttrain.rewards.judge import read_rubric
+from posttrain.stages._judged import JudgeModel
 from posttrain.stages._naming import ModelName, Naming, ScorerName
 from posttrain.stages.base import Context, load_policy, load_reward_models
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed
-from posttrain.train.judging import JudgeRating, LocalModel
+from posttrain.train.judging import JudgeRating
 from posttrain.train.rating import ImplicitRating, ModelRating, ProcessRating
 from posttrain.trust import PREFIX, code_place
 from posttrain.types import JSON, Rating, Rollout, Score
@@ -201,7 +200,7 @@ class RewardModels(RewardSource):
             scorer.model.requires_grad_(False)
         how = (self.combine, self.k, budget, policy.tokenizer, *self.split())
         rating = self.makes(scorers, *how, weights=weights)
-        return placed(rating, [s.model for s in scorers], self.device, policy)
+        return placed(rating, self.device, policy)
 
     def split(self) -> tuple[str, ...]:
         """How responses are split into steps, for a source that scores steps."""
@@ -247,20 +246,15 @@ class ImplicitReward(RewardSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeReward(EndpointSettings, RewardSource):
+class JudgeReward(JudgeModel, RewardSource):
     """A language model as a judge (rewards/judge.py), in this process or, with a `url`, behind an OpenAI-compatible address. It reads
     text, so it may have another vocabulary. `mode`: points for each response, points for a group at once, or a tournament. `rubric`
     is a file that describes a good response."""
 
     name: ClassVar[str] = "judge"
 
-    model: ModelName
     mode: Literal["points", "group", "tournament"] = "points"
-    rubric: str = ""  # "": the default
     device: Device = "same"  # cpu: on the policy's device only while it judges
-
-    def named(self, kind: str) -> list[tuple[str, str]]:
-        return [] if self.url else super().named(kind)
 
     def reads_ids(self) -> tuple[str, ...]:
         return ()
@@ -276,17 +270,11 @@ class JudgeReward(EndpointSettings, RewardSource):
         text = f"{where}: reward.mode=tournament compares the responses to one problem, and there is one alone in a group of 1"
         text += " and for each of measure_problems; use reward.mode=points"
         require(self.mode != "tournament" or (group > 1 and not alone), text)
-        read_rubric(self.rubric)
-        if self.url:
-            endpoint(self)
+        self.check_model()
 
     def rating(self, context: Context, policy: Policy, where: str, budget: int) -> Rating:
-        if self.url:
-            return JudgeRating(endpoint(self), self.mode, self.rubric)
-        judge = load_policy(self.model, context)
-        judge.model.requires_grad_(False)
-        rating = JudgeRating(LocalModel(judge, budget, self.cache), self.mode, self.rubric)
-        return placed(rating, [judge.model], self.device, policy)
+        rating = JudgeRating(self.open_model(context, budget), self.mode, self.rubric)
+        return placed(rating, self.device, policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,8 +373,8 @@ class MixedRating:
         return replace(found, parts={**inner, **found.parts}) if found.valid else found
 
 
-def placed(rating: Rating, models: list[nn.Module], device: Device, policy: Policy) -> Rating:
+def placed(rating: Rating, device: Device, policy: Policy) -> Rating:
     """The rating, with its models on `device` between calls."""
-    if device == "same":
+    if device == "same" or not rating.models:
         return rating
-    return OffloadedRating(rating, [model.to("cpu") for model in models], policy.device)
+    return OffloadedRating(rating, [model.to("cpu") for model in rating.models], policy.device)

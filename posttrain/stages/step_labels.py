@@ -15,8 +15,9 @@ from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage, listed, seeds
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
+from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Task
-from posttrain.types import JSON, Group, Message, Problem, Rollout, Score
+from posttrain.types import JSON, Group, Problem, Rollout, Score
 
 # outcomes of solutions
 KINDS = ("written", "repeated", "truncated", "failed", "empty", "unlabelled")
@@ -131,16 +132,16 @@ class StepLabelsStage(AskingStage):
 
 
 @dataclass(frozen=True)
-class EitherOutcome(Task):
+class EitherOutcome(Nested):
     """The problems of a task, with answers of odd length counted as right, for a dry run."""
+
+    has_episodes = False
+    isolated = False
 
     task: Task
 
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return self.task.problems(split, level)
-
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        return self.task.prompt(problem)
+    def isolates(self, problem: Problem) -> bool:
+        return False
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(float(len(response) % 2))

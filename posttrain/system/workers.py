@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from time import monotonic
@@ -101,7 +101,7 @@ class _Worker:
     received: bytearray = field(default_factory=bytearray)
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """Scores responses to problems of `tasks` in up to `count` processes. Close it, or use it as a context manager.
 
     A call of `score` belongs to a running event loop; the pool belongs to none, and outlives the loop of a step.
@@ -118,9 +118,6 @@ class WorkerPool:
             task.ready()  # what scoring needs is made once, and all workers inherit it
         if self.tasks and sys.platform == "linux":
             self._server = _ForkServer(self.tasks)
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

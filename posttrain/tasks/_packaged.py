@@ -25,6 +25,7 @@ class Packaged(Task):
     name: ClassVar[str]
     # the module that must be importable, from `pip install 'posttrain[NAME]'`
     module: ClassVar[str]
+    shorthand: ClassVar[str]  # the field that names the environment
     isolated = True
     seconds = 60.0
 
@@ -35,8 +36,8 @@ class Packaged(Task):
 
     @property
     def title(self) -> str:
-        """Return the name of a problem, before its seed."""
-        return self.name
+        """Return the name of the environment, which stands before a problem's seed."""
+        return str(getattr(self, self.shorthand))
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         require_split(split)

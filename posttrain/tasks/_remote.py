@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posttrain.tasks._rollouts import as_rollouts, score_row
-from posttrain.tasks.base import STOPS, ContextFull, EpisodeEnd, Given, failed
+from posttrain.tasks.base import STOPS, ContextFull, EpisodeEnd, Generate, Given, Task, failed
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
-
-if TYPE_CHECKING:
-    from posttrain.tasks.base import Generate, Task
 
 
 @dataclass(slots=True, eq=False)

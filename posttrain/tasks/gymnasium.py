@@ -58,10 +58,6 @@ class Gymnasium(Packaged):
         super().__post_init__()
         self.check(bool(self.env), "give an environment, such as gymnasium:FrozenLake-v1")
 
-    @property
-    def title(self) -> str:
-        return self.env
-
     def begin(self, seed: int) -> tuple[Any, Any]:
         gymnasium = self.package()
         known = gymnasium.registry

@@ -55,10 +55,6 @@ class OpenEnv(Packaged):
         active().require_address(self.url)
 
     @property
-    def title(self) -> str:
-        return self.url
-
-    @property
     def resettable(self) -> bool:
         return self.seeded
 

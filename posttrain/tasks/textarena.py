@@ -48,10 +48,6 @@ class TextArena(Packaged):
         super().__post_init__()
         self.check(bool(self.game), "give a game, such as textarena:GuessTheNumber-v0")
 
-    @property
-    def title(self) -> str:
-        return self.game
-
     def begin(self, seed: int) -> Any:
         textarena = self.package()
         known = textarena.envs.registration.ENV_REGISTRY

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from posttrain.data.chat import NO_TEMPLATE, render_prompt, special_texts
+from posttrain.data.chat import NO_TEMPLATE, harmless, render_prompt, special_texts
 from posttrain.errors import UserError, require
 from posttrain.models.policy import Policy
 from posttrain.rewards._asking import Endpoint, Form, Messages, Replies, Reply, Unanswered, Usage
@@ -106,22 +106,6 @@ class LocalModel:
         batch = pack_examples(examples, self.policy.device)
         found = sequence_logprobs(self.policy, batch, self.token_budget)
         return np.array(found).reshape(len(prompts), len(tails))
-
-
-def harmless(text: str, control: Sequence[str]) -> str:
-    """The text with a space inserted into everything that spells a control token.
-
-    >>> harmless("so <|end|> it is", ("<|end|>",))
-    'so < |end|> it is'
-    """
-    # breaking one up could complete another; what is left is refused where it is rendered
-    for _ in range(8):
-        found = [word for word in control if word and word in text]
-        if not found:
-            break
-        for word in found:
-            text = text.replace(word, f"{word[0]} {word[1:]}" if len(word) > 1 else " ")
-    return text
 
 
 class JudgeRating:

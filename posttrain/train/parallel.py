@@ -7,7 +7,7 @@ one process. Shares are neighbours: columns that a role fills are put together i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,9 @@ def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch
     if not equal or len(own) == longest:
         return own, []
     ends = unit_ends(batch)
-    spans = list(zip([0, *ends], ends, strict=False))
-    shortest = min(spans, key=lambda span: batch.starts[span[1]] - batch.starts[span[0]])
+    shortest = min(
+        pairwise([0, *ends]), key=lambda span: batch.starts[span[1]] - batch.starts[span[0]]
+    )
     return own, [take(batch, *shortest)] * (longest - len(own))
 
 
@@ -75,15 +76,9 @@ def sum_gradients(optimizer: Optimizer) -> None:
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group neighbouring tensors of one dtype into buckets of up to BUCKET numbers; a larger tensor is alone."""
-    found: list[list[Tensor]] = []
-    last: tuple[int, torch.dtype | None] = (-1, None)
-    for tensor, size in zip(tensors, accumulate(t.numel() for t in tensors), strict=True):
-        key: tuple[int, torch.dtype | None] = (size // BUCKET, tensor.dtype)
-        if not found or key != last:
-            found.append([])
-        found[-1].append(tensor)
-        last = key
-    return found
+    through = zip(tensors, accumulate(t.numel() for t in tensors), strict=True)
+    alike = groupby(through, key=lambda one: (one[1] // BUCKET, one[0].dtype))
+    return [[tensor for tensor, _ in bucket] for _, bucket in alike]
 
 
 def sum_metrics(metrics: Sequence[Metric]) -> list[Metric]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Saving(Checked):
     hook_seconds: Positive = 600.0
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """The checkpoints of one stage. The writing thread emits an event for each published checkpoint."""
 
     def __init__(
@@ -112,9 +112,6 @@ class Store:
             require(not self._thread.is_alive(), f"{slow}; {look}")
             self._thread = None
         self.check()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finish the write in progress, however the stage ended. An error of the write does not hide the one that ended the stage."""

@@ -459,7 +459,7 @@ class Stillborn:
     def start(self, limits: Limits) -> Any:
         line = [sys.executable, "-c", "import sys; sys.exit('no such thing')"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return mechanisms.PopenChild(subprocess.Popen(line, bufsize=0, **pipes))  # type: ignore[call-overload]
+        return mechanisms.Child(subprocess.Popen(line, bufsize=0, **pipes))  # type: ignore[call-overload]
 
 
 def test_a_child_that_does_not_start_is_our_failure() -> None:

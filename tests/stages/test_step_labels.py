@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
 from posttrain.models.tiny import character_tokenizer
 from posttrain.runs.write import RunWriter
-from posttrain.stages.base import Context, Stage
+from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
 from posttrain.tasks.base import Task
@@ -100,6 +100,18 @@ def test_hard_labels_say_whether_any_completion_solves(sampler: ScriptedSampler,
     run(tmp_path / "run", labelling(completions=8, label="any"))
     rows = [json.loads(line) for line in (tmp_path / "run/stages/labels/data.jsonl").open()]
     assert {label for row in rows for label in row["labels"]} == {0.0, 1.0}
+
+
+def test_the_completions_of_an_isolated_task_are_scored_by_its_workers(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    class Apart(NoX):
+        isolated = True
+
+    stage = replace(labelling(completions=3), task=Apart())
+    for name, one in (("here", labelling(completions=3)), ("apart", stage), ("dry", stage.dry_run().stage)):
+        with RunWriter.create(tmp_path / name, {}) as writer, worker_pool([one]) as workers:
+            one.run(Context(writer, 0, threads=1, say=False, workers=workers))
+    here, apart = ((tmp_path / name / "stages/labels/data.jsonl").read_text() for name in ("here", "apart"))
+    assert here == apart
 
 
 def test_without_completions_a_solution_is_one_step_with_its_outcome(sampler: ScriptedSampler, tmp_path: Path) -> None:

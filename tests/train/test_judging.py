@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain import config, pipeline
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
+from posttrain.data.chat import harmless
 from posttrain.errors import GuardStop, UserError
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -29,7 +30,7 @@ from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.reward_sources import JudgeReward
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.judging import JudgeRating, LocalModel, harmless
+from posttrain.train.judging import JudgeRating, LocalModel
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Problem, Rollout, Sampling, Score, Segment
 

@@ -71,10 +71,11 @@ class Exit:
 
 
 class Child:
-    """One interpreter in a sandbox. The descriptors are the grader's ends of its pipes."""
+    """One interpreter in a sandbox. The descriptors are the grader's ends of its pipes. `whole_group`: it ends with its process
+    group."""
 
-    def __init__(self, process: Any) -> None:
-        self.process, self.pid = process, process.pid
+    def __init__(self, process: Any, whole_group: bool = False) -> None:
+        self.process, self.pid, self.whole_group = process, process.pid, whole_group
         self.streams = (process.stdin, process.stdout, process.stderr)
         self.stdin, self.stdout, self.stderr = (stream.fileno() for stream in self.streams)
         self._exit: Exit | None = None
@@ -99,7 +100,19 @@ class Child:
         return self._exit
 
     def _end(self, patience: float) -> Exit:
-        raise NotImplementedError
+        ended = False
+        try:
+            code = self.process.wait(max(patience, 0))
+        except subprocess.TimeoutExpired:
+            ended = True
+            self.kill()
+            code = self.process.wait()
+        if self.whole_group:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        close_all(self.streams)
+        # a container's client reports a signal like a shell
+        return Exit(max(code, 0), -code if code < 0 else max(0, code - 128), ended)
 
 
 class Mechanism(Protocol):
@@ -224,27 +237,6 @@ def spawn(
         raise Infrastructure(f"{name}: {error}") from error
 
 
-class PopenChild(Child):
-    def __init__(self, process: subprocess.Popen[bytes], whole_group: bool = False) -> None:
-        self.whole_group = whole_group
-        super().__init__(process)
-
-    def _end(self, patience: float) -> Exit:
-        ended = False
-        try:
-            code = self.process.wait(max(patience, 0))
-        except subprocess.TimeoutExpired:
-            ended = True
-            self.kill()
-            code = self.process.wait()
-        if self.whole_group:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        close_all(self.streams)
-        # a container's client reports a signal like a shell
-        return Exit(max(code, 0), -code if code < 0 else max(0, code - 128), ended)
-
-
 @dataclass(frozen=True, slots=True)
 class Landlock:
     """The kernel's Landlock. `private`: with its own file system, which an ordinary user makes in a user namespace, and root in
@@ -254,7 +246,7 @@ class Landlock:
     name: str = "landlock"
 
     def start(self, limits: Limits) -> Child:
-        return PopenChild(spawn(self.line(limits), self.name, env=ENVIRONMENT, apart=True))
+        return Child(spawn(self.line(limits), self.name, env=ENVIRONMENT, apart=True))
 
     def line(self, limits: Limits) -> list[str]:
         root, paths = os.getuid() == 0, readable()
@@ -284,10 +276,10 @@ class Unsafe:
 
     def start(self, limits: Limits) -> Child:
         line = command(limits, tasks=0, private=False, parent=os.getpid())
-        return PopenChild(spawn(line, self.name, env=ENVIRONMENT, apart=True), whole_group=True)
+        return Child(spawn(line, self.name, env=ENVIRONMENT, apart=True), whole_group=True)
 
 
-class ContainerChild(PopenChild):
+class ContainerChild(Child):
     """The runtime's client is our process, the container is not: killing the client would leave it running. So a small process
     outside the container, which ends whenever the grader does, makes the runtime kill it. Inside, PID 1 is an interpreter that
     only waits, and that a program cannot reach: if the runtime fails, the container still ends after its time limit."""

@@ -6,6 +6,7 @@ import json
 import os
 import selectors
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class Budget:
             self.left, self.since = self.left - (time.monotonic() - self.since), None
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """A child that was started ahead and is used once. Use it in a `with` block, which ends the child and everything it
     started."""
 
@@ -63,9 +64,6 @@ class Session:
             os.set_blocking(descriptor, False)
         self.selector.register(child.stdout, selectors.EVENT_READ)
         self.selector.register(child.stderr, selectors.EVENT_READ)
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
