@@ -163,6 +163,10 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
             "line 2: a row of question has no.* nearest is prompt_completion, .*: rename question to prompt and add comp",
         ),
         (
+            b'{"Question ": "a", "Reply": "b"}',  # quoted, because YAML takes the space away
+            "line 2: a row of 'Question ', Reply has .*: rename 'Question ' to prompt, .*: 'Question ', completion: R",
+        ),
+        (
             b'{"prompt": "a"}',
             "line 2: a row of prompt has no.* nearest is prompt_completion, with prompt and completion: add completion",
         ),
