@@ -59,13 +59,16 @@ class Function:
     def of(cls, call: Callable[..., Any], label: str = "") -> Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
-        written = getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
+        # a torch module is called with the parameters of its `forward`
+        written = inspect.unwrap(getattr(inner, "forward", inner))
+        written = getattr(written, "__code__", getattr(type(inner).__call__, "__code__", None))
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
-            parameters = list(inspect.signature(call).parameters.values())
+            named = inspect.signature(getattr(call, "forward", call)).parameters
         except (TypeError, ValueError):  # a builtin without a signature
             return cls(call, name, place)
+        parameters = [*named.values()]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         names = tuple(p.name for p in single if p.kind is not p.POSITIONAL_ONLY)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.errors import UserError
 from posttrain.rewards._functions import Function, Mix, fingerprint, finished, give, given
@@ -64,6 +65,16 @@ def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
 
     mix = Mix((Function.of(batch),), (1.0,))
     assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
+
+
+def test_a_torch_module_gets_the_parameters_of_its_forward() -> None:
+    class Scorer(torch.nn.Module):
+        @torch.no_grad()
+        def forward(self, prompts: list[str], completions: list[str], **columns: Any) -> torch.Tensor:
+            return torch.tensor([float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)])
+
+    assert called(Scorer()).value == 7.0
+    assert Function.of(Scorer()).batched and str(Function.of(Scorer())).startswith("Scorer (test_functions.py line ")
 
 
 def test_what_a_function_changes_in_a_row_no_other_call_sees() -> None:
