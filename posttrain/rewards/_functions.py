@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import re
 import sys
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
 # other names of the same texts, in functions written for TRL and verl
 SAME = {"completion": "response", "solution_str": "response", "ground_truth": "answer"}
+LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 COLUMNS = "columns"  # the key of a problem's facts that holds its row
 _prints: dict[str, JSON] = {}  # fingerprints of this process's rewards and tools
 _given: dict[str, Mix] = {}  # this process's functions, by their name in settings
@@ -205,6 +207,7 @@ class Function:
             raise error
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename != __file__]
+        own = [frame for frame in own if not frame.filename.startswith(LIBRARIES)] or own
         at = f" at {own[-1].filename} line {own[-1].lineno}" if own else ""
         text = f"{type(error).__name__}: {error}{at} (reward {self.label})"
         return [Score.failed(text[:500])] * count

@@ -118,6 +118,8 @@ def test_failures_have_names_and_wrong_types_end_the_run() -> None:
     assert "nan" in str(called(lambda response: float("nan")).failure)
     failure = str(called(lambda response: 1 / 0).failure)
     assert failure.startswith("ZeroDivisionError: division by zero at ") and "test_functions.py line" in failure
+    inside = str(called(lambda response: json.loads(response)).failure)  # the line that called the library
+    assert inside.startswith("JSONDecodeError: ") and "test_functions.py line" in inside
     with pytest.raises(
         UserError, match=r"reward lambda \(test_functions.py line \d+\) returned str 'good' for the row p1; return"
     ):
