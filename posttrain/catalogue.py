@@ -107,8 +107,11 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         found = _from_file(kind, *place)
         fits = base is None or (isinstance(found, type) and issubclass(found, base))
         made = getattr(base, "__name__", "")
-        require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
-        require(base is None or is_dataclass(found), f"{name}: {UNDECORATED}")
+        require(fits, f"{name} is no {kind.replace('_', ' ')}: give a subclass of {made}")
+        own = getattr(found, "__dict__", {})
+        # a field that a class without a decorator adds to those of its base is no setting
+        lost = "__annotations__" in own and "__dataclass_fields__" not in own
+        require(base is None or (is_dataclass(found) and not lost), f"{name}: {UNDECORATED}")
         return found
     check_name(kind, name)
     if KINDS[kind].endswith(".py"):
