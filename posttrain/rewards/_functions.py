@@ -100,6 +100,9 @@ class Function:
             f"reward {self} has no parameter for the response; name one: def {self.label}(response)"
         )
         require(bool(self.positional or self.names or self.takes_all), blind)
+        ids = f"reward {self} takes token ids, and a reward gets texts; for a model of transformers"
+        unread = {*self.names} - {*columns}
+        require("input_ids" not in unread, f"{ids}, save it and give reward_models=[FOLDER]")
         known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
         ordered = self.in_order(known) and not self.batched

@@ -77,6 +77,14 @@ def test_a_torch_module_gets_the_parameters_of_its_forward() -> None:
     assert Function.of(Scorer()).batched and str(Function.of(Scorer())).startswith("Scorer (test_functions.py line ")
 
 
+def test_a_model_of_transformers_is_refused_before_anything_is_sampled() -> None:
+    class Classifier(torch.nn.Module):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> None: ...
+
+    with pytest.raises(UserError, match=r"reward Classifier .* takes token ids, .* save it and give reward_models=\[FOLDER\]"):
+        Function.of(Classifier()).check(())
+
+
 def test_what_a_function_changes_in_a_row_no_other_call_sees() -> None:
     """Neither another sample of the group nor the next epoch, nor the prompt that is rendered then."""
     asked, row = [{"role": "user", "content": "ask"}], {"answer": ["gold"], "tests": [1, 2], "more": {"a": [1]}}
