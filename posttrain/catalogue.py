@@ -85,6 +85,8 @@ def _constant(owner: ast.stmt, name: str) -> str:
 def check_name(kind: str, name: str) -> None:
     """Raise an error for a name that is not in the catalogue. Imports nothing, so a mistyped name is reported at once."""
     require(not name.startswith(PREFIX), elsewhere(kind, name, "class"))
+    ruled = kind == "reward_source" and name in names("reward") and name not in names(kind)
+    require(not ruled, f"reward: {name} is a rule, the reward of a task: task.reward={name}")
     if code_place(name) is None and name not in names(kind):
         raise unknown(kind, name, names(kind), [kind])
 
@@ -107,8 +109,12 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         found = _from_file(kind, *place)
         fits = base is None or (isinstance(found, type) and issubclass(found, base))
         made = getattr(base, "__name__", "")
-        require(fits, f"{name} is no {kind.replace('_', ' ')}: give a class that is a {made}")
-        require(base is None or is_dataclass(found), f"{name}: {UNDECORATED}")
+        more = f", or the function as task.reward={name}" if kind == "reward_source" else ""
+        require(fits, f"{name} is no {kind.replace('_', ' ')}: give a subclass of {made}{more}")
+        own = getattr(found, "__dict__", {})
+        # a field that a class without a decorator adds to those of its base is no setting
+        lost = "__annotations__" in own and "__dataclass_fields__" not in own
+        require(base is None or (is_dataclass(found) and not lost), f"{name}: {UNDECORATED}")
         return found
     check_name(kind, name)
     if KINDS[kind].endswith(".py"):

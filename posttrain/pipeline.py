@@ -263,7 +263,7 @@ def changed(run: Run, tree: Mapping[str, JSON]) -> Changes:
     for stage, step in [*reached.items()][:1]:
         place = shlex.quote(str(run.directory))
         end = f"let {stage} end where it is (posttrain resume {place} {stage}.steps={step})"
-        advice += f"; to go on from its model with other settings, {end} and give the new run model={place}"
+        advice += f"; to go on from its model with other settings, {end} and give the new run {stage}.model={place}"
     require(not found.refused, f"{other}; {advice}")
     return found
 

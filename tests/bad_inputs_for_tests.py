@@ -500,6 +500,13 @@ KEYS = [
     case("algorithm-name", [RL | {"algorithm": {"name": "gpro"}}], "unknown algorithm 'gpro'; did you mean", "'grpo'"),
     case("task-name", [RL | {"task": {"name": "arithmetics"}}], "unknown task 'arithmetics'; did you mean 'arithmetic'"),
     case("reward-source-name", [RL | {"reward": {"name": "model"}}], "unknown reward_source 'model'; did you mean 'models'"),
+    case("reward-source-rule", [RL | {"reward": "math"}], "math is a rule, the reward of a task: task.reward=math"),
+    case(
+        "reward-source-function",
+        [RL | {"reward": "mine.py:b"}],
+        "or the function as task.reward=mine.py:b",
+        mine_py="b = len\n",
+    ),
     case("reward-name", [RL | {"task": QUESTIONS | {"reward": "mth"}}], "unknown reward 'mth'; did you mean 'math'"),
     case("recipe-name", "posttrain run quickstrat", "unknown recipe 'quickstrat'; did you mean 'quickstart'"),
     case("recipe-key", "posttrain run quickstart siz=nano", "unknown key 'siz'; did you mean 'size'"),

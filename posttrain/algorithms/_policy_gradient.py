@@ -166,7 +166,8 @@ class PolicyGradient(ReusedSamples, Algorithm):
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
         advantage_T = self.advantages(self.paid(step), mask_T, state)
         wrong = f"advantages are one for each token, of shape {list(mask_T.shape)}"
-        self.check(advantage_T.shape == mask_T.shape, f"{wrong}, not {list(advantage_T.shape)}")
+        shape = getattr(advantage_T, "shape", None)
+        self.check(shape == mask_T.shape, f"{wrong}, not {shape and list(shape)}")
         if self.truncated == "mask":
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
@@ -185,7 +186,10 @@ class PolicyGradient(ReusedSamples, Algorithm):
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         old_T = self.old_logprobs(logprob_T, batch)
         ratio_T = self.ratio(logprob_T, old_T, batch)
-        policy_T, stopped_T = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
+        surrogate = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
+        two = "surrogate returns two tensors: the loss of every token, and where the clip stops it"
+        self.check(isinstance(surrogate, tuple) and len(surrogate) == 2, two)
+        policy_T, stopped_T = surrogate
         count = mask_T.sum()
         policy_T, corrections = self.corrected_loss(policy_T, logprob_T, batch)
         moved = ratio_range(ratio_T)

@@ -25,7 +25,7 @@ from posttrain.errors import UserError, called_here, refuse_unknown, require
 from posttrain.recipes.base import Recipe, as_recipe
 from posttrain.rewards.base import check, resolve
 from posttrain.rewards.compose import Reward
-from posttrain.runs.layout import CONFIG
+from posttrain.runs.layout import CONFIG, require_run
 from posttrain.stages._material import ROWS, Data, until_end
 from posttrain.stages.base import Stage, make_sampler, worker_pool
 from posttrain.stages.comparisons import ComparisonsStage
@@ -260,6 +260,8 @@ def load(place: str | Path) -> Run | Model:
     require(isinstance(place, str | Path) and bool(str(place)), none)
     found = Path(place).expanduser()
     require("/" in str(place) or os.path.exists(found), none)
+    if any(found.glob(f"*/{CONFIG}")):
+        require_run(found)
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
 
 

@@ -15,7 +15,7 @@ WORDS = {"t": "tie", "b": "bad", "s": "skip"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "rows of prompt and responses (a list), or of prompt, chosen and rejected"
     parser.add_argument("file", help=text)
-    text = "the file that labels are written to; FILE.labels.jsonl where none is given"
+    text = "the file that labels are written to; by default NAME.labels.jsonl for NAME.jsonl"
     parser.add_argument("--out", default="", help=text)
     text = "who labels: each annotator sees every row, and votes are counted together"
     parser.add_argument("--annotator", default="", help=text)
@@ -43,4 +43,5 @@ def call(options: argparse.Namespace) -> None:
         else:
             break
         item = labels.next(who)
-    print_lines([f"{labels.write()} rows are labelled in {labels.out}"])
+    wrote = f"{labels.write()} with a preferred response are in {labels.out}"
+    print_lines([f"{labels.labelled()} of {len(labels.items)} rows are labelled; {wrote}"])

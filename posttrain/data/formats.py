@@ -84,7 +84,7 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     or give columns={prompt: question, completion: answer}
     see 'posttrain list formats'
     """
-    given = f"{where}: a row of {', '.join(row) or 'no columns'}"
+    given = f"{where}: a row of {', '.join(map(_quoted, row)) or 'no columns'}"
     other = revealed(row)
     if other is not None:
         stage = other.stages.partition(",")[0]
@@ -103,7 +103,7 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
         alone = " holds a list of objects: if they are the rows, write that list alone"
         inner = "".join(f"; {name}{alone}" for name in rows[:1])
         return UserError(f"{none}: {names}{inner}; see 'posttrain list formats'")
-    found = renames[nearest.name]
+    found = {to: _quoted(was) for to, was in renames[nearest.name].items()}
     advice = f"rename {', '.join(f'{was} to {to}' for to, was in found.items())}" if found else ""
     added = [f.replace("|", " or ") for f in nearest.missing(row) if f not in found]
     named = ", ".join(f"{to}: {was}" for to, was in found.items())
@@ -111,6 +111,10 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     advice += "" if added else f"; or give columns={{{named}}}"
     near = f"nearest is {nearest.name}, with {nearest.shown()}: {advice}"
     return UserError(f"{none}; {near}; see 'posttrain list formats'")
+
+
+def _quoted(name: str) -> str:
+    return name if name.isidentifier() else repr(name)
 
 
 def _objects(value: JSON) -> bool:

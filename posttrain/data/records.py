@@ -99,6 +99,8 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
         # columns without a name, as spreadsheets leave them behind, are ignored
         twice = next((name for name, count in Counter(names).items() if count > 1 and name), "")
         require(not twice, f"{file} line 1: the column {twice!r} is there twice; rename one")
+        wide = len(names) == 1 and ";" in names[0]
+        require(not wide, f"{file} line 1: cells are separated by ';'; save it with commas")
         for row in reader:
             where = f"{file} line {reader.line_num}"
             whole = None not in row and None not in row.values()

@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import re
 import sys
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
 # other names of the same texts, in functions written for TRL and verl
 SAME = {"completion": "response", "solution_str": "response", "ground_truth": "answer"}
+LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 COLUMNS = "columns"  # the key of a problem's facts that holds its row
 _prints: dict[str, JSON] = {}  # fingerprints of this process's rewards and tools
 _given: dict[str, Mix] = {}  # this process's functions, by their name in settings
@@ -59,13 +61,16 @@ class Function:
     def of(cls, call: Callable[..., Any], label: str = "") -> Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
-        written = getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None))
+        # a torch module is called with the parameters of its `forward`
+        written = inspect.unwrap(getattr(inner, "forward", inner))
+        written = getattr(written, "__code__", getattr(type(inner).__call__, "__code__", None))
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
-            parameters = list(inspect.signature(call).parameters.values())
+            named = inspect.signature(getattr(call, "forward", call)).parameters
         except (TypeError, ValueError):  # a builtin without a signature
             return cls(call, name, place)
+        parameters = [*named.values()]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         names = tuple(p.name for p in single if p.kind is not p.POSITIONAL_ONLY)
@@ -95,6 +100,9 @@ class Function:
             f"reward {self} has no parameter for the response; name one: def {self.label}(response)"
         )
         require(bool(self.positional or self.names or self.takes_all), blind)
+        ids = f"reward {self} takes token ids, and a reward gets texts; for a model of transformers"
+        unread = {*self.names} - {*columns}
+        require("input_ids" not in unread, f"{ids}, save it and give reward_models=[FOLDER]")
         known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
         ordered = self.in_order(known) and not self.batched
@@ -202,6 +210,7 @@ class Function:
             raise error
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename != __file__]
+        own = [frame for frame in own if not frame.filename.startswith(LIBRARIES)] or own
         at = f" at {own[-1].filename} line {own[-1].lineno}" if own else ""
         text = f"{type(error).__name__}: {error}{at} (reward {self.label})"
         return [Score.failed(text[:500])] * count

@@ -150,7 +150,9 @@ def require_run(directory: Path | str) -> None:
     """Raise an error for a directory without a run, of a newer format, or with links, pipes or devices in it."""
     check_tree(Path(directory))
     path = Path(directory) / CONFIG
-    require(path.is_file(), f"no run in {directory}: it has no {CONFIG}")
+    # the folder of a sweep, or of all runs
+    inner = "".join(f"; {one.parent} is one" for one in sorted(path.parent.glob(f"*/{CONFIG}"))[:1])
+    require(path.is_file(), f"no run in {directory}: it has no {CONFIG}{inner}")
     with open_file(path) as file:
         # it is the first key, so the file need not be read whole
         found = re.match(rb"format: (\d{1,9})\s", file.read(20))

@@ -38,10 +38,8 @@ PANELS = {
 }
 # the colour of the first stage, if not blue
 FIRST = {"accuracy/test": GREEN, "margin": ORANGE, "sft loss": ORANGE, "length": PURPLE}
-OVERLAID = {
-    name: PANELS[name][0]
-    for name in ("accuracy/test", "reward/test", "reward", "sft loss", "length")
-}
+_FIRST = ("accuracy/test", "reward/test", "accuracy/held_out")
+OVERLAID = {name: PANELS[name][0] for name in (*_FIRST, "reward", "margin", "sft loss", "length")}
 OVERLAID |= {"kl": "KL from the start", "entropy": "Entropy"}
 
 

@@ -282,7 +282,7 @@ class Weighted(Naming):
     """A source in a mix, with the weight of its value. Its value is reported as `reward/LABEL`; by default the label is the
     source's name."""
 
-    reward: RewardSource
+    reward: RewardSource  # task, models, process, judge, implicit or function
     weight: Annotated[float, Range()] = 1.0
     label: str = ""
 

@@ -97,6 +97,7 @@ class RLStage(ReferenceStage):
     teacher: ModelName = ""
     # a system message before the prompt that only the teacher reads; {answer} is replaced by the problem's answer
     teacher_prompt: str = ""
+    # what scores a response in place of the task: models, process, judge, implicit, function or a mix of these
     reward: RewardSource = field(default_factory=TaskReward)
     pretraining: tuple[Data, ...] = ()  # text for the algorithm's ptx term
     pretraining_batch: Several = 16  # texts an optimizer step

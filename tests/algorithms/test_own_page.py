@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import posttrain as pt
 from posttrain import cli
 from posttrain.runs.read import Run
 
@@ -20,7 +21,7 @@ BLOCK = re.compile(r"^```(?:python|yaml)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def test_the_algorithm_of_the_page_runs_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    file, program, stages = BLOCK.findall(PAGE.read_text())
+    file, program, stages, _ = BLOCK.findall(PAGE.read_text())
     for name, text in (("median.py", file), ("program.py", program), ("mine.yaml", stages)):
         Path(name).write_text(text)
     run = runpy.run_path("program.py")["run"]
@@ -38,3 +39,13 @@ def test_the_algorithm_of_the_page_runs_in_every_way(tmp_path: Path, monkeypatch
     assert settings["gain"] == 3.0 and settings["name"].endswith("median.py:MedianGRPO")
     assert cli.main(["list", "algorithms", "median.py:MedianGRPO"]) == 0
     sys.modules.pop("median", None)
+
+
+def test_the_schedule_of_the_page_changes_beta_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, fading = BLOCK.findall(PAGE.read_text())
+    Path("fading.py").write_text(fading)
+    settings = {"steps": 3, "batch": 4, "max_new_tokens": 4, "held_out": 0}
+    run = pt.rl("tiny:nano", ["1", "2", "3", "4"], len, algorithm="fading.py:FadingPPO", fade=0.5, beta=0.4, **settings).train()
+    assert [row["beta"] for row in run.metrics if "beta" in row] == pytest.approx([0.4, 0.2, 0.1])
+    assert [e for e in Run(run.directory).events() if e.kind == "alarm" and "fade" in str(e)] == []

@@ -178,7 +178,7 @@ def test_labels_are_kept_at_once_and_continued(
     assert cli.main(["label", str(file), "--annotator", "ann"]) == 0
     text = capsys.readouterr().out.splitlines()
     first, shown = text[0].removeprefix("prompt: "), text[2].removeprefix("[2] ")
-    assert text[-1] == f"1 rows are labelled in {out}"
+    assert text[-1] == f"1 of 3 rows are labelled; 1 with a preferred response are in {out}"
     labels = Labels.read(str(file))
     left = [item for item in labels.items.values() if item.prompt != first]
     for item in left:

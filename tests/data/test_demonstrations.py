@@ -163,6 +163,10 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
             "line 2: a row of question has no.* nearest is prompt_completion, .*: rename question to prompt and add comp",
         ),
         (
+            b'{"Question ": "a", "Reply": "b"}',  # quoted, because YAML takes the space away
+            "line 2: a row of 'Question ', Reply has .*: rename 'Question ' to prompt, .*: 'Question ', completion: R",
+        ),
+        (
             b'{"prompt": "a"}',
             "line 2: a row of prompt has no.* nearest is prompt_completion, with prompt and completion: add completion",
         ),
@@ -326,3 +330,12 @@ def test_a_tools_answer_need_not_name_its_call(tmp_path: Path) -> None:
     tokenizer = byte_level(CHATML)
     (example,) = from_file(write(tmp_path, {"messages": [CALLED[0], SPOKEN, answer, SPOKEN]}), tokenizer)
     assert "<|im_start|>tool\n3<|im_end|>" in tokenizer.decode(example.ids)
+
+
+def test_a_long_row_is_read_without_a_warning_of_transformers(tmp_path: Path) -> None:
+    """The report counts it as dropped; transformers would foretell indexing errors."""
+    path, tokenizer = tmp_path / "data.jsonl", byte_level(CHATML_BLOCKS)
+    tokenizer.model_max_length = 10
+    path.write_text('{"text": "a text of more than ten bytes"}\n{"prompt": "a", "completion": "a text of more than ten"}\n')
+    assert len(from_file(path, tokenizer)) == 2
+    assert "sequence-length-is-longer-than-the-specified-maximum" not in tokenizer.deprecation_warnings

@@ -96,6 +96,9 @@ def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     table.write_text("prompt,answer,prompt\na,1,b\n")
     with pytest.raises(UserError, match=r"a.csv line 1: the column 'prompt' is there twice; rename one"):
         list(read_jsonl(table))
+    table.write_text("prompt;answer\na, b;1\n")
+    with pytest.raises(UserError, match=r"a.csv line 1: cells are separated by ';'; save it with commas"):
+        list(read_jsonl(table))
     table.write_text("prompt,answer,,\na,1,,\n")
     assert [row["answer"] for _, row in read_jsonl(table)] == ["1"]
     tabs = tmp_path / "a.tsv"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.errors import UserError
 from posttrain.rewards._functions import Function, Mix, fingerprint, finished, give, given
@@ -66,6 +67,24 @@ def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
     assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
 
 
+def test_a_torch_module_gets_the_parameters_of_its_forward() -> None:
+    class Scorer(torch.nn.Module):
+        @torch.no_grad()
+        def forward(self, prompts: list[str], completions: list[str], **columns: Any) -> torch.Tensor:
+            return torch.tensor([float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)])
+
+    assert called(Scorer()).value == 7.0
+    assert Function.of(Scorer()).batched and str(Function.of(Scorer())).startswith("Scorer (test_functions.py line ")
+
+
+def test_a_model_of_transformers_is_refused_before_anything_is_sampled() -> None:
+    class Classifier(torch.nn.Module):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> None: ...
+
+    with pytest.raises(UserError, match=r"reward Classifier .* takes token ids, .* save it and give reward_models=\[FOLDER\]"):
+        Function.of(Classifier()).check(())
+
+
 def test_what_a_function_changes_in_a_row_no_other_call_sees() -> None:
     """Neither another sample of the group nor the next epoch, nor the prompt that is rendered then."""
     asked, row = [{"role": "user", "content": "ask"}], {"answer": ["gold"], "tests": [1, 2], "more": {"a": [1]}}
@@ -107,6 +126,8 @@ def test_failures_have_names_and_wrong_types_end_the_run() -> None:
     assert "nan" in str(called(lambda response: float("nan")).failure)
     failure = str(called(lambda response: 1 / 0).failure)
     assert failure.startswith("ZeroDivisionError: division by zero at ") and "test_functions.py line" in failure
+    inside = str(called(lambda response: json.loads(response)).failure)  # the line that called the library
+    assert inside.startswith("JSONDecodeError: ") and "test_functions.py line" in inside
     with pytest.raises(
         UserError, match=r"reward lambda \(test_functions.py line \d+\) returned str 'good' for the row p1; return"
     ):

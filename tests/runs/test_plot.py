@@ -138,6 +138,8 @@ def test_two_runs_in_one_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     assert plot.draw_together([one, make(tmp_path / "three", [("sft", {"loss": 1.0})])], tmp_path / "none.png") == []
     assert not (tmp_path / "none.png").exists()
+    pairs = [make(tmp_path / name, [("dpo", {"accuracy/held_out": 0.5, "margin": 0.1})]) for name in ("four", "five")]
+    assert plot.draw_together(pairs, tmp_path / "pairs.png") == ["Preference accuracy", "Margin"]
 
 
 def test_a_style_from_the_working_directory_runs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

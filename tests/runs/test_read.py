@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import posttrain as pt
 from posttrain.errors import UserError
 from posttrain.runs.layout import TokenArrays
 from posttrain.runs.read import Run
@@ -178,6 +179,11 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
 def test_clear_lines_for_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in"):
         Run(tmp_path / "absent")
+    (tmp_path / "sweep" / "lr=1").mkdir(parents=True)
+    (tmp_path / "sweep" / "lr=1" / "config.yaml").write_text("format: 1\n")
+    for opened in (Run, pt.load):
+        with pytest.raises(UserError, match=r"no run in .*sweep: it has no config.yaml; .*sweep/lr=1 is one$"):
+            opened(tmp_path / "sweep")
     (tmp_path / "config.yaml").write_text("a: [1\n")
     with pytest.raises(UserError, match="not valid YAML") as caught:
         Run(tmp_path).config

@@ -89,7 +89,7 @@ def test_a_stopped_stage_may_end_where_it_is(capsys: pytest.CaptureFixture[str],
         run = start("run", 9, "rl", 130)
     assert cli.main(["resume", "run", "one.optimizer.lr=1e-4"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "let one end where it is (posttrain resume run one.steps=3) and give the new run model=run" in line
+    assert "let one end where it is (posttrain resume run one.steps=3) and give the new run one.model=run" in line
     assert cli.main(["resume", "run", "one.steps=2"]) == 2
     assert "longer, not shorter; it can end at step 3, where its checkpoint is)" in capsys.readouterr().err
     assert cli.main(["resume", "run", "one.steps=3"]) == 0

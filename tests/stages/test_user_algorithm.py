@@ -93,6 +93,14 @@ def test_a_name_that_is_not_there_is_suggested(mine: Path, capsys: pytest.Captur
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_settings_of_a_class_without_a_decorator_are_refused(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rl.more=2` would be an unknown key, and without it the class would have its default for ever."""
+    mine.write_text(f"{mine.read_text()}\n\nclass Bare(Mine):\n    more: float = 1.0\n\n\nclass Renamed(Mine):\n    pass\n")
+    assert cli.main(["plan", "quickstart", f"rl.algorithm={mine}:Bare", "rl.more=2"]) == 2
+    assert "Bare: write @dataclass(frozen=True) above the class" in capsys.readouterr().err
+    assert cli.main(["plan", "quickstart", f"rl.algorithm={mine}:Renamed"]) == 0
+
+
 def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -111,6 +119,14 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
         (
             "def advantages(self, step, mask_T, state): return step.reward_N",
             r"Mine: advantages are one for each token, of shape \[\d+\], not \[8\]",
+        ),
+        (
+            "def advantages(self, step, mask_T, state): pass",
+            r"Mine: advantages are one for each token, of shape \[\d+\], not None",
+        ),
+        (
+            "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -ratio_T * advantage_T",
+            "Mine: surrogate returns two tensors: the loss of every token, and where the clip stops it",
         ),
         (
             "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -(ratio_T * advantage_T).mean(), ratio_T > 2",

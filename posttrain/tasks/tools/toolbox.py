@@ -19,6 +19,7 @@ from posttrain.errors import require
 from posttrain.rewards._loop import step_ends
 from posttrain.tasks.base import STOPS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
+from posttrain.tasks.tools.function import give
 from posttrain.types import JSON, Message
 
 MAX_OUTPUT = 2000  # characters of a result that the model reads
@@ -33,14 +34,15 @@ class Toolbox:
 
     def __init__(
         self,
-        tools: Sequence[Tool],
+        tools: Sequence[Tool | Callable[..., Any]],
         generate: Generate,
         form: Format | None = None,
         max_output: int = MAX_OUTPUT,
     ):
         self.generate, self.max_output = generate, max_output
         self.form: Format = form or format_of(generate.template)
-        self.functions = {f.__name__: (tool, f) for tool in tools for f in (tool.begin(),)}
+        own = [tool if isinstance(tool, Tool) else give(tool) for tool in tools]
+        self.functions = {f.__name__: (tool, f) for tool in own for f in (tool.begin(),)}
         require(len(self.functions) == len(tools), "tools need different names")
         self.signatures = {name: Signature.of(f) for name, (_, f) in self.functions.items()}
         self.final: str | None = None  # the final answer, once it is given

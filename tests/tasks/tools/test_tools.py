@@ -20,7 +20,7 @@ from posttrain.errors import UserError
 from posttrain.rewards.sandbox import pool
 from posttrain.tasks.tools import python as python_tool
 from posttrain.tasks.tools.answer import Answer
-from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolFailure
+from posttrain.tasks.tools.base import Malformed, Signature, ToolFailure
 from posttrain.tasks.tools.calculator import Calculator
 from posttrain.tasks.tools.function import Function, give
 from posttrain.tasks.tools.python import Python
@@ -208,7 +208,7 @@ class Counting:
         self.counts[name] = self.counts.get(name, 0.0) + amount
 
 
-def said(tools: list[Tool], *turns: str, form: Any = "tag") -> tuple[list[list[str]], Counting]:
+def said(tools: list[Any], *turns: str, form: Any = "tag") -> tuple[list[list[str]], Counting]:
     """What the tools say to each turn of one episode."""
     counting = Counting()
 
@@ -226,6 +226,16 @@ def test_the_calculator_is_exact() -> None:
     found, counting = said([Calculator("calc")], "calc((12+34)*2)=", "calc(1/0)=", "calc(__import__)=", form="call")
     assert found[0] == ["92"] and all(one[0].startswith("error: cannot compute that") for one in found[1:])
     assert counting.counts == {"tool/calls": 3.0, "tool/error": 2.0}
+
+
+def doubled(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def test_a_toolbox_takes_plain_functions() -> None:
+    found, _ = said([doubled, Calculator()], "<doubled>21</doubled>", "<calculator>1+1</calculator>")
+    assert found == [["42"], ["2"]]
 
 
 def blocks(text: str) -> str:
