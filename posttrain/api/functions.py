@@ -260,7 +260,7 @@ def load(place: str | Path) -> Run | Model:
     require(isinstance(place, str | Path) and bool(str(place)), none)
     found = Path(place).expanduser()
     require("/" in str(place) or os.path.exists(found), none)
-    if any(found.glob(f"*/{CONFIG}")):
+    if any(found.glob(f"*/{CONFIG}")) and not (found / "config.json").is_file():
         require_run(found)
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
 

@@ -68,7 +68,7 @@ def render_prompts(
     asked = [([m.row() for m in messages], True) for _, messages in listed]
     found = zip(listed, render_template(tokenizer, asked, tools), strict=True)
     texts = [_rendered(where, result)[0] for (where, _), result in found]
-    return list(map(tuple, tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
+    return list(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
 
 def is_text(messages: Sequence[Message], tools: Tools = None) -> bool:
@@ -78,7 +78,7 @@ def is_text(messages: Sequence[Message], tools: Tools = None) -> bool:
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text that is to be continued: with the token that opens every text, without one that would close it."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    ids = list(tokenizer(text)["input_ids"])
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
@@ -202,7 +202,7 @@ def render_example(
         require(not hidden, f"{where}: the chat template {outside}")
     else:
         text, spans = template.rendered_spans(messages, turns)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(encoded["input_ids"], dtype=np.int64)
     starts = [start for start, _ in encoded["offset_mapping"]]
     special = np.isin(ids, tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer))))

@@ -165,7 +165,7 @@ def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _text(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
     require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
     require(isinstance(row["text"], str), f"{where}: text is not a string")
-    return plain_example(list(tokenizer(row["text"], verbose=False)["input_ids"]), 0, tokenizer)
+    return plain_example(list(tokenizer(row["text"])["input_ids"]), 0, tokenizer)
 
 
 READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str, Tools], Example]] = {
@@ -190,7 +190,7 @@ def completion_example(
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
     if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
-        rest = [*tokenizer(after[0].content, add_special_tokens=False, verbose=False)["input_ids"]]
+        rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
         return plain_example(ids + rest, len(ids), tokenizer)
     return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
 

@@ -11,6 +11,7 @@ import torch
 
 from posttrain.errors import require
 from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
+from posttrain.models.tiny import without_length_warning
 from posttrain.trust import elsewhere, known_as
 
 _given: dict[str, tuple[Any, Any]] = {}
@@ -27,7 +28,7 @@ def give(model: Any, tokenizer: Any) -> str:
     require(callable(getattr(tokenizer, "get_vocab", None)), alone)
     check_vocabulary(model, tokenizer, kind)
     name = known_as(_given, kind, lambda one: one[0] is model and one[1] is tokenizer)
-    _given[name] = model, tokenizer
+    _given[name] = model, without_length_warning(tokenizer)
     return name
 
 

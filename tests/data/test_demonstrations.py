@@ -330,12 +330,3 @@ def test_a_tools_answer_need_not_name_its_call(tmp_path: Path) -> None:
     tokenizer = byte_level(CHATML)
     (example,) = from_file(write(tmp_path, {"messages": [CALLED[0], SPOKEN, answer, SPOKEN]}), tokenizer)
     assert "<|im_start|>tool\n3<|im_end|>" in tokenizer.decode(example.ids)
-
-
-def test_a_long_row_is_read_without_a_warning_of_transformers(tmp_path: Path) -> None:
-    """The report counts it as dropped; transformers would foretell indexing errors."""
-    path, tokenizer = tmp_path / "data.jsonl", byte_level(CHATML_BLOCKS)
-    tokenizer.model_max_length = 10
-    path.write_text('{"text": "a text of more than ten bytes"}\n{"prompt": "a", "completion": "a text of more than ten"}\n')
-    assert len(from_file(path, tokenizer)) == 2
-    assert "sequence-length-is-longer-than-the-specified-maximum" not in tokenizer.deprecation_warnings

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, tokenization_utils_base
 
 from posttrain.errors import UserError
+from posttrain.models.given import give
 from posttrain.models.load import Loaded, load, read_tokenizer, stop_ids
 from posttrain.models.policy import wrap_model
 from posttrain.models.save import save
@@ -372,3 +373,6 @@ def test_a_tokenizer_warns_of_no_length_which_stages_check(checkpoint: Path, mon
     found = read_tokenizer(checkpoint)
     assert found.model_max_length == 10 and len(found("1" * 20)["input_ids"]) == 20
     assert len(character_tokenizer("1")("1" * 3000)["input_ids"]) == 3000 and said == []
+    plain = PreTrainedTokenizerFast.from_pretrained(checkpoint)  # as a program may give it
+    give(load(str(checkpoint)).model, plain)
+    assert len(plain("1" * 20)["input_ids"]) == 20 and said == []
