@@ -33,7 +33,7 @@ from posttrain.train import checkpoint
 from posttrain.train.pack import mini_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer, Update
-from posttrain.types import JSON, Batch, Group, Metric
+from posttrain.types import JSON, Batch, Group, Metric, Sampling
 
 MANY_OBJECTS = 10_000  # allocated since the last garbage collection
 # errors that restoring another stage's checkpoint may raise
@@ -270,7 +270,9 @@ class Loop:
             self.source.look_ahead()
             yield True
         if groups:
-            metrics += group_metrics(groups)
+            drawn = self.trainer.algorithm.samples(Sampling())
+            greedy = [n for n, one in enumerate(drawn) if one.temperature == 0]
+            metrics += group_metrics(groups, greedy)
             yield True
         for part in self.stage_monitor.monitor.measuring(groups):
             figures.update(part)

@@ -41,6 +41,10 @@ def test_the_figures_of_three_rollouts() -> None:
     assert found["length"] == pytest.approx(5 / 3) and found["entropy"] == pytest.approx(9 / 5)
     assert found["truncated"] == pytest.approx(1 / 3) and found["failed"] == pytest.approx(1 / 3)
     assert found["reflection"] == pytest.approx(2 / 3)  # "Wait" and "let me verify", not "waiter"
+    found = {m.name: m.value for m in group_metrics([Group(members[0].problem, members)], greedy=[0])}
+    assert found["reward"] == 0.5 and found["entropy"] == pytest.approx(3 / 2), (
+        "a greedy answer has no entropy, and trains nothing"
+    )
 
 
 @dataclass(frozen=True)

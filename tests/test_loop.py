@@ -21,6 +21,7 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.algorithms.reinforce import Reinforce
+from posttrain.algorithms.remax import ReMax
 from posttrain.collect import Collected, Source
 from posttrain.errors import GuardStop, Interrupted, UserError
 from posttrain.loop import Interrupt, Loop, LoopSchedule, Stop
@@ -131,6 +132,18 @@ def test_a_step_without_a_gradient_still_moves_the_algorithms_state(tmp_path: Pa
     loop.run()
     assert Run(loop.writer.directory).metrics("rl")[-1].figures["skipped"] == 1
     assert loop.state == {"baseline": 0.5}
+
+
+def test_the_greedy_answer_of_remax_is_in_no_figure_of_its_samples(tmp_path: Path) -> None:
+    """Its log-probs are 0, which would halve the entropy, of which an alarm is raised; its reward is the figure `baseline`."""
+    scored = lambda step, groups: [group([replace(r, score=Score(float(r.sample == 0))) for r in g.rollouts]) for g in groups]  # noqa: E731
+    found = []
+    for algorithm in (ReMax(group=4, beta=0.0), GRPO(beta=0.0, group=4)):
+        loop = make(tmp_path / algorithm.name, algorithm, steps=1)
+        loop.source = Unmeasured(loop.trainer.policy, scored)
+        loop.run()
+        found.append(Run(loop.writer.directory).metrics("rl")[-1].figures["reward"])
+    assert found == [0.0, 0.25]
 
 
 class NothingSelected(Answers):

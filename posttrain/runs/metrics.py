@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.types import ENDINGS, Group, Metric, Rollout, Score
@@ -121,11 +121,11 @@ def reflects(response: str) -> bool:
     return any(stem in text for stem in STEMS) and REFLECTION.search(text) is not None
 
 
-def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
-    """Compute metrics over all rollouts. Tasks with roles get the reward of each role, tasks with several turns the number of
-    turns. A count of an episode is averaged over all rollouts, under its own name; `ended/NAME` is the share of episodes with
-    that outcome."""
-    rollouts = [r for g in groups for r in g.rollouts]
+def group_metrics(groups: Sequence[Group], greedy: Collection[int] = ()) -> tuple[Metric, ...]:
+    """Compute metrics over all rollouts, except samples that are `greedy`, a baseline. Tasks with roles get the reward of each role,
+    tasks with several turns the number of turns. A count of an episode is averaged over all rollouts, under its own name;
+    `ended/NAME` is the share of episodes with that outcome."""
+    rollouts = [r for g in groups for r in g.rollouts if r.sample not in greedy]
     scored = [r for r in rollouts if r.score.valid]
     count, tokens = len(rollouts), sum(r.length for r in rollouts)
     logprobs = (s.logprobs for r in rollouts for s in r.segments if s.logprobs is not None)
