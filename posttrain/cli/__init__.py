@@ -19,6 +19,10 @@ from posttrain.cli.base import fail, print_lines
 from posttrain.system import processes
 from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_with_parent
 
+# what commands are called elsewhere
+RUN = "run RECIPE"
+OTHERS = {"train": RUN, "finetune": RUN, "generate": "sample", "sweep": f"{RUN} KEY=VALUE,VALUE"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 a crash (with its traceback) or doctor reported a problem, 2 bad input, 3 stopped by
@@ -93,6 +97,9 @@ class Parser(argparse.ArgumentParser):
         kind, name, choices = found.groups()
         known = [choice.strip(" '") for choice in choices.split(",")]
         what = "command" if kind == "COMMAND" else f"{kind} of '{self.prog}'"
+        if kind == "COMMAND" and name in (*OTHERS, *catalogue.names("recipe")):
+            use = OTHERS.get(name, f"run {name}")
+            raise errors.UserError(f"unknown command {name!r}; use: posttrain {use}")
         raise errors.unknown(what, name, known)
 
 

@@ -55,6 +55,8 @@ def test_each_end_has_its_code_and_one_line(
     ("words", "said"),
     [
         (["evall", "m"], "unknown command 'evall'; did you mean 'eval'?"),
+        (["train", "m"], "unknown command 'train'; use: posttrain run RECIPE"),
+        (["quickstart"], "unknown command 'quickstart'; use: posttrain run quickstart"),
         (["list", "algoritms"], "unknown kind 'algoritms'; did you mean 'algorithms'?"),
         (["list", "grpo"], "grpo is one of the algorithms: posttrain list algorithms grpo"),
         (["compare", "runs/one"], "the following arguments are required: OTHER"),
