@@ -211,6 +211,8 @@ class RLStage(ReferenceStage):
                 f"{name} scores completions by the task, and the reward is {self.reward.name!r}"
             )
             yield f"{scores}; give the task a reward"
+        if self.sampling.min_new_tokens:
+            yield f"{name}: min_new_tokens would hold anew for every completion; leave it out"
         if self.max_staleness:
             yield f"{name} needs the sampler after a step's responses are scored, and max_staleness keeps it busy; leave it out"
 

@@ -52,6 +52,7 @@ def test_refusals_and_contract() -> None:
     [
         ({"task": Shop()}, "vineppo continues answers of one turn, and this task has its own episodes"),
         ({"reward": RewardModels(models=("m",))}, "vineppo scores completions by the task, and the reward is 'models'"),
+        ({"sampling": Sampling(9, min_new_tokens=4)}, "vineppo: min_new_tokens would hold anew for every completion"),
         ({"max_staleness": 1, "sampler": "process"}, "vineppo needs the sampler after a step's responses are scored"),
     ],
 )
