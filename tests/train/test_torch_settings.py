@@ -36,7 +36,7 @@ def test_on_a_cpu_nothing_is_to_be_done(asked: list[tuple[Any, ...]]) -> None:
 
 def test_the_setting_reaches_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(torch_settings, "use_deterministic_kernels", seen.append)
+    monkeypatch.setattr(pipeline, "use_deterministic_kernels", seen.append)
     monkeypatch.setattr(pipeline, "run_stages", lambda *given: None)
     for number, words in enumerate(([], ["deterministic=true"])):
         settings = config.parse("quickstart", [*words, "device=cpu", f"out={tmp_path / str(number)}"])
