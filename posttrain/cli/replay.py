@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.cli.base import add_allow_code, add_json, print_json, print_lines
 
-EXAMPLE = "posttrain replay runs/quickstart-1 rl/290 --without 17"
+EXAMPLE = "posttrain replay runs/quickstart-1 rl/110 --without 17"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.cli.base import print_lines
 
-EXAMPLE = "posttrain show runs/quickstart-1 rl/300/0"
+EXAMPLE = "posttrain show runs/quickstart-1 rl/120/0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | N
         step = int(parts[1]) if len(parts) > 1 else run.rollout_steps(stage)[-1]
         return stage, step, int(parts[2]) if len(parts) > 2 else None
     except (ValueError, IndexError):
-        raise UserError(f"{rollout!r} is not STAGE/STEP/NUMBER, such as rl/300/0") from None
+        raise UserError(f"{rollout!r} is not STAGE/STEP/NUMBER, such as rl/120/0") from None
 
 
 def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) -> list[str]:

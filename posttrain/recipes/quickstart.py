@@ -32,7 +32,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
             name="rl",
             model="sft",
             task=task,
-            steps=300,
+            steps=120,
             prompts=32,
             algorithm=GRPO(beta=0.0, reduction="token_mean"),
             sampling=Sampling(max_new_tokens=32),
