@@ -40,6 +40,7 @@ from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
 from posttrain.system import machine
+from posttrain.tasks._judged import Judged
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes, copied_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -211,6 +212,11 @@ class RLStage(ReferenceStage):
                 f"{name} scores completions by the task, and the reward is {self.reward.name!r}"
             )
             yield f"{scores}; give the task a reward"
+        if isinstance(self.task, Judged) and self.task.options.get("mode") == "tournament":
+            alone = "by a score of its own, and mode=tournament compares completions of it"
+            yield f"{name} values the end of a step {alone}; use mode=points"
+        if self.sampling.min_new_tokens:
+            yield f"{name} would have each completion write min_new_tokens more, however much is written; leave it out"
         if self.max_staleness:
             yield f"{name} needs the sampler after a step's responses are scored, and max_staleness keeps it busy; leave it out"
 

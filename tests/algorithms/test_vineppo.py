@@ -29,6 +29,7 @@ from posttrain.stages.rl import RLStage
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.tasks.shop import Shop
 from posttrain.train.pack import step_rewards
 from posttrain.types import Completion, Group, Problem, Request, Rollout, Sampling, Score, Segment
@@ -54,6 +55,11 @@ def test_refusals_and_contract() -> None:
     [
         ({"task": Shop()}, "vineppo continues answers of one turn, and this task has its own episodes"),
         ({"reward": RewardModels(models=("m",))}, "vineppo scores completions by the task, and the reward is 'models'"),
+        (
+            {"task": Jsonl("a.jsonl", reward="judge", options={"url": "http://a", "model": "m", "mode": "tournament"})},
+            "vineppo values the end of a step by a score of its own, and mode=tournament compares completions of it",
+        ),
+        ({"sampling": Sampling(min_new_tokens=4)}, "vineppo would have each completion write min_new_tokens more"),
         ({"max_staleness": 1, "sampler": "process"}, "vineppo needs the sampler after a step's responses are scored"),
     ],
 )
