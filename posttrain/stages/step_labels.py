@@ -137,6 +137,7 @@ class EitherOutcome(Nested):
 
     has_episodes = False
     isolated = False
+    score_group = Task.score_group
 
     task: Task
 

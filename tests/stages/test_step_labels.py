@@ -102,6 +102,16 @@ def test_hard_labels_say_whether_any_completion_solves(sampler: ScriptedSampler,
     assert {label for row in rows for label in row["labels"]} == {0.0, 1.0}
 
 
+def test_a_dry_run_asks_no_judge(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    class Compared(NoX):
+        def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+            pytest.fail("it was asked")
+
+    stage = replace(labelling(completions=3), task=Compared()).dry_run().stage
+    with RunWriter.create(tmp_path / "dry", {}) as writer:
+        stage.run(Context(writer, 0, threads=1, say=False))
+
+
 def test_the_completions_of_an_isolated_task_are_scored_by_its_workers(sampler: ScriptedSampler, tmp_path: Path) -> None:
     class Apart(NoX):
         isolated = True
