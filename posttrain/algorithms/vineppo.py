@@ -24,16 +24,15 @@ class VinePPO(PolicyGradient):
 
     and then PPO's clipped loss. Every V is an unbiased estimate, whatever K is, where a critic's is only as good as its training. With
     one step this is RLOO's advantage. With `kl_in = "reward"` a token is also charged for the KL of later tokens, as in ReMax.
-    Completions cost far more than responses: about K times the number of steps half as much again. Use it where single steps decide
-    and rewards are verifiable.
+    A response of S steps needs K (S - 1) completions of half its length on average, so that sampling takes about K S / 2 times as
+    long. A reward must score a response by itself. Use it where single steps decide and rewards are verifiable.
     """
 
     paper = "Kazemnejad et al. 2024, arXiv:2410.01679"
     learns_steps = True
 
     completions: Several = 8  # sampled from the end of each step but the last
-    # what ends a step: a text, pattern:REGEX, or token:TEXT
-    steps: str = "\n"
+    steps: str = "\n"  # what ends a step: a text, or pattern:REGEX
 
     @property
     def branches(self) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
-from posttrain.data.steps import compile_separator
+from posttrain.data.steps import check_separator
 from posttrain.data.text import Decoder
 from posttrain.engine.fp8 import Precision
 from posttrain.episodes import rollout_groups
@@ -122,7 +122,7 @@ class RLStage(ReferenceStage):
         rated_alone, (completions, separator) = self.measure_problems > 0, self.algorithm.branches
         with prefixed(self.name):
             if completions:
-                compile_separator(separator)
+                check_separator(separator)
             self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
 
     @property

@@ -45,6 +45,8 @@ def test_refusals_and_contract() -> None:
         VinePPO(completions=0)
     with pytest.raises(UserError, match="^rl: steps: '\\(' is no regular expression"):
         RLStage(name="rl", model="m", task=Arithmetic(), algorithm=VinePPO(steps="pattern:("))
+    with pytest.raises(UserError, match="^rl: steps: 'token:#': token:TEXT is for reward=process"):
+        RLStage(name="rl", model="m", task=Arithmetic(), algorithm=VinePPO(steps="token:#"))
     assert VinePPO(completions=3, steps="#").branches == (3, "#") and RLOO().branches == (0, "")
     assert VinePPO().roles == frozenset() and VinePPO(beta=0.1).roles == {"reference"}
 

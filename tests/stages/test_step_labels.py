@@ -102,6 +102,14 @@ def test_hard_labels_say_whether_any_completion_solves(sampler: ScriptedSampler,
     assert {label for row in rows for label in row["labels"]} == {0.0, 1.0}
 
 
+@pytest.mark.parametrize(
+    ("steps", "line"), [("pattern:(", "no regular expression"), ("token:a", "token:TEXT is for reward=process")]
+)
+def test_separators_that_find_no_steps_are_refused_at_once(steps: str, line: str) -> None:
+    with pytest.raises(UserError, match=f"^labels: steps: .*{line}"):
+        replace(labelling(), steps=steps)
+
+
 def test_a_dry_run_asks_no_judge(sampler: ScriptedSampler, tmp_path: Path) -> None:
     class Compared(NoX):
         def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
