@@ -208,10 +208,7 @@ class RLStage(ReferenceStage):
         if type(self.task).run is not Task.run:
             yield f"{name} continues answers of one turn, and this task has its own episodes; use ppo or grpo"
         if not isinstance(self.reward, TaskReward):
-            scores = (
-                f"{name} scores completions by the task, and the reward is {self.reward.name!r}"
-            )
-            yield f"{scores}; give the task a reward"
+            yield f"{name} scores completions by the task, and the reward is {self.reward.name!r}; give the task a reward"
         if isinstance(self.task, Judged) and self.task.options.get("mode") == "tournament":
             alone = "by a score of its own, and mode=tournament compares completions of it"
             yield f"{name} values the end of a step {alone}; use mode=points"
