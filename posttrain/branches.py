@@ -31,6 +31,8 @@ def beginning(rollout: Rollout, end: int, limit: int = 0) -> Problem:
 class Continued(Nested):
     """The task, for problems made by `beginning`."""
 
+    has_episodes = False  # the task's own `run` is not called, so any will do
+
     task: Task
 
     @property

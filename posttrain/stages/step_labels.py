@@ -45,8 +45,6 @@ class StepLabelsStage(AskingStage):
             check_separator(self.steps)
         if self.sampling.temperature == 0:
             yield "completions at temperature 0 are all the same; raise the temperature"
-        if type(self.task).run not in (Task.run, Continued.run):
-            yield "steps are those of answers in one turn, and this task has its own episodes; use another task"
 
     def dry_run(self) -> DryRun:
         # a model after a few steps solves nothing, and nothing can be learned from equal labels

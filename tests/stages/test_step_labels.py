@@ -21,6 +21,7 @@ from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
 from posttrain.tasks.base import Task
+from posttrain.tasks.mixed import Mixed, Source
 from posttrain.types import Completion, Problem, Request, Rollout, Sampling, Score
 
 TOKENIZER = character_tokenizer("ax0123456789\n?")
@@ -108,6 +109,13 @@ def test_hard_labels_say_whether_any_completion_solves(sampler: ScriptedSampler,
 def test_separators_that_find_no_steps_are_refused_at_once(steps: str, line: str) -> None:
     with pytest.raises(UserError, match=f"^labels: steps: .*{line}"):
         replace(labelling(), steps=steps)
+
+
+def test_a_mixture_of_tasks_of_one_turn_is_labelled(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    mixed = Mixed(sources=(Source(name="one", task=NoX()), Source(name="two", task=NoX())))
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        found = replace(labelling(completions=3), task=mixed).run(Context(writer, 0, threads=1, say=False))
+    assert found["written"] > 10 and found["completions"] > 30
 
 
 def test_a_dry_run_asks_no_judge(sampler: ScriptedSampler, tmp_path: Path) -> None:
