@@ -71,7 +71,7 @@ class Facts:
     def reward(self) -> str:
         if "teacher" in self.default.roles:
             return "a teacher's distribution, and any reward on top"
-        if self.default.branches[0]:
+        if self.default.branches.completions:
             return "the task's own score"
         if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
@@ -109,7 +109,8 @@ class Facts:
         """Besides what scores: a reward model, where it is the reward, is one more."""
         first = "reward model" if self.kind.trains == "scorer" else "policy"
         names = [first, *(n for n in ("reference", "critic", "teacher") if n in self.default.roles)]
-        more = f"; {len(names) + 1} with a reward model" if self.kind.learns_from == "rollouts" else ""
+        rated = self.kind.learns_from == "rollouts" and not self.default.branches.completions
+        more = f"; {len(names) + 1} with a reward model" if rated else ""
         return f"{len(names)}: {', '.join(names)}{more}"
 
     @property

@@ -31,6 +31,8 @@ def beginning(rollout: Rollout, end: int, limit: int = 0) -> Problem:
 class Continued(Nested):
     """The task, for problems made by `beginning`."""
 
+    has_episodes = False  # the task's own `run` is not called, so any will do
+
     task: Task
 
     @property
@@ -69,9 +71,9 @@ def value_steps(
 ) -> tuple[list[Group], int]:
     """Groups whose responses have the values of their steps but the last, and the number of prefixes that were completed. The value
     of a step, at the last token of its separator, is the mean score of the completions from there; `unpaid` ones that `limit` cut
-    off have at most 0. Where none could be scored, a step goes on into the next."""
+    off have at most 0. Where none could be scored, or several steps end in one token, a step goes on into the next."""
     written = [r for g in groups for r in g.rollouts if r.score.valid and r.response.strip()]
-    found = {id(r): steps_of(r, separator) for r in written}
+    found = {id(r): [*{s.through: s for s in steps_of(r, separator)}.values()] for r in written}
     completed = complete([(r, found[id(r)]) for r in written], ask, limit)
     values = {key: _mean(group, unpaid) for key, group in completed.items()}
 

@@ -113,7 +113,8 @@ def load(kind: str, name: str, base: type | None = None) -> Any:
         require(fits, f"{name} is no {kind.replace('_', ' ')}: give a subclass of {made}{more}")
         own = getattr(found, "__dict__", {})
         # a field that a class without a decorator adds to those of its base is no setting
-        lost = "__annotations__" in own and "__dataclass_fields__" not in own
+        kinds = map(str, own.get("__annotations__", {}).values())
+        lost = "__dataclass_fields__" not in own and any("ClassVar" not in one for one in kinds)
         require(base is None or (is_dataclass(found) and not lost), f"{name}: {UNDECORATED}")
         return found
     check_name(kind, name)

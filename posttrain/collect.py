@@ -173,7 +173,7 @@ class Rollouts(Source):
             samples = algorithm.samples(self.sampling)
             fresh = self.sample_groups(step, attempt, wanted, samples, seconds)
             fresh = fresh if self.rating is None else rate_groups(self.rating, fresh, seconds)
-            if algorithm.branches[0]:
+            if algorithm.branches.completions:
                 seed = derive(self.seed, step, attempt, 1)
                 fresh, completions = self.value_steps(fresh, algorithm, seed, seconds)
                 more += (Metric("completions", completions, None),)
@@ -220,7 +220,7 @@ class Rollouts(Source):
         self, groups: Sequence[Group], algorithm: Algorithm, seed: int, seconds: Seconds
     ) -> tuple[list[Group], int]:
         """The groups with the values of their steps, and how many completions were sampled for these."""
-        count, separator = algorithm.branches
+        count, separator, unpaid = algorithm.branches
         task, limit = Continued(self.task), self.sampling.max_new_tokens
 
         def ask(begun: list[types.Problem]) -> list[Group]:
@@ -229,7 +229,6 @@ class Rollouts(Source):
                 *given, workers=self.workers, seconds=seconds, ordered=self.ordered
             )
 
-        unpaid = getattr(algorithm, "truncated", "keep") == "zero"
         made, completed = value_steps(groups, separator, ask, limit, unpaid)
         return made, completed * count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class Reuse(Checked):
     def stop(self, metrics: Sequence[Metric]) -> bool:
         """Whether the metrics of an update end the reuse."""
         return bool(self.metric) and mean_of(metrics, self.metric) > self.limit
+
+
+class Branches(NamedTuple):
+    """How many completions are sampled from the end of each step of a response, for the step's value (`Score.steps`), what ends a
+    step, and whether completions that are cut off are paid nothing."""
+
+    completions: int = 0
+    separator: str = ""
+    unpaid: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +125,9 @@ class Algorithm(Checked):
         return len(self.samples(Sampling()))
 
     @property
-    def branches(self) -> tuple[int, str]:
-        """How many completions are sampled from the end of each step of a response, for the step's value (`Score.steps`), and what
-        ends a step. 0: none."""
-        return 0, ""
+    def branches(self) -> Branches:
+        """Completions of its responses that it wants; by default none."""
+        return Branches()
 
     @property
     def compares_episodes(self) -> bool:

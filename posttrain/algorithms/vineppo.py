@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import PolicyGradient
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import Branches, State
 from posttrain.errors import Several
 from posttrain.ops.advantages import group_advantages, step_advantages, sums_to_go
 from posttrain.types import Batch
@@ -24,20 +24,19 @@ class VinePPO(PolicyGradient):
 
     and then PPO's clipped loss. Every V is an unbiased estimate, whatever K is, where a critic's is only as good as its training. With
     one step this is RLOO's advantage. With `kl_in = "reward"` a token is also charged for the KL of later tokens, as in ReMax.
-    Completions cost far more than responses: about K times the number of steps half as much again. Use it where single steps decide
-    and rewards are verifiable.
+    A response of S steps needs K (S - 1) completions of half its length on average, so that sampling takes about K S / 2 times as
+    long. A reward must score a response by itself. Use it where single steps decide and rewards are verifiable.
     """
 
     paper = "Kazemnejad et al. 2024, arXiv:2410.01679"
     learns_steps = True
 
     completions: Several = 8  # sampled from the end of each step but the last
-    # what ends a step: a text, pattern:REGEX, or token:TEXT
-    steps: str = "\n"
+    steps: str = "\n"  # what ends a step: a text, or pattern:REGEX
 
     @property
-    def branches(self) -> tuple[int, str]:
-        return self.completions, self.steps
+    def branches(self) -> Branches:
+        return Branches(self.completions, self.steps, self.truncated == "zero")
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         whole_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")

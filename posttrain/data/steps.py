@@ -86,6 +86,13 @@ def compile_separator(separator: str) -> Any:
     return found
 
 
+def check_separator(separator: str) -> None:
+    """Raise an error unless `steps_of` can split by it: by a text or a regular expression."""
+    other = f"steps: {separator!r}: token:TEXT is for reward=process; give a text or pattern:REGEX"
+    require(not separator.startswith("token:"), other)
+    compile_separator(separator)
+
+
 def separators_in(text: str, separator: str) -> Iterator[tuple[int, int]]:
     """Start and end of each separator, with the end of the text as the last."""
     try:

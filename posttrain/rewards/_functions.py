@@ -62,12 +62,13 @@ class Function:
         require(callable(call), f"a reward is a function or the name of one, not {call!r}")
         inner = inspect.unwrap(call.func if isinstance(call, partial) else call)
         # a torch module is called with the parameters of its `forward`
-        written = inspect.unwrap(getattr(inner, "forward", inner))
+        module = hasattr(inner, "_forward_hooks")
+        written = inspect.unwrap(inner.forward if module else inner)
         written = getattr(written, "__code__", getattr(type(inner).__call__, "__code__", None))
         name = label or getattr(inner, "__name__", type(inner).__name__).strip("<>")
         place = f"{Path(written.co_filename).name} line {written.co_firstlineno}" if written else ""
         try:
-            named = inspect.signature(getattr(call, "forward", call)).parameters
+            named = inspect.signature(getattr(call, "forward", call) if module else call).parameters
         except (TypeError, ValueError):  # a builtin without a signature
             return cls(call, name, place)
         parameters = [*named.values()]
@@ -101,14 +102,15 @@ class Function:
         )
         require(bool(self.positional or self.names or self.takes_all), blind)
         ids = f"reward {self} takes token ids, and a reward gets texts; for a model of transformers"
-        unread = {*self.names} - {*columns}
-        require("input_ids" not in unread, f"{ids}, save it and give reward_models=[FOLDER]")
+        texts, own = {*TEXTS, *LISTS, *SAME}, {*self.names} - {*columns}
+        model = "input_ids" in own and not own & texts
+        require(not model, f"{ids}, save it and give reward_models=[FOLDER]")
         known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
         missing = [name for name in self.required if name not in known]
         ordered = self.in_order(known) and not self.batched
         has = f"a column of the data ({', '.join(columns) or 'it has none'})"
-        texts = ", ".join(LISTS if self.batched else TEXTS)
-        asks = f"reward {self} asks for {', '.join(missing)}, which is neither {texts} nor {has}"
+        named = ", ".join(LISTS if self.batched else TEXTS)
+        asks = f"reward {self} asks for {', '.join(missing)}, which is neither {named} nor {has}"
         require(not missing or ordered, asks)
         gold = [n for n in self.required if SAME.get(n, n) == "answer" and n not in columns]
         if ordered and TEXTS.index("answer") < len(self.required):

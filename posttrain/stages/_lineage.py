@@ -233,7 +233,8 @@ def _code(stage: object) -> list[Path]:
 
 
 def _with_imports(file: Path) -> list[Path]:
-    """A file, and those in its folder and below that it imports, directly or not."""
+    """A file, and those in its folder and below that it imports, directly or not. posttrain itself, which may be there, is not
+    among them: a run may go on with another version."""
     files = [file]
     for path in files:  # which grows
         try:
@@ -245,10 +246,12 @@ def _with_imports(file: Path) -> list[Path]:
             if isinstance(node, ast.Import):
                 names = [one.name for one in node.names]
             elif isinstance(node, ast.ImportFrom):
-                folder = path.parents[node.level - 1] if node.level else folder
+                folder = path.parents[: node.level][-1] if node.level else folder
                 above = f"{node.module}." if node.module else ""
                 names = [f"{above}{one.name}" for one in node.names]
             for parts in (name.split(".") for name in names):
+                if parts[0] == "posttrain":
+                    continue
                 for near in (folder.joinpath(*parts[: n + 1]) for n in range(len(parts))):
                     found = (near.with_suffix(".py"), near / "__init__.py")
                     files += [one for one in found if one.is_file() and one not in files]

@@ -260,7 +260,7 @@ def rl_plan(stage: RLStage, policy: Policy, context: Context, before: Stages) ->
         cache, rewards = one.cache_bytes(policy, training=False), reward_bytes(one, policy, before)
         return rl_memory(one, policy, tokens, cache, rewards, way.layered, together * new)
 
-    completions = stage.algorithm.branches[0]
+    completions = stage.algorithm.branches.completions
     more = f", and {completions} completions from the end of each step of a response but the last"
     return [
         f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens"

@@ -17,7 +17,7 @@ from posttrain.cluster.remote import vllm_python
 from posttrain.collect import Examples, Rollouts, rate_groups
 from posttrain.data.chat import preceded, render_prompt, render_prompts
 from posttrain.data.curriculum import Curriculum, CurriculumState
-from posttrain.data.steps import compile_separator
+from posttrain.data.steps import check_separator
 from posttrain.data.text import Decoder
 from posttrain.engine.fp8 import Precision
 from posttrain.episodes import rollout_groups
@@ -40,6 +40,7 @@ from posttrain.stages.mine import Chosen, read_problems
 from posttrain.stages.reward_sources import RewardSource, TaskReward
 from posttrain.stages.train import ReferenceStage, trained
 from posttrain.system import machine
+from posttrain.tasks._judged import Judged
 from posttrain.tasks.base import Task
 from posttrain.train.memory import cache_bytes, copied_bytes, weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -118,10 +119,10 @@ class RLStage(ReferenceStage):
             object.__setattr__(self, "algorithm", corrected)
         if self.precision.products and self.monitor.mismatch == MonitorSettings.mismatch:
             object.__setattr__(self, "monitor", replace(self.monitor, mismatch=FP8))
-        rated_alone, (completions, separator) = self.measure_problems > 0, self.algorithm.branches
+        rated_alone, branches = self.measure_problems > 0, self.algorithm.branches
         with prefixed(self.name):
-            if completions:
-                compile_separator(separator)
+            if branches.completions:
+                check_separator(branches.separator)
             self.reward.check(self.name, self.task, self.algorithm.group_size, rated_alone)
 
     @property
@@ -186,7 +187,7 @@ class RLStage(ReferenceStage):
         if self.algorithm.compares_episodes and not self.task.resettable:
             why = "cannot be reset to the same start, so its episodes cannot be compared with each other"
             yield f"this task {why}; use ppo, whose baseline is a critic, or reinforce, whose baseline is the batch"
-        branches = self.algorithm.branches[0] > 0
+        branches = self.algorithm.branches.completions > 0
         if self.algorithm.learns_steps and not (reward.gives_steps or reward.rated or branches):
             none = f"learns from the values of steps, and the reward {reward.name!r} gives none"
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"
@@ -207,12 +208,12 @@ class RLStage(ReferenceStage):
         if type(self.task).run is not Task.run:
             yield f"{name} continues answers of one turn, and this task has its own episodes; use ppo or grpo"
         if not isinstance(self.reward, TaskReward):
-            scores = (
-                f"{name} scores completions by the task, and the reward is {self.reward.name!r}"
-            )
-            yield f"{scores}; give the task a reward"
+            yield f"{name} scores completions by the task, and the reward is {self.reward.name!r}; give the task a reward"
+        if isinstance(self.task, Judged) and self.task.options.get("mode") == "tournament":
+            alone = "by a score of its own, and mode=tournament compares completions of it"
+            yield f"{name} values the end of a step {alone}; use mode=points"
         if self.sampling.min_new_tokens:
-            yield f"{name}: min_new_tokens would hold anew for every completion; leave it out"
+            yield f"{name} would have each completion write min_new_tokens more, however much is written; leave it out"
         if self.max_staleness:
             yield f"{name} needs the sampler after a step's responses are scored, and max_staleness keeps it busy; leave it out"
 

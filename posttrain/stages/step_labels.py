@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.branches import Continued, Key, complete, key_of
-from posttrain.data.steps import Step, steps_of
+from posttrain.data.steps import Step, check_separator, steps_of
 from posttrain.engine.random import derive
-from posttrain.errors import Whole, require
+from posttrain.errors import Whole, prefixed, require
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage, listed, seeds
 from posttrain.stages._plan import DryRun, fewer
@@ -37,14 +37,14 @@ class StepLabelsStage(AskingStage):
     completions: Whole = 8  # sampled from the end of each step
     # share: the share of completions that solve the problem; any: 1 if any does
     label: Literal["share", "any"] = "share"
-    steps: str = "\n"  # what ends a step, as in reward=process
+    steps: str = "\n"  # what ends a step: a text, or pattern:REGEX
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
+        with prefixed(self.name):
+            check_separator(self.steps)
         if self.sampling.temperature == 0:
             yield "completions at temperature 0 are all the same; raise the temperature"
-        if type(self.task).run not in (Task.run, Continued.run):
-            yield "steps are those of answers in one turn, and this task has its own episodes; use another task"
 
     def dry_run(self) -> DryRun:
         # a model after a few steps solves nothing, and nothing can be learned from equal labels
@@ -137,6 +137,7 @@ class EitherOutcome(Nested):
 
     has_episodes = False
     isolated = False
+    score_group = Task.score_group
 
     task: Task
 

@@ -18,6 +18,7 @@ from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain.algorithms.rloo import RLOO
 from posttrain.algorithms.vineppo import VinePPO
+from posttrain.branches import value_steps
 from posttrain.collect import Collected, Rollouts
 from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.errors import UserError
@@ -28,8 +29,10 @@ from posttrain.stages.rl import RLStage
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
+from posttrain.tasks.jsonl import Jsonl
 from posttrain.tasks.shop import Shop
-from posttrain.types import Completion, Problem, Request, Sampling, Score
+from posttrain.train.pack import step_rewards
+from posttrain.types import Completion, Group, Problem, Request, Rollout, Sampling, Score, Segment
 
 TOKENIZER = character_tokenizer("ax0123456789\n?")
 
@@ -42,7 +45,9 @@ def test_refusals_and_contract() -> None:
         VinePPO(completions=0)
     with pytest.raises(UserError, match="^rl: steps: '\\(' is no regular expression"):
         RLStage(name="rl", model="m", task=Arithmetic(), algorithm=VinePPO(steps="pattern:("))
-    assert VinePPO(completions=3, steps="#").branches == (3, "#") and RLOO().branches == (0, "")
+    with pytest.raises(UserError, match="^rl: steps: 'token:#': token:TEXT is for reward=process"):
+        RLStage(name="rl", model="m", task=Arithmetic(), algorithm=VinePPO(steps="token:#"))
+    assert VinePPO(completions=3, steps="#").branches == (3, "#", False) and not RLOO().branches.completions
     assert VinePPO().roles == frozenset() and VinePPO(beta=0.1).roles == {"reference"}
 
 
@@ -52,7 +57,11 @@ def test_refusals_and_contract() -> None:
     [
         ({"task": Shop()}, "vineppo continues answers of one turn, and this task has its own episodes"),
         ({"reward": RewardModels(models=("m",))}, "vineppo scores completions by the task, and the reward is 'models'"),
-        ({"sampling": Sampling(9, min_new_tokens=4)}, "vineppo: min_new_tokens would hold anew for every completion"),
+        (
+            {"task": Jsonl("a.jsonl", reward="judge", options={"url": "http://a", "model": "m", "mode": "tournament"})},
+            "vineppo values the end of a step by a score of its own, and mode=tournament compares completions of it",
+        ),
+        ({"sampling": Sampling(min_new_tokens=4)}, "vineppo would have each completion write min_new_tokens more"),
         ({"max_staleness": 1, "sampler": "process"}, "vineppo needs the sampler after a step's responses are scored"),
     ],
 )
@@ -201,6 +210,26 @@ def test_a_step_without_a_scored_completion_goes_on_into_the_next() -> None:
 
     found, _ = collected(VinePPO(group=4, completions=2), task=Late())
     assert {len(r.score.steps) for g in found.groups for r in g.rollouts} == {1}, "of two inner ends the second alone"
+
+
+def test_steps_that_end_in_one_token_have_one_value() -> None:
+    """Of a,b,c the second token completes two steps. Of a,b, cut off at its limit, a completion would follow the last token."""
+    asked: list[Problem] = []
+
+    def ask(begun: list[Problem]) -> list[Group]:
+        asked.extend(begun)
+        return [Group(problem, (written("z"),)) for problem in begun]
+
+    def written(*tokens: str, finish: str = "stop") -> Rollout:
+        ids, offsets = np.arange(len(tokens)), np.cumsum([len(token) for token in tokens])
+        turn = Segment(ids, "".join(tokens), True, offsets=offsets, finish=finish)
+        return Rollout(Problem("one", ""), 0, (Segment(np.array([9]), "?", False), turn), Score(0.5))
+
+    group = Group(Problem("one", ""), (written("a", ",b,", "c", ""), written("a", ",b", finish="length")))
+    ((made,), completed) = value_steps([group], ",", ask, 2, False)
+    first, second = (step_rewards(rollout) for rollout in made.rollouts)
+    assert first is not None and first[2] == 0.5 and np.isfinite(first).sum() == 1, "the mean of completions, once"
+    assert second is None and completed == len(asked) == 1, "nothing can follow where no token is left"
 
 
 def test_completions_of_an_isolated_task_are_scored_by_its_workers() -> None:

@@ -67,6 +67,22 @@ def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
     assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
 
 
+def test_other_callables_are_called_by_their_own_parameters() -> None:
+    class Own:
+        def forward(self, x: str) -> str:
+            return x
+
+        def __call__(self, prompt: str, response: str) -> float:
+            return float(response == self.forward("yes"))
+
+    assert [score.value for score in Function.of(Own()).scores([Problem("a", "?")] * 2, ["yes", "no"])] == [1.0, 0.0]
+
+    def tolerant(response: str, input_ids: Any = None) -> float:
+        return 1.0
+
+    Function.of(tolerant).check(())
+
+
 def test_a_torch_module_gets_the_parameters_of_its_forward() -> None:
     class Scorer(torch.nn.Module):
         @torch.no_grad()

@@ -180,16 +180,19 @@ def test_a_cache_is_no_input_and_functions_of_one_name_are_two(tmp_path: Path, m
 def test_what_a_file_of_code_imports_from_its_folder_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     texts = {"score.py": "import json, near\nfrom inner.deep import f\n", "near.py": "import score\n", "inner/__init__.py": "",
-             "inner/deep.py": "from . import side\nfrom ..far import g\nimport near\n", "inner/side.py": "", "far.py": "(",
-             "other.py": "", "inner/near.py": ""}  # fmt: skip
-    (tmp_path / "inner").mkdir()
+             "inner/deep.py": "from . import side\nfrom ..far import g\nimport near\n", "inner/far.py": "", "far.py": "(",
+             "inner/side.py": f"import posttrain.types\nfrom posttrain import types\nfrom {'.' * 99}far import g\n",
+             "other.py": "", "inner/near.py": "", "posttrain/__init__.py": "", "posttrain/types.py": ""}  # fmt: skip
+    unused = ("other.py", "inner/near.py", "inner/far.py", "posttrain/__init__.py", "posttrain/types.py")
+    for folder in ("inner", "posttrain"):
+        (tmp_path / folder).mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     stages = (Note(name="a", word="score.py:f"),)
     assert ran(tmp_path / "run", stages) == ["a"]
     for name, text in texts.items():
         (tmp_path / name).write_text(text + " ")
-        assert ran(tmp_path / "run", stages) == ([] if name in ("other.py", "inner/near.py") else ["a"]), name
+        assert ran(tmp_path / "run", stages) == ([] if name in unused else ["a"]), name
 
 
 def test_what_an_older_version_did_not_look_at_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
 from posttrain.tasks.base import Task
+from posttrain.tasks.mixed import Mixed, Source
 from posttrain.types import Completion, Problem, Request, Rollout, Sampling, Score
 
 TOKENIZER = character_tokenizer("ax0123456789\n?")
@@ -100,6 +101,31 @@ def test_hard_labels_say_whether_any_completion_solves(sampler: ScriptedSampler,
     run(tmp_path / "run", labelling(completions=8, label="any"))
     rows = [json.loads(line) for line in (tmp_path / "run/stages/labels/data.jsonl").open()]
     assert {label for row in rows for label in row["labels"]} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"), [("pattern:(", "no regular expression"), ("token:a", "token:TEXT is for reward=process")]
+)
+def test_separators_that_find_no_steps_are_refused_at_once(steps: str, line: str) -> None:
+    with pytest.raises(UserError, match=f"^labels: steps: .*{line}"):
+        replace(labelling(), steps=steps)
+
+
+def test_a_mixture_of_tasks_of_one_turn_is_labelled(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    mixed = Mixed(sources=(Source(name="one", task=NoX()), Source(name="two", task=NoX())))
+    with RunWriter.create(tmp_path / "run", {}) as writer:
+        found = replace(labelling(completions=3), task=mixed).run(Context(writer, 0, threads=1, say=False))
+    assert found["written"] > 10 and found["completions"] > 30
+
+
+def test_a_dry_run_asks_no_judge(sampler: ScriptedSampler, tmp_path: Path) -> None:
+    class Compared(NoX):
+        def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
+            pytest.fail("it was asked")
+
+    stage = replace(labelling(completions=3), task=Compared()).dry_run().stage
+    with RunWriter.create(tmp_path / "dry", {}) as writer:
+        stage.run(Context(writer, 0, threads=1, say=False))
 
 
 def test_the_completions_of_an_isolated_task_are_scored_by_its_workers(sampler: ScriptedSampler, tmp_path: Path) -> None:

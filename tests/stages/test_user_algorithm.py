@@ -95,7 +95,9 @@ def test_a_name_that_is_not_there_is_suggested(mine: Path, capsys: pytest.Captur
 
 def test_settings_of_a_class_without_a_decorator_are_refused(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl.more=2` would be an unknown key, and without it the class would have its default for ever."""
-    mine.write_text(f"{mine.read_text()}\n\nclass Bare(Mine):\n    more: float = 1.0\n\n\nclass Renamed(Mine):\n    pass\n")
+    mine.write_text(
+        f"{mine.read_text()}\n\nclass Bare(Mine):\n    more: float = 1.0\n\n\nclass Renamed(Mine):\n    paper: 'ClassVar' = ''\n"
+    )
     assert cli.main(["plan", "quickstart", f"rl.algorithm={mine}:Bare", "rl.more=2"]) == 2
     assert "Bare: write @dataclass(frozen=True) above the class" in capsys.readouterr().err
     assert cli.main(["plan", "quickstart", f"rl.algorithm={mine}:Renamed"]) == 0
