@@ -10,6 +10,7 @@ import numpy as np
 
 from posttrain.data.steps import Step, steps_of
 from posttrain.data.text import Decoder
+from posttrain.errors import UserError
 from posttrain.tasks._nested import Nested
 from posttrain.tasks.base import Generate, Task
 from posttrain.types import Group, Problem, Rollout, Score, Segment
@@ -73,7 +74,10 @@ def value_steps(
     of a step, at the last token of its separator, is the mean score of the completions from there; `unpaid` ones that `limit` cut
     off have at most 0. Where none could be scored, or several steps end in one token, a step goes on into the next."""
     written = [r for g in groups for r in g.rollouts if r.score.valid and r.response.strip()]
-    found = {id(r): [*{s.through: s for s in steps_of(r, separator)}.values()] for r in written}
+    try:
+        found = {id(r): [*{s.through: s for s in steps_of(r, separator)}.values()] for r in written}
+    except TimeoutError as error:  # a pattern that backtracks
+        raise UserError(str(error)) from error
     completed = complete([(r, found[id(r)]) for r in written], ask, limit)
     values = {key: _mean(group, unpaid) for key, group in completed.items()}
 

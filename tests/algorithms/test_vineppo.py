@@ -237,6 +237,12 @@ def test_completions_of_an_isolated_task_are_scored_by_its_workers() -> None:
     assert torch.equal(apart.batch.step_T.nan_to_num(-1), here.batch.step_T.nan_to_num(-1)) and len(here.batch.step_T)
 
 
+def test_a_pattern_that_backtracks_stops_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.data.steps.SECONDS", 1e-9)
+    with pytest.raises(UserError, match=r"^steps: 'pattern:\(a\|aa\)\+\[0-9\]' took over .*; it backtracks, simplify it"):
+        collected(VinePPO(group=4, steps="pattern:(a|aa)+[0-9]"))
+
+
 # --- learning -------------------------------------------------------------------------------------------------------------
 
 
