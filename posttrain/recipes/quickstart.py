@@ -38,6 +38,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
             sampling=Sampling(max_new_tokens=32),
             curriculum=Curriculum(start=2, review=0.1),
             watch_kl=True,
+            evaluate_every=20,
             optimizer=falling(3e-4),
         ),
         replace(before, name="after", model="rl"),
