@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,21 @@ from posttrain.types import Completion, Request, Statistics
 def completion(ids: Sequence[int] | np.ndarray, version: int = 0, finish: str = "stop") -> Completion:
     count = len(ids)
     return Completion(np.array(ids, np.int64), np.zeros(count, np.float32), np.full(count, version, np.int32), finish)
+
+
+def three_lines(tokenizer: Any, letters: str) -> Callable[[Request], Completion]:
+    """A policy that writes three lines, each one of the letters by chance; the rest of them where some are there already. Cut off where
+    the request says."""
+
+    def reply(request: Request) -> Completion:
+        before = tokenizer.decode(list(request.ids)).rpartition("<|assistant|>")[2]
+        source = Random(request.seed)
+        lines = [source.choice(letters) for _ in range(3 - before.count("\n"))]
+        ids = [*tokenizer("\n".join(lines), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        limit = request.sampling.max_new_tokens
+        return completion(ids[:limit], finish="stop" if len(ids) <= limit else "length")
+
+    return reply
 
 
 class ScriptedSampler:

@@ -24,8 +24,8 @@ class Reinforce(PolicyGradient):
 
     with KL_is = log mu - log pi_ref, a penalty of every token: a token is charged for its own KL and that of later tokens. rho = pi
     / mu is 1 on-policy, and is not clipped unless `clip_low` and `clip_high` are set. `baseline`: `none`, b = 0; `batch`, the mean
-    reward of the step; `running`, an average over earlier steps, kept in the State: b <- decay b + (1 - decay) mean(r), starting
-    with the mean of the first step. One sample a prompt is enough.
+    reward of the optimizer step (a part of the rollouts, with several `mini_batches`); `running`, an average over earlier steps, kept
+    in the State: b <- decay b + (1 - decay) mean(r), starting with the mean of the first step. One sample a prompt is enough.
     Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
     """
 

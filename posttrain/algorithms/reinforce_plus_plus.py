@@ -20,7 +20,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """One sample a prompt. Advantages are normalised over the whole batch instead of within a group:
 
         A_it = r_i - beta sum_{s >= t} KL_is,    KL_is = log mu(y_is) - log pi_ref(y_is)
-        A    = (A - mean(A)) / std(A) over all tokens of the step
+        A    = (A - mean(A)) / std(A) over all tokens of the optimizer step
         L    = -1 / T sum_i sum_t min(rho_it A_it, clip(rho_it, 1 - clip_low, 1 + clip_high) A_it)
 
     `baseline = "group"` first subtracts the mean reward of the prompt's samples from r_i (the paper's variant for several samples a

@@ -111,7 +111,7 @@ def part_advantages(
     **scaling: Any,
 ) -> Tensor:
     """Normalise each of several rewards within the group separately, before they are added (GDPO, arXiv:2601.05242, equations 4 to 6).
-    The sum is divided by its std over the step, so that its scale does not depend on the number of rewards:
+    The sum is divided by its std over the optimizer step, so that its scale does not depend on the number of rewards:
 
         A_ik = (r_ik - mean_i(r_ik)) / (std_i(r_ik) + epsilon),    S_i = sum_k w_k A_ik,    A_i = S_i / (std(S) + epsilon)
 

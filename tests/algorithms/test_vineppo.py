@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from bandit_for_tests import chance_of_good, train
 from material_for_tests import plain_batch, small_policy
 from numpy_for_tests import Response, clipped, parity
-from sampler_for_tests import ScriptedSampler, completion
+from sampler_for_tests import ScriptedSampler, three_lines
 
 from posttrain.algorithms.rloo import RLOO
 from posttrain.algorithms.vineppo import VinePPO
@@ -32,7 +31,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.tasks.shop import Shop
 from posttrain.train.pack import step_rewards
-from posttrain.types import Completion, Group, Problem, Request, Rollout, Sampling, Score, Segment
+from posttrain.types import Group, Problem, Request, Rollout, Sampling, Score, Segment
 
 TOKENIZER = character_tokenizer("ax0123456789\n?")
 
@@ -147,14 +146,7 @@ class NoX(Task):
         return Score.failed("no") if response.startswith("x") else Score(float("x" not in response) + len(response) / 100)
 
 
-def script(request: Request) -> Completion:
-    """Three lines, each a or x by chance; the rest of them where some are there already. Cut off where the request says."""
-    before = TOKENIZER.decode(list(request.ids)).rpartition("<|assistant|>")[2]
-    source = Random(request.seed)
-    lines = [source.choice("aax") for _ in range(3 - before.count("\n"))]
-    ids = [*TOKENIZER("\n".join(lines), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-    limit = request.sampling.max_new_tokens
-    return completion(ids[:limit], finish="stop" if len(ids) <= limit else "length")
+script = three_lines(TOKENIZER, "aax")
 
 
 def collected(algorithm: VinePPO, tokens: int = 16, task: Task | None = None) -> tuple[Collected, list[Request]]:

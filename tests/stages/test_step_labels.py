@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sampler_for_tests import ScriptedSampler, completion
+from sampler_for_tests import ScriptedSampler, completion, three_lines
 
 from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
@@ -22,7 +21,7 @@ from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed, Source
-from posttrain.types import Completion, Problem, Request, Rollout, Sampling, Score
+from posttrain.types import Problem, Rollout, Sampling, Score
 
 TOKENIZER = character_tokenizer("ax0123456789\n?")
 
@@ -42,14 +41,7 @@ class NoX(Task):
         return response
 
 
-def script(request: Request) -> Completion:
-    """Three lines, each a or x by chance; the rest of them where some are there already. Cut off where the request says."""
-    before = TOKENIZER.decode(list(request.ids)).rpartition("<|assistant|>")[2]
-    source = Random(request.seed)
-    lines = [source.choice("ax") for _ in range(3 - before.count("\n"))]
-    ids = [*TOKENIZER("\n".join(lines), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-    limit = request.sampling.max_new_tokens
-    return completion(ids[:limit], finish="stop" if len(ids) <= limit else "length")
+script = three_lines(TOKENIZER, "ax")
 
 
 @pytest.fixture
