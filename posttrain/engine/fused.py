@@ -2,9 +2,9 @@
 decoding in CUDA graphs; and the other operations of a decode step, one Triton kernel each.
 
 It reads the parameters of the policy's own module. Products that share their input are done as one, for which their weights are
-copied side by side, times the weight of the norm before them (`refresh`, at every call of `generate`, a millisecond for a billion
-weights); everything else is the module's own memory, so that an optimizer step in place is seen by graphs already captured. Adapters
-are not merged, which in bf16 would round small ones away: they are two narrow products in addition to each wide one.
+copied side by side (`refresh`, at every call of `generate`, a millisecond for a billion weights); everything else is the module's own
+memory, so that an optimizer step in place is seen by graphs already captured. Adapters are not merged, which in bf16 would round
+small ones away: they are two narrow products in addition to each wide one.
 """
 
 from __future__ import annotations

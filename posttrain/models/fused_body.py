@@ -116,7 +116,7 @@ def _add_norm(x: Tensor, y: Tensor | None, norm: layers.Norm) -> tuple[Tensor, T
 
 
 def _linear(projection: layers.Projection, x: Tensor) -> Tensor:
-    """The products of one input with several weights, as one product; and all their adapters as two narrow ones."""
+    """The products of one input with several weights, as one product; their adapters are added by `_Adapted`."""
     if not projection.present:
         if projection.narrow:
             return product(x, projection.weight, projection.bias())
