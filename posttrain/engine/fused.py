@@ -4,7 +4,7 @@ decoding in CUDA graphs; and the other operations of a decode step, one Triton k
 It reads the parameters of the policy's own module. Products that share their input are done as one, for which their weights are
 copied side by side (`refresh`, at every call of `generate`, a millisecond for a billion weights); everything else is the module's own
 memory, so that an optimizer step in place is seen by graphs already captured. Adapters are not merged, which in bf16 would round
-small ones away: they are two narrow products in addition to each wide one.
+small ones away: they are two narrow products in addition to each wide one, the first of them beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Products:
 
     def __init__(self, projection: layers.Projection, quantised: bool = False):
         self.projection, self.narrow = projection, bool(projection.narrow)
-        self.copied = projection.copied and not quantised
+        self.copied = len(projection.modules) > 1 and not (self.narrow or quantised)
         self.allocate()
 
     def allocate(self) -> None:
@@ -84,14 +84,16 @@ class Products:
         return pairs
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._adapt(F.linear(x, self._whole(), self.bias), x)
+        inner = self._inner(x)
+        return self._adapt(F.linear(x, self._whole(), self.bias), x, inner)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
+        inner = self._inner(x)
         total.addmm_(x, self._whole().t())
         if self.bias is not None:
             total += self.bias
-        self._adapt(total, x)
+        self._adapt(total, x, inner)
 
     def _whole(self) -> Tensor:
         return self.projection.weight() if self.narrow else self.weight
@@ -100,8 +102,45 @@ class Products:
         """What the adapters alone give."""
         return F.linear(F.linear(x, self.down), self.up)
 
-    def _adapt(self, out: Tensor, x: Tensor) -> Tensor:
-        return out if not self.down.shape[0] else out.addmm_(F.linear(x, self.down), self.up.t())
+    def _inner(self, x: Tensor) -> tuple[Tensor, Beside] | None:
+        """Room for x A^T, and from when on it may be computed. Both are taken before the wide product: memory that this gives back
+        while it runs must not be written beside it."""
+        ranks = self.down.shape[0]
+        return (x.new_empty(len(x), ranks), Beside(x.device)) if ranks else None
+
+    def _adapt(self, out: Tensor, x: Tensor, inner: tuple[Tensor, Beside] | None) -> Tensor:
+        if inner is None:
+            return out
+        inner_TR, beside = inner
+        with beside:
+            torch.mm(x, self.down.t(), out=inner_TR)
+        return out.addmm_(inner_TR, self.up.t())
+
+
+class Beside:
+    """On CUDA, a second stream for what depends on nothing that was launched after this was made. The current stream waits for it at
+    the end of the context."""
+
+    def __init__(self, device: torch.device):
+        self.begun: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.current, self.side = torch.cuda.current_stream(device), _side_stream(device)
+            self.begun = self.current.record_event()
+
+    def __enter__(self) -> None:
+        if self.begun is not None:
+            self.side.wait_event(self.begun)
+            torch.cuda.set_stream(self.side)
+
+    def __exit__(self, *_: object) -> None:
+        if self.begun is not None:
+            torch.cuda.set_stream(self.current)
+            self.current.wait_stream(self.side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Layer:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models import layers
@@ -116,57 +115,20 @@ def _add_norm(x: Tensor, y: Tensor | None, norm: layers.Norm) -> tuple[Tensor, T
 
 
 def _linear(projection: layers.Projection, x: Tensor) -> Tensor:
-    """The products of one input with several weights, as one product; their adapters are added by `_Adapted`."""
+    """The products of one input with several weights, as one product; and all their adapters as two narrow ones."""
+    if projection.narrow:
+        out = product(x, projection.weight, projection.bias())
+    else:
+        out = F.linear(x, projection.weight(), projection.bias())
     if not projection.present:
-        if projection.narrow:
-            return product(x, projection.weight, projection.bias())
-        return F.linear(x, projection.weight(), projection.bias())
-    a_RI = torch.cat([adapter.a_RI for adapter in projection.present])
+        return out
+    inner = F.linear(x, torch.cat([adapter.a_RI for adapter in projection.present]))
     blocks = [
         x.new_zeros(size, 0) if adapter is None else adapter.scale * adapter.b_OR
         for size, adapter in zip(projection.sizes, projection.adapters, strict=True)
     ]
-    b_OR = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return _Adapted.apply(x, a_RI, b_OR, projection)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Adapted(torch.autograd.Function):
-    """x W^T + c + (x A^T) B^T of frozen W and c, without passes over [T, O] or [T, I] that only add. Where several weights are copied
-    side by side anyway, B is too, and [x, x A^T] [W, B]^T is one product, as is its derivative. Weights in 4 bits are made anew
-    in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TI: Tensor, a_RI: Tensor, b_OR: Tensor, projection: layers.Projection
-    ) -> Tensor:
-        inner_TR, bias = F.linear(x_TI, a_RI), projection.bias()
-        # rows of whole 16 bytes, without which products are slow
-        ctx.wide = projection.copied and b_OR.shape[1] % 8 == 0
-        weight = projection.weight(b_OR if ctx.wide else None)
-        if ctx.wide:
-            out_TO = F.linear(torch.cat([x_TI, inner_TR], 1), weight, bias)
-        else:
-            out_TO = F.linear(x_TI, weight, bias).addmm_(inner_TR, b_OR.t())
-        ctx.projection = projection
-        kept = None if projection.narrow else weight
-        ctx.save_for_backward(x_TI, inner_TR, a_RI, b_OR, kept)
-        return out_TO
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x_TI, inner_TR, a_RI, b_OR, kept = ctx.saved_tensors
-        dx_TI = None
-        if ctx.needs_input_grad[0] and ctx.wide:
-            both = grad_TO @ kept
-            dinner_TR = both[:, x_TI.shape[1] :]
-            dx_TI = torch.addmm(both[:, : x_TI.shape[1]], dinner_TR, a_RI)
-        else:
-            dinner_TR = grad_TO @ b_OR
-            if ctx.needs_input_grad[0]:
-                weight = ctx.projection.weight() if kept is None else kept
-                dx_TI = (grad_TO @ weight).addmm_(dinner_TR, a_RI)
-        return dx_TI, dinner_TR.t() @ x_TI, grad_TO.t() @ inner_TR, None
+    scaled_OR = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return out.addmm_(inner, scaled_OR.t())  # nothing needs what it was before
 
 
 def fused_body(network: Network) -> FusedBody | None:

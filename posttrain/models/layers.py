@@ -92,29 +92,15 @@ class Projection:
         found = [getattr(m, "base_layer", m) for m in self.modules]
         return found if all(isinstance(layer, Linear4bit) for layer in found) else []
 
-    @property
-    def copied(self) -> bool:
-        """Whether `weight` copies weights, which it makes of 4 bits or lends if there is one layer."""
-        return len(self.modules) > 1 and not self.narrow
-
-    def weight(self, columns_OR: Tensor | None = None) -> Tensor:
-        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call.
-        `columns_OR` are more columns of a weight that is copied."""
+    def weight(self) -> Tensor:
+        """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call."""
         if narrow := self.narrow:
             out = narrow[0].scale.new_empty(sum(self.sizes), narrow[0].in_features)
             for layer, part in zip(narrow, out.split_with_sizes(self.sizes), strict=True):
                 layer.write(part)
             return out
         weights = [m.weight for m in self.modules]
-        if columns_OR is None:
-            return weights[0] if len(weights) == 1 else torch.cat(weights)
-        inputs, more = weights[0].shape[1], columns_OR.shape[1]
-        out = columns_OR.new_empty(len(columns_OR), inputs + more)
-        own, rest = out.split_with_sizes([inputs, more], 1)
-        for part, weight in zip(own.split_with_sizes(self.sizes), weights, strict=True):
-            part.copy_(weight)
-        rest.copy_(columns_OR)
-        return out
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def bias(self) -> Tensor | None:
         biases = [m.bias for m in self.modules]
@@ -127,9 +113,6 @@ class Projection:
         pairs = zip(self.modules, self.adapters, strict=True)
         if any(type(module) not in plain and adapter is None for module, adapter in pairs):
             return "linear layers that are neither plain matrices nor have a plain adapter"
-        below = [p for m in self.modules for p in getattr(m, "base_layer", m).parameters(False)]
-        if self.present and any(p.requires_grad for p in below):
-            return "adapters on weights that are trained too"
         mixed = len({m.bias is None for m in self.modules}) > 1
         return "layers of which some have a bias and some have none" if mixed else ""
 

@@ -46,17 +46,15 @@ def make(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Policy
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("targets", "rank"), [(None, 0), ((), 2), ((), 8), (("k_proj", "v_proj", "o_proj", "gate_proj"), 8)])
-def test_hidden_states_and_gradients_are_the_modules(
-    family: str, checkpointing: bool, targets: tuple[str, ...] | None, rank: int
-) -> None:
-    """Of every weight; with adapters, on all layers or on some, of those that learn. A rank of 8 is within the wide product."""
+@pytest.mark.parametrize("targets", [None, (), ("k_proj", "v_proj", "o_proj", "gate_proj")])
+def test_hidden_states_and_gradients_are_the_modules(family: str, checkpointing: bool, targets: tuple[str, ...] | None) -> None:
+    """Of every weight; with adapters, on all layers or on some, of those that learn."""
     policy = make(family)
     if targets is not None:
         pytest.importorskip("peft")
         if family == "qwen3-moe":  # whose experts get none
             targets = targets[:3]
-        add_adapters(policy.model, Lora(rank=rank, alpha=5.0, targets=targets), 0)
+        add_adapters(policy.model, Lora(rank=2, alpha=5.0, targets=targets), 0)
     with perturbed_adapters(policy.body):
         compare(policy, family, checkpointing)
 
@@ -139,16 +137,6 @@ def test_layers_of_which_some_have_a_bias_are_refused() -> None:
     llama = make("llama")
     llama.body.layers[1].self_attn.k_proj.bias = None
     assert describe(llama) == "layers of which some have a bias and some have none"
-
-
-def test_adapters_on_weights_that_are_trained_too_take_the_plain_pass() -> None:
-    """The fused pass makes no gradient of the weights below them."""
-    pytest.importorskip("peft")
-    llama = make("llama")
-    add_adapters(llama.model, Lora(rank=2), 0)
-    assert isinstance(describe(llama), ModelDescription)
-    llama.body.layers[0].mlp.up_proj.base_layer.weight.requires_grad_(True)
-    assert describe(llama) == "adapters on weights that are trained too"
 
 
 def test_a_hook_that_came_later_is_seen() -> None:
