@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--stop", type=int, default=0, help="the last step, of --steps for which the rate is scheduled")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
     parser.add_argument(
-        "--save", default="", help="a folder for the model of every tenth step; the time of saving is not counted"
+        "--save", default="", help="a folder for the model of every tenth step and the last; the time of saving is not counted"
     )
     parser.add_argument("--after", type=int, default=0, help="the step after which --between runs")
     parser.add_argument("--between", default="", help="a command")
@@ -176,7 +176,7 @@ def main() -> None:
         def on_step_end(self, _: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
             seconds.append(clock() - self.began)
             print(f"step {state.global_step} {seconds[-1]:.2f} s, {sum(seconds):.0f} s in all", flush=True)
-            if options.save and state.global_step % 10 == 0:
+            if options.save and (state.global_step % 10 == 0 or state.global_step == options.stop):
                 copy.deepcopy(model).to(torch.bfloat16).save_pretrained(f"{options.save}/{state.global_step}")
                 more["processing_class"].save_pretrained(f"{options.save}/{state.global_step}")
             if options.between and state.global_step == options.after:
