@@ -23,7 +23,7 @@ from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
 from posttrain.models.routing import routers
-from posttrain.ops.device import device_bytes, free_bytes
+from posttrain.ops.device import MARGIN, device_bytes, free_bytes, usable_bytes
 from posttrain.ops.fused import power_of_two
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
@@ -33,7 +33,6 @@ LOOK = 2  # steps of a burst that the device still has when the host looks which
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
-MARGIN = 0.08  # the share of the device's memory that the cache leaves free
 
 
 def slots_of(pages: np.ndarray, length: int) -> np.ndarray:
@@ -124,8 +123,8 @@ class CUDABackend:
         if self.device.type != "cuda":
             return PREFILL_TOKENS
         size = 2 * width * self.policy.dtype.itemsize
-        room = MARGIN * device_bytes(self.device) / size
-        return min(PREFILL_TOKENS, int(room))
+        room = min(MARGIN * device_bytes(self.device), free_bytes(self.device)) / size
+        return min(PREFILL_TOKENS, max(PAGE, int(room)))
 
     @property
     def page_bytes(self) -> int:
@@ -134,9 +133,8 @@ class CUDABackend:
         )
 
     def room(self) -> int:
-        """How many pages fit into the free memory, including those of the pool."""
-        left = free_bytes(self.device) - MARGIN * device_bytes(self.device)
-        return max(0, int(left)) // self.page_bytes + self.pages.pages
+        """How many pages fit into the memory that is left, including those of the pool."""
+        return int(usable_bytes(self.device)) // self.page_bytes + self.pages.pages
 
     def check_room(self, works: Sequence[Work]) -> None:
         """Raise an error for a work that would not fit alone at its full length; one page is reserved."""

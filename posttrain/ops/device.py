@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+MARGIN = 0.08  # the share of a device's memory that caches and estimates leave free
+
 
 @cache
 def is_hopper(device: torch.device) -> bool:
@@ -32,3 +34,9 @@ def free_bytes(device: torch.device) -> float:
     held = torch.cuda.memory_reserved(device)
     left = min(float(torch.cuda.mem_get_info(device)[0]), device_bytes(device) - held)
     return left + held - torch.cuda.memory_allocated(device)
+
+
+def usable_bytes(device: torch.device) -> float:
+    """Free bytes of a CUDA device less a margin; of a device that others fill, half of what is free."""
+    free = free_bytes(device)
+    return max(0.0, free / 2, free - MARGIN * device_bytes(device))

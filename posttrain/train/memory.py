@@ -14,10 +14,9 @@ from posttrain.errors import require
 from posttrain.models.fused_body import takes_fused_pass
 from posttrain.models.policy import Network
 from posttrain.models.routing import routers
-from posttrain.ops.device import device_bytes, free_bytes
+from posttrain.ops.device import usable_bytes
 from posttrain.ops.logprobs import chunk_size, kept_room
 
-MARGIN = 0.08  # the share of the device's memory that an estimate leaves free
 # tokens of a micro-batch, of which the largest that fits is taken: larger products are no faster
 BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288)
 PLAIN_BUDGET = 8192  # if memory is unknown, or nothing larger fits
@@ -106,7 +105,7 @@ def at_hand(device: torch.device) -> float | None:
     """Free bytes of a CUDA device. None on other devices, where it is unknown, and if there is no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return max(0.0, free_bytes(device) - MARGIN * device_bytes(device))
+    return usable_bytes(device)
 
 
 def step_bytes(models: Sequence[Network], learning: float, tokens: int, layered: bool) -> float:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain.ops import logprobs
-from posttrain.ops.device import device_bytes, free_bytes, sent
-from posttrain.train.memory import MARGIN, at_hand
+from posttrain.ops.device import MARGIN, device_bytes, free_bytes, sent
+from posttrain.train.memory import at_hand
 
 GPU, GIB = torch.device("cuda"), 2.0**30
 
@@ -44,6 +44,15 @@ def test_a_limit_is_the_size_of_the_gpu(gpu: dict[str, float]) -> None:
     assert logprobs.chunk_size(GPU) == 0.025 * 20 * GIB / 4 and logprobs.kept_room(GPU) == logprobs.KEPT * 20 * GIB
     gpu["fraction"] = 0.05  # less than is used already
     assert at_hand(GPU) == 0.0
+
+
+def test_on_a_gpu_that_others_fill_half_of_what_is_free_may_be_used(
+    gpu: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model needs little: the margin of a large GPU would leave it nothing."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 * GIB, 80 * GIB))
+    assert free_bytes(GPU) == 3 * GIB and MARGIN * 80 > 3
+    assert at_hand(GPU) == 1.5 * GIB
 
 
 def test_what_is_sent_to_a_gpu_comes_from_pinned_memory_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
