@@ -47,7 +47,8 @@ class Collected:
 class Source:
     """Collects the batch of each step."""
 
-    order: Mixture | Stream  # the order of the items; checkpoints save its state
+    # the order of the items; checkpoints save its state
+    order: Mixture | Stream | CurriculumState
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
@@ -153,7 +154,7 @@ class Rollouts(Source):
     )
 
     def __post_init__(self) -> None:
-        task, self.decoder = self.task, Decoder(self.tokenizer)
+        task, self.decoder, self.order = self.task, Decoder(self.tokenizer), self.curriculum_state
         self.problems = self.problems or {n: task.problems("train", n) for n in task.levels}
         for text in task.ready():
             self.events.emit("message", text)
@@ -288,12 +289,6 @@ class Rollouts(Source):
                 text = f"could not be scored: {rollout.score.failure} {which}"
                 others = f"others of this kind are counted as failed/{kind}"
                 self.events.emit("message", f"{text}; {others}", "warning")
-
-    def state(self) -> JSON:
-        return self.curriculum_state.state()
-
-    def restore(self, state: JSON) -> None:
-        self.curriculum_state.restore(state)
 
 
 def generate(sampler: Sampler, requests: Sequence[Request]) -> Generator[Completion, None, None]:

@@ -225,13 +225,14 @@ def trusting(trust: Trust) -> Iterator[Trust]:
         _active = before
 
 
-def texts(value: JSON) -> Iterator[str]:
-    """Every text in plain data, except keys."""
+def texts(value: JSON, keys: bool = False) -> Iterator[str]:
+    """Every text in plain data; those of its keys only with `keys`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
+        yield from map(str, value) if keys and isinstance(value, Mapping) else ()
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from texts(inner)
+            yield from texts(inner, keys)
 
 
 def code_place(name: str) -> tuple[Path, str] | None:

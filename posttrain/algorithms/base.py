@@ -57,9 +57,8 @@ class Algorithm(Checked):
     # label, for a baseline) | step_labels | rollouts (samples of its own)
     learns_from: ClassVar[str] = "rollouts"
     unit: ClassVar[str] = "sequence"  # sequence | pair | ranking: never cut by a micro-batch
-    trains: ClassVar[str] = (
-        "policy"  # policy: with a language-model head | scorer: with a scalar head
-    )
+    # policy: with a language-model head | scorer: with a scalar head
+    trains: ClassVar[str] = "policy"
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from posttrain.errors import Checked, Count, UserError, Whole, refuse_unknown, require, unknown
+from posttrain.errors import Checked, Count, UserError, Whole, refuse_unknown, require
 
 # share of the peak FLOP/s in training, for dense models and for mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
@@ -133,8 +133,7 @@ class Work(Checked):
     steps: Count = 1000
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise unknown("algorithm of an estimate", self.algorithm, ALGORITHMS)
+        refuse_unknown("algorithm of an estimate", [self.algorithm], ALGORITHMS)
         super().__post_init__()
         low = 0 < self.limit < self.response
         require(not low, "limit is the longest response, not below the average")
@@ -427,8 +426,7 @@ def with_settings(work: Work, words: Sequence[str]) -> Work:
     for word in words:
         key, equals, text = word.partition("=")
         require(equals, f"{word!r} is not key=value: with --params there is no recipe")
-        if key not in (known := [field.name for field in fields(work)]):
-            raise unknown("key of an estimate", key, known)
+        refuse_unknown("key of an estimate", [key], [field.name for field in fields(work)])
         require(key == "algorithm" or text.isdecimal(), f"{key}={text}: give a whole number")
         changes[key] = text if key == "algorithm" else int(text)
     return replace(work, **changes)  # type: ignore[arg-type]

@@ -25,15 +25,7 @@ from typing import IO, Any, Protocol
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG
-from posttrain.system.processes import (
-    HALVED,
-    HANGUP,
-    OUT_OF_MEMORY,
-    PEER_FAILED,
-    STARTED,
-    Terminal,
-    stop_signals,
-)
+from posttrain.system import processes
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
 COMMAND = (sys.executable, "-m", "posttrain")
@@ -147,10 +139,10 @@ def launch(
 
 def out_of_memory(started: Sequence[Started], more: dict[str, str]) -> bool:
     """Whether a process ran out of memory for the first time. `more` then makes the next processes halve the token budget."""
-    found = [one.rank for one in started if one.process.poll() == OUT_OF_MEMORY]
-    if not found or HALVED in more:
+    found = [one.rank for one in started if one.process.poll() == processes.OUT_OF_MEMORY]
+    if not found or processes.HALVED in more:
         return False
-    more[HALVED] = "1"
+    more[processes.HALVED] = "1"
     text = f"memory: process {found[0]} of {len(started)} ran out of memory; token_budget is halved in all, and the run goes on"
     text += " from its last checkpoint: the gradient is the same; the next time stops"
     write_text(f"posttrain: {text}\n", sys.stderr)
@@ -204,15 +196,15 @@ def server_socket(address: str) -> Iterator[socket.socket]:
 @contextmanager
 def forwarded(started: Sequence[Started]) -> Iterator[None]:
     """Forward Ctrl-C, SIGTERM and SIGHUP to the processes, each of which decides when to stop."""
-    terminal = Terminal()
+    terminal = processes.Terminal()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        terminal.hang_up() if number == HANGUP else terminal.lost()
+        terminal.hang_up() if number == processes.HANGUP else terminal.lost()
         for one in started:
             if one.process.poll() is None:
                 one.process.send_signal(number)
 
-    numbers = stop_signals()
+    numbers = processes.stop_signals()
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -242,7 +234,7 @@ def _start(
     said = None if first else tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
     process = subprocess.Popen(
         [*COMMAND, *words],
-        env=os.environ | environment | {STARTED: str(os.getpid())},
+        env=os.environ | environment | {processes.STARTED: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=None if first else subprocess.DEVNULL,
         stderr=said,
@@ -260,8 +252,8 @@ def _wait(started: Sequence[Started]) -> Started | None:
         alive = [one for one in started if one.process.poll() is None]
         ended = [one for one in started if one.process.returncode not in (None, 0)]
         # a process that only noticed the end of another is not the cause
-        causes = sorted(ended, key=lambda one: one.process.returncode == PEER_FAILED)
-        if causes and (failed is None or failed.process.returncode == PEER_FAILED):
+        causes = sorted(ended, key=lambda one: one.process.returncode == processes.PEER_FAILED)
+        if causes and (failed is None or failed.process.returncode == processes.PEER_FAILED):
             failed = causes[0]
             patience = ENDING if failed.process.returncode in SAID[1:] else GRACE
             deadline = min(deadline, time.monotonic() + patience)
@@ -276,7 +268,7 @@ def _wait(started: Sequence[Started]) -> Started | None:
     failures = [one for one in started if one.gone()]
     for one in failures:
         one.fate = NODE_FAILED
-    if failures or failed.process.returncode != PEER_FAILED:
+    if failures or failed.process.returncode != processes.PEER_FAILED:
         return failures[0] if failures else failed
     if started[0].process.returncode == 0:
         return None  # no failure: the run ended to wait for people, and the others noticed
@@ -295,9 +287,9 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
     write_text(failed.text(), sys.stderr)
     if code in SAID[1:]:
         return code
-    if -(code or 0) in (signal.SIGINT, signal.SIGTERM, HANGUP):  # before it could report
+    if -(code or 0) in (signal.SIGINT, signal.SIGTERM, processes.HANGUP):  # before it could report
         write_text("posttrain: interrupted\n", sys.stderr)
-        return HUNG_UP if -code == HANGUP else INTERRUPTED
+        return HUNG_UP if -code == processes.HANGUP else INTERRUPTED
     text = f"process {failed.rank} of {len(started)} {failed.ended()}"
     hanging = [str(one.rank) for one in started if one.fate == HANGS]
     if len(hanging) > 1:  # it is unknown which of them the others wait for

@@ -16,6 +16,7 @@ from posttrain.commands.compare import interval_of
 from posttrain.errors import require
 from posttrain.models.load import HUB_NAME
 from posttrain.monitor.monitor import alarm_lines
+from posttrain.runs.layout import stages_of
 from posttrain.runs.read import Run
 from posttrain.system.files import read_text
 from posttrain.types import JSON
@@ -34,7 +35,7 @@ def model_card(
     one a run exports, later stages and the figures of their models are left out."""
     such = "is not an identifier of the hub, such as apache-2.0, mit or other"
     require(not licence or LICENCE.fullmatch(licence) is not None, f"license {licence!r} {such}")
-    stages = every = [s for s in run.config.get("stages", []) if isinstance(s, dict)]
+    stages = every = stages_of(run.config)
     ended = run.summary is not None
     so_far = {"seed": run.config.get("seed", "unknown"), "alarms": alarm_lines(run.events())}
     summary = dict(run.summary or so_far)

@@ -16,7 +16,7 @@ from posttrain.errors import UserError, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.runs.console import BeforeAfter
-from posttrain.runs.layout import CONFIG, encode
+from posttrain.runs.layout import CONFIG, encode, stages_of
 from posttrain.runs.read import Run
 from posttrain.runs.resume_policy import short
 from posttrain.stages._check import check_problems, check_stages
@@ -116,10 +116,7 @@ def task_of_run(model: str, task: str = "") -> TaskOfRun | None:
     if not (run / CONFIG).is_file():
         require(bool(task), f"eval: {model} is not the model of a run; give a task (--task NAME)")
         return None
-    stages = Run(run).config.get("stages", [])
-    trees = [
-        tree for tree in stages if isinstance(tree, dict) and isinstance(tree.get("task"), dict)
-    ]
+    trees = [s for s in stages_of(Run(run).config) if isinstance(s.get("task"), dict)]
     require(bool(trees or task), f"eval: no stage of {run} has a task; give one (--task NAME)")
     if not trees:
         return None

@@ -28,6 +28,7 @@ from posttrain.errors import Count, UserError, Whole, first_line, require
 from posttrain.evals.statistics import score_interval
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
+from posttrain.ops.weights import sequence_sums
 from posttrain.train.forward import forward
 from posttrain.train.pack import micro_batches, pack_examples
 from posttrain.types import JSON, Example, Sampler, Sampling
@@ -189,13 +190,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 best_M = torch.cat([head_logits(part, states.head).argmax(-1) for part in parts])
                 wrong_T = torch.zeros(piece.tokens, device=best_M.device)
                 wrong_T[states.at_M] = (best_M != piece.ids_T[states.at_M]).float()
-                sums = [
-                    torch.zeros(piece.sequences, dtype=values_T.dtype, device=values_T.device)
-                    .index_add(0, piece.sequence_T, values_T)
-                    .tolist()
-                    for values_T in (outputs.logprob_T.double(), wrong_T)
-                ]
-                found += [(total, wrong == 0) for total, wrong in zip(*sums, strict=True)]
+                where = (piece.mask_T, piece.sequence_T, piece.sequences)
+                totals = sequence_sums(outputs.logprob_T.double(), *where).tolist()
+                wrongs = sequence_sums(wrong_T, *where).tolist()
+                found += [(total, not wrong) for total, wrong in zip(totals, wrongs, strict=True)]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **more: object) -> list[float]:

@@ -26,9 +26,10 @@ from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.base import Options, check
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks._judged import Judged
+from posttrain.tasks._nested import of_task
 from posttrain.tasks._turns import Environment
 from posttrain.tasks.base import Task, score_group
-from posttrain.types import JSON, Message, Problem, Score
+from posttrain.types import JSON, Problem, Score
 
 PROBLEMS, JUDGED_PROBLEMS = 32, 4  # a judge is asked over a network, and costs money
 TOLERATED = 0.05  # the share of answers of a kind that may be rewarded by coincidence
@@ -50,17 +51,12 @@ class Rewarded(Judged):
     def parts(self) -> Any:
         raise AssertionError("the problems are those of the task")
 
-    def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
-        return self.task.problems(split, level)
+    problems = of_task("problems")
+    prompt = of_task("prompt")
+    demonstration = of_task("demonstration")
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return ()  # nothing is refused before scoring: the report shows what the gold answers earn
-
-    def prompt(self, problem: Problem) -> tuple[Message, ...]:
-        return self.task.prompt(problem)
-
-    def demonstration(self, problem: Problem) -> str:
-        return self.task.demonstration(problem)
 
     def score(self, problem: Problem, response: str) -> Score:
         if self.batched is not None:

@@ -14,6 +14,7 @@ import yaml
 
 from posttrain.errors import UserError
 from posttrain.rewards.code import CallTest, StdioTest, Test, read_tests
+from posttrain.tasks._code_data import fenced
 from posttrain.types import Problem
 
 Expected = str  # pays, not, either
@@ -200,10 +201,6 @@ def _define(name: str, body: str) -> str:
     if not owner:
         return inner
     return f"class {owner}:\n    " + inner.replace("\n", "\n    ")
-
-
-def fenced(program: str) -> str:
-    return f"```python\n{program}\n```"
 
 
 def lookup_program(tests: Sequence[Test]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from posttrain.errors import UserError
 from posttrain.models.load import Reader, read_tokenizer
 from posttrain.runs.layout import CONFIG
 from posttrain.runs.read import Run
-from posttrain.runs.write import RunWriter
 from posttrain.stages import reward_sources
 from posttrain.stages._side_by_side import answering_models
-from posttrain.stages.base import Context, Stage, worker_pool
+from posttrain.stages.base import Context, Stage, temporary_context, worker_pool
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import ProcessRewardModels, RewardModels, RewardSource
 from posttrain.stages.rl import RLStage
@@ -141,11 +139,9 @@ def run_rewards(directory: Path, device: str) -> Iterator[RunRewards]:
     with (
         trusting(trust),
         worker_pool([stage for stage in stages if _scores(stage)]) as workers,
-        tempfile.TemporaryDirectory() as scratch,
-        RunWriter(Path(scratch)) as writer,
+        temporary_context(0, machine.device(device)) as context,
     ):
-        context = Context(writer, 0, machine.device(device), say=False, place=directory)
-        yield RunRewards(context, stages, workers, note)
+        yield RunRewards(replace(context, place=directory), stages, workers, note)
 
 
 def _scores(stage: Stage) -> bool:
@@ -158,10 +154,5 @@ def _scores(stage: Stage) -> bool:
 def _computed_here(source: RewardSource) -> bool:
     if isinstance(source, reward_sources.MixedReward):
         return all(_computed_here(part.reward) for part in source.parts)
-    kinds = (
-        reward_sources.TaskReward,
-        RewardModels,
-        ProcessRewardModels,
-        reward_sources.ImplicitReward,
-    )
+    kinds = (reward_sources.TaskReward, RewardModels, reward_sources.ImplicitReward)
     return isinstance(source, kinds) and not source.rated

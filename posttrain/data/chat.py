@@ -12,7 +12,7 @@ removal does not change the text is refused: the template would drop it in silen
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +23,7 @@ import numpy as np
 from posttrain.data.records import Tools
 from posttrain.data.safe_readers import Rendered, TemplateError, render_template
 from posttrain.errors import UserError, require
+from posttrain.trust import texts
 from posttrain.types import JSON, Example, Message
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -225,18 +226,6 @@ def _turn_end(start: int, end: int, special: np.ndarray) -> int:
     return end + 1 if special[end : end + 1].any() else end
 
 
-def _strings(value: JSON) -> Iterator[str]:
-    """Every text in a tree, including keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (str(key), *_strings(item))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
-
-
 def _hidden(messages: Sequence[Message], places: Iterable[int], render: Rendering) -> str:
     """The first field of these messages that does not change the rendering, in words; "" if every field is shown.
 
@@ -315,12 +304,12 @@ class _Template:
         plain = not self.tokenizer.chat_template
         require(not plain or is_text(messages, tools), f"{where}: {NO_TEMPLATE}")
         said = [
-            (f"a message of the {m.role} contains", (m.content, *_strings(m.more)))
+            (f"a message of the {m.role} contains", (m.content, *texts(m.more, keys=True)))
             for m in messages
         ]
-        for what, texts in (*said, ("the tools contain", tuple(_strings(tools)))):
+        for what, found in (*said, ("the tools contain", tuple(texts(tools, keys=True)))):
             for control in special_texts(self.tokenizer):
-                if any(control in text for text in texts):
+                if any(control in text for text in found):
                     spelled = f"the control token {control!r} as text; rewrite it"
                     raise UserError(f"{where}: {what} {spelled}")
         if plain:

@@ -76,9 +76,8 @@ class _Renderer:
         self.process: subprocess.Popen[bytes] | None = None
         self.watch = threading.Lock()  # of what the timer reads
         self.clock: threading.Timer | None = None
-        self.asked: tuple[float, subprocess.Popen[bytes]] | None = (
-            None  # since when, and which process
-        )
+        # since when, and which process
+        self.asked: tuple[float, subprocess.Popen[bytes]] | None = None
         self.late: subprocess.Popen[bytes] | None = None  # the last one that did not answer
         atexit.register(self.stop)
 

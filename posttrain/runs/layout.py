@@ -178,6 +178,16 @@ def plain_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", name) is not None
 
 
+def stages_of(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
+    """Return the stages of a configuration that was read from a run; what is no stage is left out.
+
+    >>> stages_of({"stages": [{"name": "rl"}, 3]}), stages_of({"stages": None}), stages_of({})
+    ([{'name': 'rl'}], [], [])
+    """
+    found = config.get("stages")
+    return [stage for stage in found if isinstance(stage, dict)] if isinstance(found, list) else []
+
+
 def step_of(path: Path) -> int | None:
     """Return the step in a rollout file's name, or None for any other file.
 

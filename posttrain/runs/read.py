@@ -44,8 +44,7 @@ class Run:
     @property
     def configured(self) -> list[str]:
         """Return the names of the configured stages, in order."""
-        stages = self.config.get("stages", [])
-        return [str(stage.get("name")) for stage in stages if isinstance(stage, dict)]
+        return [str(stage.get("name")) for stage in layout.stages_of(self.config)]
 
     @property
     def summary(self) -> Mapping[str, JSON] | None:

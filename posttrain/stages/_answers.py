@@ -18,6 +18,7 @@ from posttrain.errors import Count, Several, Whole, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Interval, mean_interval, score_interval
 from posttrain.models.policy import Policy
+from posttrain.ops.weights import sequence_sums
 from posttrain.stages._material import Data, gather
 from posttrain.stages._naming import ModelName
 from posttrain.stages._plan import DryRun, fewer
@@ -147,10 +148,9 @@ def kl_to(groups: Sequence[Group], other: Policy, sampling: Sampling) -> Interva
     batch = pack_groups(groups, sampling.temperature, other.device)
     with torch.no_grad():
         pieces = [forward(other, piece).logprob_T for piece in micro_batches(batch, BUDGET)]
-    ratio_T = (batch.behaviour_T - torch.cat(pieces)).where(batch.mask_T, 0.0).double()
-    empty_N = torch.zeros(batch.sequences, dtype=torch.float64, device=ratio_T.device)
-    ratio_N, group_N = empty_N.index_add(0, batch.sequence_T, ratio_T), batch.group_N
-    members = [ratio_N[group_N == g].tolist() for g in range(len(groups))]
+    ratio_T = (batch.behaviour_T - torch.cat(pieces)).double()
+    ratio_N = sequence_sums(ratio_T, batch.mask_T, batch.sequence_T, batch.sequences)
+    members = [ratio_N[batch.group_N == g].tolist() for g in range(len(groups))]
     return mean_interval([sum(values) / len(values) for values in members], prompts(groups))
 
 

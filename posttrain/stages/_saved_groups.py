@@ -14,7 +14,7 @@ from posttrain.data.demonstrations import completion_example
 from posttrain.data.records import read_jsonl
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError, require
-from posttrain.runs.layout import EpisodeRow, RolloutRow, sampled_tokens
+from posttrain.runs.layout import EpisodeRow, RolloutRow, sampled_tokens, stages_of
 from posttrain.runs.read import Run
 from posttrain.stages._material import until_end
 from posttrain.types import JSON, Group, Problem, Rollout, Score, Segment, as_number
@@ -166,8 +166,7 @@ def _of_run(
 
 def _check_temperature(path: Path, run: Run, stage: str, temperature: float) -> None:
     """Refuse rollouts of another temperature: their log-probs would make every importance ratio wrong."""
-    stages = run.config.get("stages")
-    own = [s for s in stages if s.get("name") == stage] if isinstance(stages, list) else []
+    own = [s for s in stages_of(run.config) if s.get("name") == stage]
     how = own[0].get("sampling") if own else None
     sampled = how.get("temperature", temperature) if isinstance(how, dict) else temperature
     other = f"{path} was sampled at temperature {sampled}, and temperature is {temperature}"

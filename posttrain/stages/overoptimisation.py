@@ -36,8 +36,8 @@ class OveroptimisationStage(AnswerStage):
     - for best of n by each of `reward_models`, from `samples` answers of `model` to `problems` held-out problems, n = 1, 2, 4, ...,
       at KL = log n - (n - 1) / n.
 
-    Writes curve.png if matplotlib is installed. The result has every point and, for each curve, its best gold reward, its last, and
-    the fall between them in standard errors. The best is chosen from the same samples, so a small fall is not significant.
+    Writes curve.png. The result has every point and, for each curve, its best gold reward, its last, and the fall between them in
+    standard errors. The best is chosen from the same samples, so a small fall is not significant.
     """
 
     trained: tuple[StageName, ...] = ()
@@ -56,11 +56,7 @@ class OveroptimisationStage(AnswerStage):
         curves |= self.best_of_n(context) if self.reward_models else {}
         found = {name: {**verdict(curve), "points": curve} for name, curve in curves.items()}
         context.announce(self.name, [said(name, one) for name, one in found.items()])
-        try:
-            draw(curves, context.folder(self.name) / "curve.png")
-        except ImportError:
-            line = "no curve.png: pip install matplotlib; the points are in result.json"
-            context.announce(self.name, [line])
+        draw(curves, context.folder(self.name) / "curve.png")
         return {"curves": found}
 
     def training(self, context: Context, stage: str) -> Curve:

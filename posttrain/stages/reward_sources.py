@@ -7,8 +7,7 @@ your own is named as `file.py:MyReward`. Whatever the source, the task's own sco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Timer
@@ -133,16 +132,6 @@ class FunctionReward(RewardSource):
         return FunctionRating(found, context.events)
 
 
-@contextmanager
-def _cancelling(timer: Timer) -> Iterator[None]:
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 @dataclass(frozen=True)
 class FunctionRating:
     """The rating by a function. A call in this process cannot be ended, so a warning names one that takes long."""
@@ -155,9 +144,14 @@ class FunctionRating:
         labels = ", ".join(function.label for function in self.function.functions)
         text = f"the reward {labels} has not returned for {len(rollouts)} responses after {SLOW:g} s; nothing ends it in this process"
         timer = Timer(SLOW, self.events.emit, ("slow_reward", text, "warning"))
-        with no_running_loop(), _cancelling(timer):
-            problems, responses = [r.problem for r in rollouts], [r.judged for r in rollouts]
-            found: list[Score] = finished(self.function.scores(problems, responses))
+        timer.daemon = True
+        timer.start()
+        try:
+            with no_running_loop():
+                problems, responses = [r.problem for r in rollouts], [r.judged for r in rollouts]
+                found: list[Score] = finished(self.function.scores(problems, responses))
+        finally:
+            timer.cancel()
         return found
 
 

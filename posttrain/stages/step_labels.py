@@ -137,12 +137,9 @@ class EitherOutcome(Nested):
 
     has_episodes = False
     isolated = False
-    score_group = Task.score_group
+    isolates, score_group = Task.isolates, Task.score_group
 
     task: Task
-
-    def isolates(self, problem: Problem) -> bool:
-        return False
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(float(len(response) % 2))

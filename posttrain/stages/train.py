@@ -73,10 +73,9 @@ class TrainStage(Stage):
         learns, name = self.algorithm.learns_from, self.algorithm.name
         if learns not in self.reads:
             yield f"{name} learns from {learns.replace('_', ' ')}; use {STAGES.get(learns, 'another stage')}"
-        if self.keep == "best" and not self.measures():
-            yield "keep=best needs held-out scores; set evaluate_every above 0 and hold something out"
-        if self.stop.plateau and not self.measures():
-            yield "stop.plateau needs held-out scores; set evaluate_every above 0 and hold something out"
+        for used, key in ((self.keep == "best", "keep=best"), (self.stop.plateau, "stop.plateau")):
+            if used and not self.measures():
+                yield f"{key} needs held-out scores; set evaluate_every above 0 and hold something out"
         if self.stop.kl and not self.samples_kl():
             yield "stop.kl needs samples and a reference: an rl stage with a beta above 0 or watch_kl"
         builds = ", ".join(self.builds)

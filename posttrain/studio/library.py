@@ -292,9 +292,7 @@ def _progress(index: Index, config: Mapping[str, JSON], stage: str) -> JSON:
 
 def stages(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
     """The stages of a configuration whose names are safe in a path."""
-    found = config.get("stages", [])
-    named = [s for s in found if isinstance(s, dict)] if isinstance(found, list) else []
-    return [s for s in named if layout.plain_name(str(s.get("name", "")))]
+    return [s for s in layout.stages_of(config) if layout.plain_name(str(s.get("name", "")))]
 
 
 def _score(index: Index, stage: str) -> JSON:

@@ -29,7 +29,7 @@ from time import monotonic
 from typing import BinaryIO, Protocol
 
 from posttrain.errors import GuardStop, UserError, require
-from posttrain.system import machine, processes
+from posttrain.system import machine, processes, wire
 from posttrain.types import JSON, Problem, Score
 
 IDLE = 128  # idle workers to keep: forking one takes longer than a short episode
@@ -225,11 +225,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         if not piece:
             self._died(worker)
             return
-        worker.received += piece
-        if b"\n" not in piece:
-            return
-        *lines, worker.received = worker.received.split(b"\n")
-        for found in map(_decode, lines):
+        for found in map(_decode, wire.whole_lines(worker.received, piece)):
             if isinstance(found, bool):
                 worker.importing = found
                 self._time(worker)
@@ -409,8 +405,8 @@ def _encode(value: JSON) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _decode(line: bytes | bytearray) -> JSON:
-    return json.loads(bytes(line).decode("utf-8", "surrogatepass"))
+def _decode(line: bytes) -> JSON:
+    return json.loads(line.decode("utf-8", "surrogatepass"))
 
 
 def _changed_by_json(value: object, place: str = "") -> str:

@@ -9,7 +9,8 @@ from posttrain.tasks.base import Task
 from posttrain.types import Message, Problem
 
 
-def _of_task(name: str) -> Any:
+def of_task(name: str) -> Any:
+    """Make an attribute of a task that is the same one of the task in its field `task`."""
     return property(attrgetter(f"task.{name}"))
 
 
@@ -19,21 +20,21 @@ class Nested(Task):
     task: Task
     has_episodes: ClassVar[bool] = True  # of its own, so `task` must have none
 
-    ready = _of_task("ready")
-    levels = _of_task("levels")
-    problems = _of_task("problems")
-    prompt = _of_task("prompt")
-    score = _of_task("score")
-    score_group = _of_task("score_group")
-    final = _of_task("final")
-    demonstration = _of_task("demonstration")
-    program = _of_task("program")
-    verifiable = _of_task("verifiable")
-    scores = _of_task("scores")
-    isolated = _of_task("isolated")
-    isolates = _of_task("isolates")
-    resettable = _of_task("resettable")
-    seconds = _of_task("seconds")
+    ready = of_task("ready")
+    levels = of_task("levels")
+    problems = of_task("problems")
+    prompt = of_task("prompt")
+    score = of_task("score")
+    score_group = of_task("score_group")
+    final = of_task("final")
+    demonstration = of_task("demonstration")
+    program = of_task("program")
+    verifiable = of_task("verifiable")
+    scores = of_task("scores")
+    isolated = of_task("isolated")
+    isolates = of_task("isolates")
+    resettable = of_task("resettable")
+    seconds = of_task("seconds")
 
     def __post_init__(self) -> None:
         super().__post_init__()

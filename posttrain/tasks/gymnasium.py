@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Whole, unknown
+from posttrain.errors import Whole, refuse_unknown
 from posttrain.tasks._packaged import Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout
@@ -61,8 +61,7 @@ class Gymnasium(Packaged):
     def begin(self, seed: int) -> tuple[Any, Any]:
         gymnasium = self.package()
         known = gymnasium.registry
-        if self.env not in known:
-            raise unknown("environment of gymnasium", self.env, known)
+        refuse_unknown("environment of gymnasium", [self.env], known)
         creator = gymnasium.envs.registration.load_env_creator(known[self.env].entry_point)
         text = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
         world = gymnasium.make(self.env, render_mode="ansi" if text else None, **dict(self.options))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from posttrain.errors import Count, unknown
+from posttrain.errors import Count, refuse_unknown
 from posttrain.tasks._packaged import INVALID, Packaged, Tally
 from posttrain.tasks.base import Generate
 from posttrain.types import JSON, Problem, Rollout, Score
@@ -51,8 +51,7 @@ class TextArena(Packaged):
     def begin(self, seed: int) -> Any:
         textarena = self.package()
         known = textarena.envs.registration.ENV_REGISTRY
-        if self.game not in known:
-            raise unknown("game of textarena", self.game, known)
+        refuse_unknown("game of textarena", [self.game], known)
         game = textarena.make(self.game, **dict(self.options))
         game.reset(num_players=self.players, seed=seed)
         return game

@@ -8,7 +8,7 @@ whole weights gets them from `Sharded`: a checkpoint, an export, and the copy th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -29,7 +29,7 @@ from posttrain.system.world import current
 from posttrain.train import checkpoint
 from posttrain.train.memory import learning_bytes, weight_bytes
 from posttrain.train.parts import whole
-from posttrain.types import Completion, Outputs, Request, Sampler, Statistics
+from posttrain.types import Outputs, Sampler, Statistics
 
 LAYER = "layers.*."  # prefix of module names in a family's plan
 # styles of such plans; a norm over heads sees the heads of this process (the third dimension), and its gradient is summed
@@ -172,6 +172,8 @@ class GatheringSampler:
 
     def __init__(self, sampler: Sampler, policy: Policy, sharded: Sharded):
         self.sampler, self.policy, self.sharded = sampler, policy, sharded
+        self.submit, self.poll, self.cancel = sampler.submit, sampler.poll, sampler.cancel
+        self.close = sampler.close
         self.sizes = {p: p.untyped_storage().nbytes() for p in policy.model.parameters()}
 
     @property
@@ -181,15 +183,6 @@ class GatheringSampler:
     @property
     def statistics(self) -> Statistics:
         return self.sampler.statistics
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.sampler.submit(requests)
-
-    def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
-        return self.sampler.poll(timeout)
-
-    def cancel(self, sessions: Collection[int]) -> None:
-        self.sampler.cancel(sessions)
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         for parameter, size in self.sizes.items():
@@ -202,6 +195,3 @@ class GatheringSampler:
         self.sampler.release()
         for parameter in self.sizes if self.policy.device.type == "cuda" else ():
             parameter.untyped_storage().resize_(0)
-
-    def close(self) -> None:
-        self.sampler.close()
