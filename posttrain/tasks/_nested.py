@@ -30,6 +30,7 @@ class Nested(Task):
     program = _of_task("program")
     verifiable = _of_task("verifiable")
     scores = _of_task("scores")
+    limits = _of_task("limits")
     isolated = _of_task("isolated")
     isolates = _of_task("isolates")
     resettable = _of_task("resettable")
