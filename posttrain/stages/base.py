@@ -28,7 +28,7 @@ from posttrain.errors import UserError, field_types, prefixed, refuse_unknown, r
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given
-from posttrain.models.load import Reader, load, stop_ids
+from posttrain.models.load import Reader, as_dtype, load, stop_ids
 from posttrain.models.lora import Lora, merge_adapters, peft_files
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -443,7 +443,7 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        model = model.to(place or context.device)
+        model = model.to(place or context.device, as_dtype(_dtype(context)))
         policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer, name), name)
     else:
         found, device = model_places(name, context)[0], place or context.device
