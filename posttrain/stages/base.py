@@ -318,6 +318,12 @@ def run_stages(
         lineage = _due(stage, folders, context, only, again)
         if lineage is not None:
             _run_stage(stage, lineage, context)
+            now = _lineage.trace(stage, context.seed, folders).inputs
+            # code is read once; of data, each evaluation may read a part
+            data = [name for name in lineage.inputs if not name.endswith("(code)")]
+            moved = ", ".join(name for name in data if now.get(name) != lineage.inputs[name])
+            line = f"{moved} changed while the stage ran: it may have read both versions"
+            context.announce(stage.name, [line] if moved else [], "warning")
     current().begin("", together=True)
 
 

@@ -235,6 +235,22 @@ def test_files_are_compared_by_content(tmp_path: Path) -> None:
     assert said(run)[-1].startswith(f"a: runs again: its input {file} has changed; ")
 
 
+def test_data_that_changes_while_a_stage_runs_is_said(tmp_path: Path) -> None:
+    file, run = tmp_path / "words.jsonl", tmp_path / "run"
+    file.write_text("one\n")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Slow(Note):
+        def run(self, context: Context) -> dict[str, JSON]:
+            file.write_text(f"{self.word}\n")
+            return super().run(context)
+
+    assert ran(run, (Slow(name="a", word="one", source=str(file)),)) == ["a"]
+    assert said(run) == []
+    assert ran(run, (Slow(name="b", word="another", source=str(file)),)) == ["b"]
+    assert said(run) == [f"b: {file} changed while the stage ran: it may have read both versions"]
+
+
 def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: Path) -> None:
     file, run = tmp_path / "words.jsonl", tmp_path / "run"
     file.write_text("one\n")
