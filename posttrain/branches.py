@@ -12,7 +12,7 @@ from posttrain.data.steps import Step, steps_of
 from posttrain.data.text import Decoder
 from posttrain.errors import UserError
 from posttrain.tasks._nested import Nested
-from posttrain.tasks.base import Generate, Task
+from posttrain.tasks.base import Generate, Limits, Task
 from posttrain.types import Group, Problem, Rollout, Score, Segment
 
 GIVEN, BEGIN, LEFT = "given_ids", "given_begin", "given_left"
@@ -40,9 +40,13 @@ class Continued(Nested):
     def scorer(self) -> Task:
         return self.task
 
+    def limits(self, problem: Problem) -> Limits:
+        # a limit of reasoning only names the outcome of a single turn
+        return replace(self.task.limits(problem), thinking=0)
+
     async def run(self, problem: Problem, generate: Generate) -> Rollout:
-        facts = problem.facts
-        await generate(facts[GIVEN], last=True, max_new_tokens=facts[LEFT])
+        given, begin, left = (problem.facts[key] for key in (GIVEN, BEGIN, LEFT))
+        await generate(given, last=True, max_new_tokens=left, written=len(given) - begin)
         return generate.rollout(answer=joined(generate.rollout(), generate.decoder).judged)
 
     def observation_roles(self, template: str) -> tuple[str, ...]:

@@ -132,11 +132,12 @@ class Episode:
         *,
         tools: Sequence[JSON] | None = None,
         max_new_tokens: int = 0,
+        written: int = 0,
     ) -> Segment:
         episodes, turn = self.episodes, self.turn
         if turn > self.first and not self.kept:  # a turn after the one that was called the last
             self.restart()
-        sampling = self.sampling(max_new_tokens)
+        sampling = self.sampling(max_new_tokens, written)
         segment = episodes.given(self, given, tools)
         # all samples of the task's own prompt share one tuple of ids, which compares fast
         shared = given is None and tools is None and not turn
@@ -162,20 +163,20 @@ class Episode:
         """Use a new session from the next turn on, because the sampler has dropped this one."""
         self.first, self.number, self.kept = self.turn, next(self.episodes.sessions), False
 
-    def sampling(self, max_new_tokens: int) -> Sampling:
+    def sampling(self, max_new_tokens: int, written: int = 0) -> Sampling:
         """The sampling settings of the next turn. Ends the episode if its turns or tokens are used up."""
         sampling, limits = self.episodes.samples[self.sample], self.limits
         if limits.turns and self.turn >= limits.turns:
             raise EpisodeEnd("turn limit")
         wanted = [sampling.max_new_tokens, *([max_new_tokens] if max_new_tokens else [])]
         if limits.tokens:
-            wanted.append(limits.tokens - self.length)
+            wanted.append(limits.tokens - self.length - written)
         if (limit := min(wanted)) <= 0:
             raise EpisodeEnd("token limit")
-        if limit == sampling.max_new_tokens:
+        fewest = min(max(0, sampling.min_new_tokens - written), limit)
+        if (limit, fewest) == (sampling.max_new_tokens, sampling.min_new_tokens):
             return sampling
-        min_new_tokens = min(sampling.min_new_tokens, limit)
-        return replace(sampling, max_new_tokens=limit, min_new_tokens=min_new_tokens)
+        return replace(sampling, max_new_tokens=limit, min_new_tokens=fewest)
 
     def check_limits(self, reply: Segment) -> None:
         """End the episode if the turn that was just sampled used up its tokens or those for reasoning."""

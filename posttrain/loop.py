@@ -464,7 +464,8 @@ class Loop:
         state = saved.state
         for who, before in state.get("frozen", {}).items():  # absent in checkpoints of format 1
             other = f"the {who} model of {self.stage} is not the one that {path} was made with"
-            advice = "its weights differ; put it back, or start a new run"
+            advice = "its weights differ, or the device rounds them otherwise (CPU: float32, GPU: bfloat16)"
+            advice += "; put it back, resume on the earlier kind of device, or start a new run"
             require(before == self.frozen().get(who), f"{other}: {advice}")
         self.trainer.restore(saved.model, saved.optimizer)
         self.step, self.state, self.elapsed = saved.step, state["algorithm"], state["elapsed"]

@@ -424,7 +424,7 @@ class Batch(_Columns):
     stale_T      bool: another policy sampled the token, so its log-prob is expected to differ
     baseline_N   the baseline of a sequence
     bonus_N      the weight of an exploration term, in addition to weight_N
-    vote_N       float32: the sequence's share in its episode's vote, where an episode has several sequences in a group
+    episode_N    int64: the index of the sequence's episode, where an episode has several sequences in a group
     part/NAME_N  float32: a part of the score, where the algorithm learns from parts; NaN where there is no score
     routes_T     int16 [T, layers x experts a token]: the experts that the sampler chose; -1 where unknown
     paid_T       float32: the reward of a turn, at its last token; included in reward_N; present only where turns are paid

@@ -218,7 +218,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
             step_T = self.step_values(step, supervision)
             return process_advantages(step_T, mask_T, sequence_T, group_N, **scaling)
         reward_N = self.rewards(step, mask_T)
-        scaling["vote_N"] = step.columns.get("vote_N")
+        scaling["episode_N"] = step.columns.get("episode_N")
         if "paid_T" not in step.columns:
             return group_advantages(reward_N, valid_N, group_N, **scaling)[sequence_T]
         return turn_advantages(

@@ -77,7 +77,7 @@ class GRPO(PolicyGradient):
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         scaling: dict[str, Any] = {"scale": self.scale, "ddof": self.ddof, "epsilon": self.epsilon}
-        whole, vote_N = (step.valid_N, step.group_N), step.columns.get("vote_N")
+        whole, episode_N = (step.valid_N, step.group_N), step.columns.get("episode_N")
         if self.pass_k > 1:
             advantage_N = pass_at_k_advantages(
                 step.reward_N,
@@ -85,12 +85,12 @@ class GRPO(PolicyGradient):
                 k=self.pass_k,
                 solved=self.solved,
                 epsilon=self.epsilon,
-                vote_N=vote_N,
+                episode_N=episode_N,
             )
             return advantage_N[step.sequence_T]
         if self.parts:
             part_NK = torch.stack([step.columns[part_column(name)] for name in self.parts], 1)
             weights = self.part_weights or (1.0,) * len(self.parts)
-            advantage_N = part_advantages(part_NK, weights, *whole, vote_N=vote_N, **scaling)
+            advantage_N = part_advantages(part_NK, weights, *whole, episode_N=episode_N, **scaling)
             return advantage_N[step.sequence_T]
         return self.group_relative(step, mask_T, self.supervision, **scaling)

@@ -59,9 +59,9 @@ class Reinforce(PolicyGradient):
         elif self.baseline == "running" and running is not None:
             advantage_N = step.reward_N - running
         else:  # treat the whole step as one group
-            group_N, vote_N = torch.zeros_like(step.group_N), step.columns.get("vote_N")
+            group_N, episode_N = torch.zeros_like(step.group_N), step.columns.get("episode_N")
             advantage_N = group_advantages(
-                step.reward_N, step.valid_N, group_N, scale="none", vote_N=vote_N
+                step.reward_N, step.valid_N, group_N, scale="none", episode_N=episode_N
             )
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)

@@ -49,7 +49,7 @@ class ReinforcePlusPlus(PolicyGradient):
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
         reward_N = step.reward_N
         if self.baseline == "group":
-            given, vote_N = (step.valid_N, step.group_N), step.columns.get("vote_N")
-            reward_N = group_advantages(reward_N, *given, scale="none", vote_N=vote_N)
+            given, episode_N = (step.valid_N, step.group_N), step.columns.get("episode_N")
+            reward_N = group_advantages(reward_N, *given, scale="none", episode_N=episode_N)
         cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
         return whiten(reward_N[step.sequence_T] - cost_T.to(reward_N.dtype), mask_T)

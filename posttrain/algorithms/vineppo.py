@@ -39,10 +39,10 @@ class VinePPO(PolicyGradient):
         return Branches(self.completions, self.steps, self.truncated == "zero")
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        whole_N, vote_N = self.rewards(step, mask_T), step.columns.get("vote_N")
+        whole_N, episode_N = self.rewards(step, mask_T), step.columns.get("episode_N")
         members = (step.valid_N, step.group_N)
         ahead_N = group_advantages(
-            whole_N, *members, baseline="leave_one_out", scale="none", vote_N=vote_N
+            whole_N, *members, baseline="leave_one_out", scale="none", episode_N=episode_N
         )
         none_T = torch.full_like(step.behaviour_T, torch.nan)
         values = step.columns.get("step_T", none_T), whole_N - ahead_N, step.reward_N

@@ -22,12 +22,13 @@ def group_advantages(
     scale: str = "group",
     ddof: int = 1,
     epsilon: float = 1e-4,
-    vote_N: Tensor | None = None,
+    episode_N: Tensor | None = None,
 ) -> Tensor:
     """A_i = (r_i - b_i) / (s_i + epsilon), over the valid members V of the group of i. If an episode has several sequences in a group,
-    `vote_N` splits its one vote between them, so that counts, means and deviations are over episodes.
+    `episode_N` is its index: they share its one vote, so that counts, means and deviations are over episodes.
 
-    baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean)
+    baseline  "mean": b = mean of V;  "leave_one_out": b_i = mean of V without i (RLOO), so r_i - b_i = n/(n-1) (r_i - mean); without
+              the whole episode of i, whose mean is e: r_i - b_i = r_i - mean + (e - mean) / (n-1)
     scale     "group": s = std of V with `ddof`;  "batch": s = std of all valid rewards;  "none": no division
     A is exactly 0 in a group whose valid rewards are all equal (tested by max == min, never by a small std) or fewer than two, and for
     every sequence that is not valid, whatever its reward is. Sums are float64; the result has the dtype of the rewards.
@@ -35,7 +36,7 @@ def group_advantages(
     narrow, wide = reward_N.dtype, torch.float64
     reward_N = torch.where(valid_N, reward_N, 0.0).to(wide)
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
-    vote_N = valid_N.to(wide) if vote_N is None else torch.where(valid_N, vote_N.to(wide), 0.0)
+    vote_N = _votes(valid_N, episode_N)
     zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
     count_P = zeros.index_add(0, group_N, vote_N).round()
     mean_P = zeros.index_add(0, group_N, vote_N * reward_N) / count_P.clamp(min=1)
@@ -43,7 +44,11 @@ def group_advantages(
     if baseline == "mean":
         advantage_N = centred_N
     elif baseline == "leave_one_out":
-        advantage_N = centred_N * (count_P / (count_P - 1).clamp(min=1))[group_N]
+        others_P = (count_P - 1).clamp(min=1)
+        advantage_N = centred_N * (count_P / others_P)[group_N]
+        if episode_N is not None:
+            own_N = _by_episode(vote_N * centred_N, episode_N)
+            advantage_N = advantage_N + (own_N - centred_N) / others_P[group_N]
     else:
         raise ValueError(f"unknown baseline {baseline!r}: mean or leave_one_out")
     if scale == "group":
@@ -61,6 +66,18 @@ def group_advantages(
     return torch.where(valid_N & differ_P[group_N], advantage_N, 0.0).to(narrow)
 
 
+def _votes(valid_N: Tensor, episode_N: Tensor | None) -> Tensor:
+    """[N]: the share of a valid sequence in the one vote of its episode; 0 for others."""
+    valid = valid_N.to(torch.float64)
+    return valid if episode_N is None else valid / _by_episode(valid, episode_N).clamp(min=1)
+
+
+def _by_episode(value_N: Tensor, episode_N: Tensor) -> Tensor:
+    """[N]: the sum over the sequences of an episode, at each of them. A part of a step has some of its episodes."""
+    _, place_N = torch.unique(episode_N, return_inverse=True)
+    return torch.zeros_like(value_N).index_add(0, place_N, value_N)[place_N]
+
+
 def pass_at_k_advantages(
     reward_N: Tensor,
     valid_N: Tensor,
@@ -69,7 +86,7 @@ def pass_at_k_advantages(
     k: int,
     solved: float,
     epsilon: float = 1e-4,
-    vote_N: Tensor | None = None,
+    episode_N: Tensor | None = None,
 ) -> Tensor:
     """Advantages of pass@k (Chen et al. 2025, arXiv:2508.10751, the analytic form). n- of the n responses of a group have a reward
     below `solved`. Every subset of k responses is one sample, with reward 1 if at least one of its members is right. The advantage
@@ -82,7 +99,7 @@ def pass_at_k_advantages(
     """
     narrow, wide = reward_N.dtype, torch.float64
     groups = int(group_N.max()) + 1 if group_N.numel() else 0
-    vote_N = torch.where(valid_N, 1.0 if vote_N is None else vote_N, 0.0).to(wide)
+    vote_N = _votes(valid_N, episode_N)
     right_N = valid_N & (reward_N >= solved)
     zeros = torch.zeros(groups, dtype=wide, device=reward_N.device)
     count_P = zeros.index_add(0, group_N, vote_N).round()

@@ -54,7 +54,8 @@ class Lock:
             self._lease.acquire(timeout=0)
             return
         owner = self._lease.owner
-        if not (owner and is_zombie(owner)) and self._silence() <= STALE:
+        dead = owner is not None and is_zombie(owner)
+        if (owner and is_running(owner)) or not (dead or self._silence() > STALE):
             raise Timeout(str(self._claim))
         self._lease.force_break()
         self._lease.acquire(timeout=0)
@@ -111,7 +112,10 @@ def live_owner(path: Path) -> int | None:
     claim = path.with_name(f"{path.name}.holder")
     owner = SoftFileLease(claim, lease_duration=STALE, heartbeat_interval=HEARTBEAT).owner
     with suppress(OSError):
-        if owner is None or is_zombie(owner) or time.time() - claim.stat().st_mtime > STALE:
+        if owner is None or is_zombie(owner):
+            return None
+        # of a process here its start is the proof: clocks jump, and the file server has its own
+        if not is_running(owner) and time.time() - claim.stat().st_mtime > STALE:
             return None
         if host(owner) != socket.gethostname():
             return 0
@@ -129,7 +133,20 @@ def host(owner: OwnerRecord) -> str:
 
 def is_zombie(owner: OwnerRecord) -> bool:
     """Whether the owner is a process of this host that was killed and not yet waited for."""
+    return _state(owner)[0] in ("Z", "X")
+
+
+def is_running(owner: OwnerRecord) -> bool:
+    """Whether the owner is certainly a process of this host that has not ended, and not a later one with its number."""
+    state, start = _state(owner)
+    known = start is not None and owner.start is not None
+    return known and state not in ("Z", "X") and start == (owner.start or 0) % 2**64
+
+
+def _state(owner: OwnerRecord) -> tuple[str, int | None]:
+    """The state of a process of this host and its start since boot, as filelock records it; "" and None if they are not known."""
     with suppress(OSError):
-        fields = Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()
-        return host(owner) == socket.gethostname() and fields[0] in "ZX"
-    return False
+        if host(owner) == socket.gethostname():
+            fields = Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()
+            return fields[0], int(fields[19])
+    return "", None

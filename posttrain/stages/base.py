@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
@@ -27,7 +28,7 @@ from posttrain.errors import UserError, field_types, prefixed, refuse_unknown, r
 from posttrain.events import Events, Level
 from posttrain.loop import Interrupt, Loop, OnStep
 from posttrain.models import given
-from posttrain.models.load import Reader, load, stop_ids
+from posttrain.models.load import Reader, as_dtype, load, stop_ids
 from posttrain.models.lora import Lora, merge_adapters, peft_files
 from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
@@ -151,14 +152,22 @@ class Context:
         """Mark a stage as done. The result is written last and atomically: if it exists, everything else does."""
         self.write(stage, _lineage.RESULT, result)
 
-    def discard(self, stage: str) -> None:
-        """Delete the output of a stage, so that it can run again. Its result is deleted first, because the rest counts only with it."""
-        (self.folder(stage) / _lineage.RESULT).unlink(missing_ok=True)
-        saved = (self.directory / "checkpoints").glob("*")
-        made = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}(-\d+)?", p.name)]
+    def set_aside(self, stage: str) -> Path:
+        """Move what a stage has made to a folder of its own, so that it can run again. Its lineage is moved last: checkpoints without
+        one would be continued."""
+        places = (self.directory / "replaced" / f"{stage}-{n}" for n in count(1))
+        place = next(path for path in places if not path.exists())
+        saved = sorted((self.directory / "checkpoints").glob("*"))
+        members = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}-\d+", p.name)]
+        made = [p for p in saved if p.name == stage]
+        made += [
+            p for p in members if not self.folder(p.name).exists()
+        ]  # else a stage of that name
         for folder in [*made, self.folder(stage)]:
-            shutil.rmtree(folder, ignore_errors=True)
-            require(not folder.exists(), f"{folder} cannot be removed; remove it, then resume")
+            aside = place / folder.relative_to(self.directory)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder, aside)
+        return place
 
     def write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
         """Write a JSON file of a stage."""
@@ -309,14 +318,20 @@ def run_stages(
         lineage = _due(stage, folders, context, only, again)
         if lineage is not None:
             _run_stage(stage, lineage, context)
+            now = _lineage.trace(stage, context.seed, folders).inputs
+            # code is read once; of data, each evaluation may read a part
+            data = [name for name in lineage.inputs if not name.endswith("(code)")]
+            moved = ", ".join(name for name in data if now.get(name) != lineage.inputs[name])
+            line = f"{moved} changed while the stage ran: it may have read both versions"
+            context.announce(stage.name, [line] if moved else [], "warning")
     current().begin("", together=True)
 
 
 def _due(
     stage: Stage, folders: Mapping[str, Path], context: Context, only: Collection[str], again: bool
 ) -> _lineage.Lineage | None:
-    """The lineage of a stage that must run now, or None if its result is up to date. Results of other settings or inputs are
-    discarded."""
+    """The lineage of a stage that must run now, or None if its result is up to date. Results of other settings or inputs are set
+    aside."""
     now = _lineage.trace(stage, context.seed, folders)
     before = _lineage.read(context.folder(stage.name))
     done = context.result(stage.name) is not None
@@ -336,15 +351,15 @@ def _due(
     require(not missing, absent)
     if changes:
         require(done or again, _other_inputs(stage, why, context))
-        removed = "" if done else "; what it had done is removed"
-        context.announce(stage.name, [f"runs again: {why}{removed}"], "info" if done else "warning")
-        context.discard(stage.name)
+        place = context.set_aside(stage.name)
+        line = f"runs again: {why}; what it had made is now in {place}"
+        context.announce(stage.name, [line], "info" if done else "warning")
     return now
 
 
 def check_inputs(stages: Sequence[Stage], context: Context) -> None:
     """Raise an error, before a run is resumed, if a file or code that one of its stages was begun with has changed. What a finished
-    stage has made would otherwise be discarded, and that of a stage which is to train longer."""
+    stage has made would otherwise be set aside, and that of a stage which is to train longer."""
     for place, stage in enumerate(stages):
         before = _lineage.read(context.folder(stage.name))
         if before is not None:
@@ -434,7 +449,7 @@ def load_policy(name: str, context: Context, alphabet: str = PRINTABLE, place: s
         tokenizer = character_tokenizer(alphabet)
         model = tiny_model(tokenizer, name.removeprefix("tiny:"), context.seed)
         use_threads(model.num_parameters(), context.threads)
-        model = model.to(place or context.device)
+        model = model.to(place or context.device, as_dtype(_dtype(context)))
         policy = wrap_model(model, tokenizer, stop_ids(model, tokenizer, name), name)
     else:
         found, device = model_places(name, context)[0], place or context.device

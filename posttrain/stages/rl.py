@@ -212,8 +212,6 @@ class RLStage(ReferenceStage):
         if isinstance(self.task, Judged) and self.task.options.get("mode") == "tournament":
             alone = "by a score of its own, and mode=tournament compares completions of it"
             yield f"{name} values the end of a step {alone}; use mode=points"
-        if self.sampling.min_new_tokens:
-            yield f"{name} would have each completion write min_new_tokens more, however much is written; leave it out"
         if self.max_staleness:
             yield f"{name} needs the sampler after a step's responses are scored, and max_staleness keeps it busy; leave it out"
 

@@ -104,7 +104,7 @@ class SearchStage(AnswerStage):
         fewest = min(self.sampling.min_new_tokens, limit)
         sampling = replace(self.sampling, max_new_tokens=limit, min_new_tokens=fewest)
         first = replace(self, sampling=sampling)
-        later = replace(first, task=Continued(self.task))
+        later = replace(self, task=Continued(self.task))
         decoder, tokens = Decoder(policy.tokenizer), 0
         kept: list[list[Rollout]] = [[] for _ in problems]
         for number in range(1, self.max_steps + 1):
@@ -115,7 +115,10 @@ class SearchStage(AnswerStage):
                 groups = first.ask(context, policy, problems, each, seed)
             else:
                 asked, each = [n for n, _ in live], self.samples // self.beams
-                begun = [beginning(r, len(r.ids)) for _, r in live]
+                ends = [min(r.length + limit, self.sampling.max_new_tokens) for _, r in live]
+                begun = [
+                    beginning(r, len(r.ids), end) for (_, r), end in zip(live, ends, strict=True)
+                ]
                 groups = later.ask(context, policy, begun, each, seed)
             candidates = [[r for r in beams if not self.open_ended(r)] for beams in kept]
             for n, group in zip(asked, groups, strict=True):
@@ -128,7 +131,9 @@ class SearchStage(AnswerStage):
         return [beams[0] for beams in kept], tokens
 
     def open_ended(self, rollout: Rollout) -> bool:
-        return rollout.finish != "stop" and rollout.length < self.sampling.max_new_tokens
+        limit = self.sampling.max_new_tokens
+        limit = min(limit, self.task.limits(rollout.problem).tokens or limit)
+        return rollout.finish != "stop" and rollout.length < limit
 
     def best(
         self, candidates: Sequence[Sequence[Rollout]], rating: ProcessRating

@@ -31,6 +31,7 @@ class Nested(Task):
     program = of_task("program")
     verifiable = of_task("verifiable")
     scores = of_task("scores")
+    limits = of_task("limits")
     isolated = of_task("isolated")
     isolates = of_task("isolates")
     resettable = of_task("resettable")

@@ -40,11 +40,12 @@ class Remote:
         *,
         tools: Sequence[JSON] | None = None,
         max_new_tokens: int = 0,
+        written: int = 0,
     ) -> Segment:
         items, text = given, given if isinstance(given, str) else ""
         if given is not None and not isinstance(given, str):
             items = [_message_row(one) for one in given]
-        how = {"last": last, "tools": tools, "max_new_tokens": max_new_tokens}
+        how = {"last": last, "tools": tools, "max_new_tokens": max_new_tokens, "written": written}
         notes, self.notes[:] = [*self.notes], []
         found = self.exchange({"generate": self.number, "given": items, "how": how, "notes": notes})
         if "end" in found:

@@ -73,13 +73,14 @@ class Generate(Protocol):
         *,
         tools: Sequence[JSON] | None = None,
         max_new_tokens: int = 0,
+        written: int = 0,
     ) -> Segment:
         """Append `given` to the conversation, without loss, and return the turn that the policy samples after it.
 
         Messages are rendered with the chat template; after the first turn, as the template continues a conversation. Text and ids are
         appended as they are. None stands for the task's own prompt. `last` says that no turn follows, so that the sampler need not keep
         its cache. `tools` are JSON schemas that the template shows with the messages of the first turn. A turn has at most
-        `max_new_tokens` tokens; 0: the limit of the stage's sampling.
+        `max_new_tokens` tokens; 0: the limit of the stage's sampling. `written` of the tokens in `given` count as the policy's own.
         """
 
     def reward(self, value: float) -> None:

@@ -301,7 +301,9 @@ class Learner:
         if self.network.sharded is not None:
             self.network.sharded.reshard()
         checkpoint.restore_weights(self.network.model, weights)
-        self.optimizer.restore(moments)
+        # a checkpoint of float32 weights has no masters: they are the weights, also where this device rounds them
+        masters = {f"master.{name}": weights[name] for name in self.optimizer.masters}
+        self.optimizer.restore({**masters, **moments})
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {self.prefix + name: tensor for name, tensor in tensors.items()}

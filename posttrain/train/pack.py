@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -38,8 +37,8 @@ def pack_groups(
     segments = [s for r in rollouts for s in r.segments]
     sizes = np.array([len(s.ids) for s in segments], np.int64)
     episodes = [(n, r.sample) for n, r in zip(number, rollouts, strict=True)]
-    rows = Counter(one for one, r in zip(episodes, rollouts, strict=True) if r.score.valid)
-    votes = [1 / max(1, rows[one]) for one in episodes] if max(rows.values(), default=0) > 1 else []
+    places = {one: n for n, one in enumerate(dict.fromkeys(episodes))}
+    several = len(places) < len(episodes)
     # sums over the segments of each rollout
     cut = np.array([s.sampled and s.finish == "length" for s in segments], np.int64)
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
@@ -63,7 +62,9 @@ def pack_groups(
         rollout_N=torch.arange(len(rollouts), device=device),
         version_T=torch.from_numpy(versions).to(device),
         routes_T=_routes(rollouts, device),
-        vote_N=torch.tensor(votes, device=device) if votes else None,
+        episode_N=torch.tensor([places[one] for one in episodes], device=device)
+        if several
+        else None,
         paid_T=torch.from_numpy(_paid(segments)).to(device)
         if any(s.reward for s in segments)
         else None,

@@ -27,7 +27,7 @@ from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Limits, Task
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.tasks.shop import Shop
 from posttrain.train.pack import step_rewards
@@ -60,7 +60,6 @@ def test_refusals_and_contract() -> None:
             {"task": Jsonl("a.jsonl", reward="judge", options={"url": "http://a", "model": "m", "mode": "tournament"})},
             "vineppo values the end of a step by a score of its own, and mode=tournament compares completions of it",
         ),
-        ({"sampling": Sampling(min_new_tokens=4)}, "vineppo would have each completion write min_new_tokens more"),
         ({"max_staleness": 1, "sampler": "process"}, "vineppo needs the sampler after a step's responses are scored"),
     ],
 )
@@ -149,11 +148,13 @@ class NoX(Task):
 script = three_lines(TOKENIZER, "aax")
 
 
-def collected(algorithm: VinePPO, tokens: int = 16, task: Task | None = None) -> tuple[Collected, list[Request]]:
+def collected(
+    algorithm: VinePPO, tokens: int = 16, task: Task | None = None, least: int = 0
+) -> tuple[Collected, list[Request]]:
     sampler, task = ScriptedSampler(script), task or NoX()
     state = CurriculumState(task.levels, [40], Curriculum(), 0)
     with WorkerPool([task], 1) as workers:
-        given = (task, sampler, TOKENIZER, state, 4, Sampling(tokens), 0, torch.device("cpu"))
+        given = (task, sampler, TOKENIZER, state, 4, Sampling(tokens, min_new_tokens=least), 0, torch.device("cpu"))
         source = Rollouts(*given, workers=workers)  # type: ignore[arg-type]
         return source.collect(0, algorithm, {}), sampler.requests
 
@@ -191,6 +192,22 @@ def test_completions_that_are_cut_off_are_paid_nothing_where_answers_are_not() -
     kept, zero = (collected(VinePPO(group=4, completions=2, truncated=kind), 5)[0] for kind in ("keep", "zero"))
     values = [c.batch.step_T[torch.isfinite(c.batch.step_T)] for c in (kept, zero)]
     assert len(values[0]) == len(values[1]) > 10 and values[0].min() > 0 and not values[1].any()
+
+
+def test_limits_of_a_whole_answer_count_what_a_completion_continues() -> None:
+    class Short(NoX):
+        def limits(self, problem: Problem) -> Limits:
+            return Limits(tokens=7, thinking=1)
+
+    _, requests = collected(VinePPO(group=4, completions=2), task=Short(), least=3)
+    assert {(r.sampling.max_new_tokens, r.sampling.min_new_tokens) for r in requests[:16]} == {(7, 3)}
+    left = [(r.sampling.max_new_tokens, r.sampling.min_new_tokens) for r in requests[16:]]
+    assert {*left} == {(5, 1), (3, 0)}, "two tokens are written at the end of a first step, four at that of a second"
+
+
+def test_a_plan_runs_it_at_the_limit_of_its_answers() -> None:
+    stage = RLStage(name="rl", model="m", task=Arithmetic(), algorithm=VinePPO(), sampling=Sampling(12))
+    assert stage.dry_run().at_length(12, "longest").sampling.min_new_tokens == 12  # type: ignore[attr-defined]
 
 
 def test_a_step_without_a_scored_completion_goes_on_into_the_next() -> None:

@@ -22,7 +22,7 @@ from posttrain.models.scorer import from_policy
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.write import RunWriter
 from posttrain.stages._plan import planned_way, size_text
-from posttrain.stages.base import Context
+from posttrain.stages.base import Context, load_policy
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.memory import activation_bytes, weight_bytes
@@ -160,12 +160,23 @@ def test_a_gpu_that_is_not_there_is_priced_as_it_trains(tmp_path: Path, capsys: 
 
 @NO_GPU
 def test_what_the_fused_pass_would_refuse_is_priced_by_the_module(tmp_path: Path) -> None:
-    """Heads of 4 are too narrow for its kernel; and a tiny model stays in float32 on any device."""
+    """Heads of 4 are too narrow for its kernel."""
     narrow = small_policy(dtype=torch.bfloat16)
     planned = plan.Elsewhere(narrow.model, None, narrow.stop_ids)
     assert planned.device.type == "cuda" and activation_bytes(planned, 100) == 2.0 * 100 * LAYERS
+
+
+@NO_GPU
+def test_a_tiny_model_has_the_precision_of_the_device_in_its_first_stage_too(tmp_path: Path) -> None:
+    """The second stage loads what the first has saved as it loads any other model."""
     lines = "\n".join(plan.describe(config.parse("quickstart", ["device=cuda"])))
-    assert "parameters, float32" in lines and "master" not in lines
+    assert "parameters, bfloat16" in lines and "float32 master weights" in lines
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        with RunWriter(tmp_path / device, config={}) as writer:
+            context = Context(writer, 0, device, say=False)
+            first = load_policy("tiny:nano", context, place="cpu")
+            context.save_model("first", first)
+            assert first.dtype == load_policy("first", context, place="cpu").dtype == dtype
 
 
 @NO_GPU
@@ -180,7 +191,7 @@ def test_a_gpu_need_not_hold_in_full_what_it_will_have_in_4_bits(monkeypatch: py
     assert policy.device.type == "cuda" and policy.model.device.type == "cpu"
     monkeypatch.setattr("posttrain.stages._plan.memory.at_hand", lambda device: 1e9)
     monkeypatch.setattr("posttrain.stages._plan.memory.step_bytes", lambda *given: 0.0)
-    has = weight_bytes(policy) + lora.weight_bytes(policy.body, 4)
+    has = weight_bytes(policy) + lora.weight_bytes(policy.body, policy.dtype.itemsize)
     assert planned_way(one, policy, 10).have == 1e9 - has and has < weight_bytes(policy)
 
 

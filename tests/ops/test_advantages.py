@@ -50,17 +50,27 @@ def test_the_divisor_of_the_variance_is_pinned() -> None:
 
 def test_an_episode_of_several_sequences_votes_once() -> None:
     """Rewards 1, 1 of one episode, and 0 and 0.5 of two others: as [1, 0, 0.5], with the first twice."""
-    rewards, vote_N = [1.0, 1.0, 0.0, 0.5], torch.tensor([0.5, 0.5, 1.0, 1.0])
+    rewards, episode_N = [1.0, 1.0, 0.0, 0.5], torch.tensor([0, 0, 1, 2])
     for options in ({"scale": "none"}, {}, {"scale": "none", "baseline": "leave_one_out"}, {"scale": "batch"}):
         first, *others = advantages([1.0, 0.0, 0.5], **options)
-        assert advantages(rewards, vote_N=vote_N, **options) == pytest.approx([first, first, *others], abs=1e-12)
+        assert advantages(rewards, episode_N=episode_N, **options) == pytest.approx([first, first, *others], abs=1e-12)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_sequences_of_one_episode_are_not_compared_with_each_other(scale: str) -> None:
     """Where it is the only episode that was scored: it is its own baseline."""
-    vote_N = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
-    assert advantages([1.0, 0.0, 0.5, 7.0], valid=[True] * 3 + [False], vote_N=vote_N, scale=scale) == [0.0] * 4
+    episode_N = torch.tensor([0, 0, 0, 1])
+    assert advantages([1.0, 0.0, 0.5, 7.0], valid=[True] * 3 + [False], episode_N=episode_N, scale=scale) == [0.0] * 4
+
+
+def test_leave_one_out_leaves_out_the_whole_episode() -> None:
+    """Rewards 1 and -1 of one episode, 0 and 0.5 of two others: the baselines are (0 + 0.5) / 2, (0 + 0.5) / 2 and (0 + 0) / 2,
+    whatever else the own episode was paid. A sequence without a score leaves its episode's vote to the other. The indices are those
+    of a mini-batch, which has some of the episodes."""
+    given = {"baseline": "leave_one_out", "scale": "none", "episode_N": torch.tensor([30, 30, 1, 2])}
+    assert advantages([1.0, -1.0, 0.0, 0.5], **given) == pytest.approx([0.75, -1.25, -0.25, 0.5])
+    valid = [True, False, True, True]
+    assert advantages([1.0, -1.0, 0.0, 0.5], valid=valid, **given) == pytest.approx([0.75, 0.0, -0.75, 0.0])
 
 
 def test_leave_one_out_by_hand() -> None:

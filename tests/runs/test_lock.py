@@ -127,6 +127,23 @@ def test_another_host_that_touched_its_lease_lately_has_the_run(age: float, tmp_
     assert names(tmp_path) == ["lock", "lock.holder"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the start of a process is read from /proc")
+@pytest.mark.parametrize("age", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_does_not_end_a_process_of_this_host(
+    age: float, tmp_path: Path, me: OwnerRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file system has no locks of its own."""
+    monkeypatch.setattr(lock, "system_lock", lambda path: None)
+    claim(tmp_path, me, age)
+    assert lock.live_owner(tmp_path / "lock") == os.getpid()
+    with pytest.raises(UserError, match=f"is being written by process {os.getpid()} on"):
+        Lock(tmp_path / "lock")
+    assert me.start is not None
+    claim(tmp_path, me._replace(start=me.start + 1), 3600.0)
+    assert lock.live_owner(tmp_path / "lock") is None, "another process with its number"
+    Lock(tmp_path / "lock").release()
+
+
 def test_another_host_that_was_silent_for_long_has_not(tmp_path: Path, me: OwnerRecord) -> None:
     claim(tmp_path, other_host(me), lock.STALE + 5)
     held = Lock(tmp_path / "lock")

@@ -98,11 +98,15 @@ def test_a_change_runs_its_stage_and_what_depends_on_it(tmp_path: Path) -> None:
     ran(tmp_path, CHAIN)
     changed = replace(CHAIN[1], inner=Inner(size=2), word="v")
     assert ran(tmp_path, (CHAIN[0], changed, *CHAIN[2:])) == ["b", "d"], "c does not depend on b"
+    aside = f"what it had made is now in {tmp_path}/replaced"
     assert said(tmp_path) == [
-        "b: runs again: word: y -> v; inner.size: 1 -> 2",
-        "d: runs again: its input b has changed",
+        f"b: runs again: word: y -> v; inner.size: 1 -> 2; {aside}/b-1",
+        f"d: runs again: its input b has changed; {aside}/d-1",
     ]
-    assert (tmp_path / "stages/d/data.jsonl").read_text().split() == ["x", "v", "w"]
+    assert (tmp_path / "replaced/b-1/stages/b/model/weights").read_text() == "y", "what was trained is not lost"
+    ran(tmp_path, CHAIN)
+    assert (tmp_path / "replaced/b-2/stages/b/model/weights").read_text() == "v"
+    assert (tmp_path / "replaced/d-2/stages/d/data.jsonl").read_text().split() == ["x", "v", "w"]
     assert [row.stage for row in Run(tmp_path).metrics()] == ["a", "b", "c", "d"], "what stands is not lost from sight"
 
 
@@ -228,7 +232,23 @@ def test_files_are_compared_by_content(tmp_path: Path) -> None:
     assert ran(run, stages) == []
     file.write_text("two\n")
     assert ran(run, stages) == ["a"]
-    assert said(run)[-1] == f"a: runs again: its input {file} has changed"
+    assert said(run)[-1].startswith(f"a: runs again: its input {file} has changed; ")
+
+
+def test_data_that_changes_while_a_stage_runs_is_said(tmp_path: Path) -> None:
+    file, run = tmp_path / "words.jsonl", tmp_path / "run"
+    file.write_text("one\n")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Slow(Note):
+        def run(self, context: Context) -> dict[str, JSON]:
+            file.write_text(f"{self.word}\n")
+            return super().run(context)
+
+    assert ran(run, (Slow(name="a", word="one", source=str(file)),)) == ["a"]
+    assert said(run) == []
+    assert ran(run, (Slow(name="b", word="another", source=str(file)),)) == ["b"]
+    assert said(run) == [f"b: {file} changed while the stage ran: it may have read both versions"]
 
 
 def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: Path) -> None:
@@ -239,14 +259,19 @@ def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: 
         ran(run, (half,))
     checkpoint = run / "checkpoints" / "a" / "step-1"
     checkpoint.mkdir(parents=True)
-    (run / "checkpoints" / "a-b").mkdir()
+    for name in ("a-1", "a-2", "a-b"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "stages" / "a-2").mkdir()
     file.write_text("two\n")
     with pytest.raises(UserError, match=r"begun with other inputs: its input .* has changed.*again=true"):
         ran(run, (half,))
     assert checkpoint.exists()
     assert ran(run, (replace(half, word="x"),), again=True) == ["a"]
     assert not checkpoint.exists(), "its checkpoints are of something else"
-    assert (run / "checkpoints" / "a-b").exists(), "another stage's are not touched"
+    aside = run / "replaced" / "a-1"
+    assert sorted(p.name for p in (aside / "checkpoints").glob("*")) == ["a", "a-1"], "kept, with those of its second model"
+    assert (aside / "checkpoints/a/step-1").is_dir() and (aside / "stages/a/lineage.json").is_file()
+    assert sorted(p.name for p in (run / "checkpoints").glob("*")) == ["a-2", "a-b"], "other stages' are not touched"
 
 
 def test_a_resume_refuses_other_inputs_of_a_finished_stage(tmp_path: Path) -> None:

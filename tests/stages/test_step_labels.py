@@ -19,7 +19,7 @@ from posttrain.runs.write import RunWriter
 from posttrain.stages.base import Context, Stage, worker_pool
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
-from posttrain.tasks.base import Task
+from posttrain.tasks.base import Limits, Task
 from posttrain.tasks.mixed import Mixed, Source
 from posttrain.types import Problem, Rollout, Sampling, Score
 
@@ -175,6 +175,28 @@ def test_with_a_perfect_model_the_best_of_n_is_pass_at_n_and_beam_search_finds_e
     assert found["beam"]["8"][0] > 0.97, "8 candidates for each step, and two beams of 4"
     spent = 8 * (4 + 4 + 2)  # two lines, of which the second is cut off, twice, and then the last with its end
     assert result["tokens"] == {"answers": 48.0, "beam": spent}
+
+
+class Short(NoX):
+    """No more than three lines fit, without their end."""
+
+    def limits(self, problem: Problem) -> Limits:
+        return Limits(tokens=6)
+
+
+def test_limits_of_a_whole_answer_count_what_a_completion_continues(
+    sampler: ScriptedSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = Sampling(16, min_new_tokens=3)
+    run(tmp_path / "labels", replace(labelling(completions=2), task=Short(), sampling=sampling))
+    asked = {(r.sampling.max_new_tokens, r.sampling.min_new_tokens) for r in sampler.requests[16:]}
+    assert asked == {(4, 1), (2, 0)}, "after two and after four tokens"
+    monkeypatch.setattr(SearchStage, "rating", lambda *given: Perfect())
+    settings = {"samples": 8, "beams": 2, "step_tokens": 4, "problems": 3, "sampling": replace(sampling, max_new_tokens=5)}
+    sampler.requests.clear()
+    run(tmp_path / "search", SearchStage(name="search", model="m", task=Short(), process="prm", **settings))
+    asked = {(r.sampling.max_new_tokens, r.sampling.min_new_tokens) for r in sampler.requests[48:]}
+    assert asked == {(3, 1), (1, 0)}, "to five tokens in all"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train import optimizer as optimizer_module
-from posttrain.train.optimizer import Optimization, Optimizer
+from posttrain.train.optimizer import Learner, Optimization, Optimizer
 
 WIDE = torch.float64
 
@@ -254,6 +255,23 @@ def test_state_and_restore_are_exact(dtype: torch.dtype) -> None:
             backward(module, random_gradients(seed))
             one.step(0.01)
     assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_run_goes_on_in_another_precision(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """As on another device: a GPU has weights of 16 bits, a CPU float32. The next step starts from what was trained."""
+    settings = Optimization(lr=0.01)
+    before, after = (Learner("policy", SimpleNamespace(model=Small(kind), sharded=None), settings) for kind in kinds)  # type: ignore[arg-type]
+    for seed in range(3):
+        backward(before.network.model, random_gradients(seed))
+        before.optimizer.step(0.01)
+    after.restore(before.weights(), before.moments())
+    start = {name: m.detach().clone() for name, m in before.optimizer.masters.items()}
+    assert all(torch.equal(m, start[name]) for name, m in after.optimizer.masters.items())
+    for learner in (before, after):
+        backward(learner.network.model, [g.bfloat16().float() for g in random_gradients(3)])
+        learner.optimizer.step(0.01)
+    assert all(torch.equal(m, before.optimizer.masters[n]) for n, m in after.optimizer.masters.items())
 
 
 def test_the_state_names_every_tensor() -> None:

@@ -43,11 +43,11 @@ def test_groups_by_hand() -> None:
 
 
 def test_sequences_of_one_episode_share_its_vote() -> None:
-    assert "vote_N" not in two_groups().columns
+    assert "episode_N" not in two_groups().columns
     turns = [segment([1], False), segment([2], True, [-1.0])]
     members = [replace(rollout(turns, 1.0), sample=n) for n in (0, 1, 1)]
     batch = pack_groups([Group(members[0].problem, tuple(members)), group([rollout(turns, 0.0)])], 1.0)
-    assert batch.vote_N.tolist() == [1.0, 0.5, 0.5, 1.0]
+    assert batch.episode_N.tolist() == [0, 1, 1, 2]
 
 
 def test_what_could_not_be_scored_takes_nothing_of_its_episodes_vote() -> None:
@@ -56,7 +56,6 @@ def test_what_could_not_be_scored_takes_nothing_of_its_episodes_vote() -> None:
     scored = [(0, 1.0), (0, None), (1, 0.0), (2, 0.5), (2, 0.5)]
     members = [replace(rollout(turns, reward), sample=n) for n, reward in scored]
     batch = pack_groups([Group(members[0].problem, tuple(members))], 1.0)
-    assert batch.vote_N[batch.valid_N].tolist() == [1.0, 1.0, 0.5, 0.5]
     step = batch.replace(reference_T=batch.behaviour_T)
     assert RLOO().prepare(step, {}).advantage_T[1::2].tolist() == pytest.approx([0.75, 0, -0.75, 0, 0])
 
