@@ -219,35 +219,54 @@ def advise_page() -> str:
         GENERATED,
         "# Which method for my goal",
         "",
-        "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe; `--config` prints the recipe alone.",
-        "The recipe plans and runs as it is printed: shipped tasks and a tiny model stand for what is yours, and its first lines",
-        "say how to put in your own.",
+        "This page says which method fits your goal, your data and your machine. `posttrain advise` answers the same for one case,",
+        "with its reasons and a recipe:",
+        "",
+        "```sh",
+        "posttrain advise 'math and reasoning' --have verifier --compute laptop",
+        "```",
+        "",
+        "The recipe runs as it is printed. It uses shipped tasks and a tiny model in place of yours; the comments at its top say how",
+        "to replace them. `--config` prints the recipe alone.",
+        "",
+        *table(["you have (`--have`)", "that is"], [[f"`{kind}`", text] for kind, text in advise.DATA.items()]),
+        "",
+        "In the tables below, `sft -> dpo (2)` means: first SFT, then DPO, with at most two models in memory.",
     ]
-    lines += ["", "Data at hand:", ""] + [f"- **{kind}**: {text}" for kind, text in advise.DATA.items()]
     for name, goal in advise.GOALS.items():
-        lines += ["", f"## {goal.title[0].upper()}{goal.title[1:]}", "", f"{goal.reason[0].upper()}{goal.reason[1:]}."]
-        lines += [
-            f"Of several signals the first of these leads: {', '.join(s for s in goal.signals if s != 'demonstrations')}.",
-            "",
-        ]
-        lines += table(["at hand", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name))
+        signals = ", ".join(s for s in goal.signals if s != "demonstrations")
         book = goal.textbook
-        lines += ["", f"Textbooks say ({book.needs} at hand): {book.says}. Where another method is advised:", ""]
-        lines += [f"- {method}: {reason}" for method, reason in book.differs.items()]
-        lines += ["", "Pitfalls:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
-    lines += ["", "## The methods", ""]
+        lines += ["", f"## {sentence(goal.title)}", ""]
+        lines += wrapped(f"{sentence(goal.reason)}. If you have several signals, use the first of these: {signals}.")
+        lines += ["", *table(["you have", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name)), ""]
+        lines += wrapped(f"With {book.needs}, textbooks advise: {book.says}. Why the tables differ:")
+        lines += [""] + [line for m, reason in book.differs.items() for line in wrapped(f"- {m}: {reason}.")]
+        lines += ["", "Pitfalls:", ""] + [line for pitfall in goal.pitfalls for line in wrapped(f"- {sentence(pitfall)}.")]
     rows = [
-        [name, " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}", m.why,
-         "; ".join(m.pitfalls)]
+        [f"`{name}`", " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}",
+         m.why]
         for name, m in advise.METHODS.items()
     ]  # fmt: skip
-    lines += table(["method", "stages", "models in memory", "why", "what goes wrong"], rows)
-    lines += [
-        "",
-        "Where there are demonstrations, an sft stage comes first (not before imitate and orpo, which learn from them themselves",
-    ]
-    lines += ["or need none)."]
+    lines += ["", "## The methods", "", *table(["method", "stages", "models in memory", "why"], rows), ""]
+    lines += wrapped(
+        "If there are demonstrations, an sft stage comes first. The exceptions are `imitate`, which is that stage, and `orpo`,"
+        " which needs none."
+    )
+    lines += ["", "What goes wrong with each, and what to do:", ""]
+    lines += [line for name, m in advise.METHODS.items() for line in wrapped(f"- `{name}`: {'; '.join(m.pitfalls)}.")]
     return "\n".join(lines) + "\n"
+
+
+def sentence(text: str) -> str:
+    """The text with a capital at its beginning, unless it begins with a setting or a command."""
+    return text if text.startswith(("posttrain ", "lora")) else text[0].upper() + text[1:]
+
+
+def wrapped(text: str) -> list[str]:
+    """The lines of a paragraph or of an item of a list."""
+    return textwrap.wrap(
+        text, 118, subsequent_indent="  " * text.startswith("- "), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def advice_rows(goal: str) -> list[list[str]]:
@@ -288,6 +307,18 @@ def trl_page() -> str:
         "recipe ([python.md](python.md)). Your data stays as it is ([data-formats.md](data-formats.md)), and reward functions over",
         "lists work unchanged.",
         "",
+        "```text",
+        "# TRL",
+        'settings = GRPOConfig(output_dir="out", num_generations=8, learning_rate=1e-6, max_completion_length=256, max_steps=100)',
+        'trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=settings, train_dataset=rows, reward_funcs=right)',
+        "trainer.train()",
+        "",
+        "# posttrain",
+        "run = pt.grpo(",
+        '    "Qwen/Qwen2.5-0.5B-Instruct", prompts=rows, reward=right, group=8, lr=1e-6, max_new_tokens=256, steps=100, out="out"',
+        ")",
+        "```",
+        "",
         "## Trainers",
         "",
     ]
@@ -296,15 +327,27 @@ def trl_page() -> str:
         "",
         "## Arguments",
         "",
-        "If you pass one of these names, the error gives the hint of this table; a few are of other libraries.",
-        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults differ from TRL's:",
+        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. If you pass one of the names in the first column, the",
+        "error gives the hint in the second. A few names are those of other libraries. Defaults differ from TRL's:",
         "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) list every key.",
         "",
     ]
-    rows = [[f"`{name}`", called.removeprefix(f"{name} is ").removeprefix("called ").removesuffix(" here")]
-            for name in ELSEWHERE if (called := called_here(name))]  # fmt: skip
+    named: dict[str, list[str]] = {}
+    for name in ELSEWHERE:
+        if called := called_here(name):
+            named.setdefault(replacement(name, called), []).append(f"`{name}`")
+    rows = [[", ".join(names), here] for here, names in named.items()]
     lines += table(["TRL", "here"], rows)
     return "\n".join(lines) + "\n"
+
+
+def replacement(name: str, called: str) -> str:
+    """What stands here for one of TRL's names, from the hint of the error."""
+    text = called.removeprefix(f"{name} is ").removeprefix("called ")
+    text = re.sub(r"\bhere\b", "", re.sub(r"^left out( here)?:", "not needed:", text))
+    text = re.sub(r" +([,:(]|$)", lambda found: found[1] if found[1] != "(" else " (", text)
+    text = re.sub(r"(?<![`\w./])[a-zA-Z]+(?:[_.=]\w+)+", r"`\g<0>`", text)  # keys, functions
+    return text if text.startswith("not needed") else re.sub(r"^[a-z0-9]+\b(?! and)", r"`\g<0>`", text)
 
 
 # --- laws.md ---------------------------------------------------------------------------------------------------------------------
