@@ -64,30 +64,18 @@ class Facts:
         return families.get(self.kind.learns_from, "From preferences")
 
     @property
-    def critic(self) -> str:
-        return "yes" if "critic" in self.default.roles else "no"
-
-    @property
     def reward(self) -> str:
         if "teacher" in self.default.roles:
-            return "a teacher's distribution, and any reward on top"
+            return "a teacher's distribution, and any reward"
         if self.default.branches.completions:
             return "the task's own score"
         if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
-            return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
+            return "any reward, turned into pairs" if pairs else "any reward"
         return {
             "rankings": "rankings and pairs", "step_labels": "labels of steps", "pairs": "pairs",
             "labels": "good or bad, one by one", "demonstrations": "none: demonstrations",
         }[self.kind.learns_from]  # fmt: skip
-
-    @property
-    def explores(self) -> str:
-        if self.kind.trains == "scorer":
-            return "neither: it judges"
-        if self.kind.learns_from != "rollouts":
-            return "re-weights given responses"
-        return "explores, and keeps the best" if self.family == "From the best samples" else "explores"
 
     @property
     def anchor(self) -> str:
@@ -175,12 +163,22 @@ Methods of papers that are an option of the algorithms above, not an algorithm o
 | a reference that moves (TR-DPO) | arXiv:2404.09656 | `reference_ema`, `reference_every` of rl, preference and offline_rl stages |
 | group algorithms on saved groups | - | the stage `offline_rl` ([data-formats.md](data-formats.md)) |
 
-TRPO (arXiv:1502.05477) is no algorithm of the table, because it is another optimizer: `posttrain/train/trust_region.py` takes its
-step for a plain module of at most 5,000,000 weights. It refuses larger ones: an update is a dozen backward passes through the
-graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO ([results.md](results.md)). Of VAPO, clip-higher (ppo has
-one clip for both sides) and the likelihood term on right answers are left out.
+TRPO (arXiv:1502.05477) is another optimizer, and therefore not in the tables above. `posttrain/train/trust_region.py`
+takes its step for a plain module of at most 5,000,000 weights. It refuses larger ones, because an update is a dozen
+backward passes through the graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO
+([results.md](results.md)).
+
+Of VAPO, clip-higher (ppo has one clip for both sides) and the likelihood term on right answers are left out.
 """
-FAMILIES = ("Policy gradients", "From the best samples", "From preferences", "Reward models", "From demonstrations")
+FAMILIES = {
+    "Policy gradients": "They sample from the policy, so they explore. Most take any reward: a task's score, a verifier, a reward model"
+    " or a judge.",
+    "From the best samples": "They sample from the policy, keep the best responses, and imitate these.",
+    "From preferences": "`online_dpo` and `xpo` sample from the policy and compare its responses by a reward. The others learn from"
+    " given responses and do not explore.",
+    "Reward models": "They learn to score responses, from given data. They train no policy.",
+    "From demonstrations": "It imitates given responses and does not explore.",
+}
 
 
 def algorithms_page() -> str:
@@ -190,24 +188,27 @@ def algorithms_page() -> str:
         GENERATED,
         "# Algorithms",
         "",
-        f"{len(found)} algorithms, each one file in `posttrain/algorithms/`, with default settings.",
+        *wrapped(
+            f"This page lists the {len(found)} algorithms, when to use each, and what it needs with its default settings. Each is one"
+            " file in `posttrain/algorithms/`. [advise.md](advise.md) helps you choose, [laws.md](laws.md) shows which properties are"
+            " tested, and [own-algorithm.md](own-algorithm.md) shows how to write your own."
+        ),
+        "",
+        *wrapped(
+            'The column "models in memory" counts models of the policy\'s size while it trains. On the command line,'
+            " `rl.algorithm=NAME` sets the algorithm of a stage `rl`, and `rl.algorithm.KEY=VALUE` one of its settings"
+            " ([reference/algorithms.md](reference/algorithms.md))."
+        ),
     ]
-    lines += ["Models are those of one size that must be in memory while it trains. What each converges to is proven in"]
-    lines += ["`tests/laws/test_optimum.py`; which properties are tested is in [laws.md](laws.md); which one to take, in"]
-    lines += ["[advise.md](advise.md)."]
-    heads = ["name", "paper", "critic", "learns from", "", "", "KL anchor", "models in memory", "use it"]
-    heads[4:6] = ["on- or offline", "explores or re-weights"]
-    for family in FAMILIES:
+    heads = ["name", "use it", "learns from", "KL anchor", "models in memory", "paper"]
+    for family, text in FAMILIES.items():
         rows = [
-            [f"[{f.name}](../{entries[f.name].file})", f.kind.paper, f.critic, f.reward,
-             "online" if f.kind.learns_from == "rollouts" else "offline",
-             f.explores, f.anchor, f.models, f.use]
+            [f"[{f.name}](../{entries[f.name].file})", f.use, f.reward, f.anchor, f.models, f.kind.paper]
             for f in found if f.family == family
         ]  # fmt: skip
-        lines += ["", f"## {family}", "", *table(heads, rows)]
+        lines += ["", f"## {family}", "", *wrapped(text), "", *table(heads, rows)]
     lines += ["", "## Options and relatives", "", *OPTIONS.strip().splitlines()]
     lines += ["", "## Where they converge", "", *CONVERGENCE.strip().splitlines()]
-    lines += ["", "Every setting with its type, default and meaning: [reference/algorithms.md](reference/algorithms.md)."]
     return "\n".join(lines) + "\n"
 
 
@@ -464,9 +465,10 @@ def laws_page(proofs: Sequence[Proof]) -> str:
         GENERATED,
         "# Which property is tested of which algorithm",
         "",
-        "Read from the tests in `tests/laws` and `tests/algorithms` that are marked `proves`, and from `tests/peers`.",
+        "This page shows which properties of each algorithm a test proves. It is generated from the tests in `tests/laws` and",
+        "`tests/algorithms` that are marked `proves`, and from `tests/peers`. A test fails while a cell is missing. The properties:",
+        "",
     ]
-    lines += ["A test fails while a cell is missing. The properties:", ""]
     lines += [f"- **{one.title}**: {one.text}" for one in PROPERTIES]
     rows = [[name, *(marks[cells[name, one.title]] for one in PROPERTIES)] for name in names]
     lines += ["", *table(["algorithm", *(one.title for one in PROPERTIES)], rows), "", "Not applicable:", ""]
