@@ -134,7 +134,7 @@ def papers_page() -> str:
         GENERATED,
         "# Papers",
         "",
-        "What is implemented of which paper, where, and by which settings.",
+        "This page says what is implemented of each paper, in which file, and with which settings.",
         "",
         "## Algorithms",
         "",

@@ -64,30 +64,18 @@ class Facts:
         return families.get(self.kind.learns_from, "From preferences")
 
     @property
-    def critic(self) -> str:
-        return "yes" if "critic" in self.default.roles else "no"
-
-    @property
     def reward(self) -> str:
         if "teacher" in self.default.roles:
-            return "a teacher's distribution, and any reward on top"
+            return "a teacher's distribution, and any reward"
         if self.default.branches.completions:
             return "the task's own score"
         if self.kind.learns_from == "rollouts":
             pairs = self.kind.unit == "pair"
-            return "any reward, turned into pairs" if pairs else "any: task, verifier, reward model, judge"
+            return "any reward, turned into pairs" if pairs else "any reward"
         return {
             "rankings": "rankings and pairs", "step_labels": "labels of steps", "pairs": "pairs",
             "labels": "good or bad, one by one", "demonstrations": "none: demonstrations",
         }[self.kind.learns_from]  # fmt: skip
-
-    @property
-    def explores(self) -> str:
-        if self.kind.trains == "scorer":
-            return "neither: it judges"
-        if self.kind.learns_from != "rollouts":
-            return "re-weights given responses"
-        return "explores, and keeps the best" if self.family == "From the best samples" else "explores"
 
     @property
     def anchor(self) -> str:
@@ -175,12 +163,22 @@ Methods of papers that are an option of the algorithms above, not an algorithm o
 | a reference that moves (TR-DPO) | arXiv:2404.09656 | `reference_ema`, `reference_every` of rl, preference and offline_rl stages |
 | group algorithms on saved groups | - | the stage `offline_rl` ([data-formats.md](data-formats.md)) |
 
-TRPO (arXiv:1502.05477) is no algorithm of the table, because it is another optimizer: `posttrain/train/trust_region.py` takes its
-step for a plain module of at most 5,000,000 weights. It refuses larger ones: an update is a dozen backward passes through the
-graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO ([results.md](results.md)). Of VAPO, clip-higher (ppo has
-one clip for both sides) and the likelihood term on right answers are left out.
+TRPO (arXiv:1502.05477) is another optimizer, and therefore not in the tables above. `posttrain/train/trust_region.py`
+takes its step for a plain module of at most 5,000,000 weights. It refuses larger ones, because an update is a dozen
+backward passes through the graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO
+([results.md](results.md)).
+
+Of VAPO, clip-higher (ppo has one clip for both sides) and the likelihood term on right answers are left out.
 """
-FAMILIES = ("Policy gradients", "From the best samples", "From preferences", "Reward models", "From demonstrations")
+FAMILIES = {
+    "Policy gradients": "They sample from the policy, so they explore. Most take any reward: a task's score, a verifier, a reward model"
+    " or a judge.",
+    "From the best samples": "They sample from the policy, keep the best responses, and imitate these.",
+    "From preferences": "`online_dpo` and `xpo` sample from the policy and compare its responses by a reward. The others learn from"
+    " given responses and do not explore.",
+    "Reward models": "They learn to score responses, from given data. They train no policy.",
+    "From demonstrations": "It imitates given responses and does not explore.",
+}
 
 
 def algorithms_page() -> str:
@@ -190,24 +188,27 @@ def algorithms_page() -> str:
         GENERATED,
         "# Algorithms",
         "",
-        f"{len(found)} algorithms, each one file in `posttrain/algorithms/`, with default settings.",
+        *wrapped(
+            f"This page lists the {len(found)} algorithms, when to use each, and what it needs with its default settings. Each is one"
+            " file in `posttrain/algorithms/`. [advise.md](advise.md) helps you choose, [laws.md](laws.md) shows which properties are"
+            " tested, and [own-algorithm.md](own-algorithm.md) shows how to write your own."
+        ),
+        "",
+        *wrapped(
+            'The column "models in memory" counts models of the policy\'s size while it trains. On the command line,'
+            " `rl.algorithm=NAME` sets the algorithm of a stage `rl`, and `rl.algorithm.KEY=VALUE` one of its settings"
+            " ([reference/algorithms.md](reference/algorithms.md))."
+        ),
     ]
-    lines += ["Models are those of one size that must be in memory while it trains. What each converges to is proven in"]
-    lines += ["`tests/laws/test_optimum.py`; which properties are tested is in [laws.md](laws.md); which one to take, in"]
-    lines += ["[advise.md](advise.md)."]
-    heads = ["name", "paper", "critic", "learns from", "", "", "KL anchor", "models in memory", "use it"]
-    heads[4:6] = ["on- or offline", "explores or re-weights"]
-    for family in FAMILIES:
+    heads = ["name", "use it", "learns from", "KL anchor", "models in memory", "paper"]
+    for family, text in FAMILIES.items():
         rows = [
-            [f"[{f.name}](../{entries[f.name].file})", f.kind.paper, f.critic, f.reward,
-             "online" if f.kind.learns_from == "rollouts" else "offline",
-             f.explores, f.anchor, f.models, f.use]
+            [f"[{f.name}](../{entries[f.name].file})", f.use, f.reward, f.anchor, f.models, f.kind.paper]
             for f in found if f.family == family
         ]  # fmt: skip
-        lines += ["", f"## {family}", "", *table(heads, rows)]
+        lines += ["", f"## {family}", "", *wrapped(text), "", *table(heads, rows)]
     lines += ["", "## Options and relatives", "", *OPTIONS.strip().splitlines()]
     lines += ["", "## Where they converge", "", *CONVERGENCE.strip().splitlines()]
-    lines += ["", "Every setting with its type, default and meaning: [reference/algorithms.md](reference/algorithms.md)."]
     return "\n".join(lines) + "\n"
 
 
@@ -219,35 +220,54 @@ def advise_page() -> str:
         GENERATED,
         "# Which method for my goal",
         "",
-        "`posttrain advise GOAL --have DATA --compute WHERE` says the same, with a recipe; `--config` prints the recipe alone.",
-        "The recipe plans and runs as it is printed: shipped tasks and a tiny model stand for what is yours, and its first lines",
-        "say how to put in your own.",
+        "This page says which method fits your goal, your data and your machine. `posttrain advise` answers the same for one case,",
+        "with its reasons and a recipe:",
+        "",
+        "```sh",
+        "posttrain advise 'math and reasoning' --have verifier --compute laptop",
+        "```",
+        "",
+        "The recipe runs as it is printed. It uses shipped tasks and a tiny model in place of yours; the comments at its top say how",
+        "to replace them. `--config` prints the recipe alone.",
+        "",
+        *table(["you have (`--have`)", "that is"], [[f"`{kind}`", text] for kind, text in advise.DATA.items()]),
+        "",
+        "In the tables below, `sft -> dpo (2)` means: first SFT, then DPO, with at most two models in memory.",
     ]
-    lines += ["", "Data at hand:", ""] + [f"- **{kind}**: {text}" for kind, text in advise.DATA.items()]
     for name, goal in advise.GOALS.items():
-        lines += ["", f"## {goal.title[0].upper()}{goal.title[1:]}", "", f"{goal.reason[0].upper()}{goal.reason[1:]}."]
-        lines += [
-            f"Of several signals the first of these leads: {', '.join(s for s in goal.signals if s != 'demonstrations')}.",
-            "",
-        ]
-        lines += table(["at hand", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name))
+        signals = ", ".join(s for s in goal.signals if s != "demonstrations")
         book = goal.textbook
-        lines += ["", f"Textbooks say ({book.needs} at hand): {book.says}. Where another method is advised:", ""]
-        lines += [f"- {method}: {reason}" for method, reason in book.differs.items()]
-        lines += ["", "Pitfalls:", ""] + [f"- {pitfall}" for pitfall in goal.pitfalls]
-    lines += ["", "## The methods", ""]
+        lines += ["", f"## {sentence(goal.title)}", ""]
+        lines += wrapped(f"{sentence(goal.reason)}. If you have several signals, use the first of these: {signals}.")
+        lines += ["", *table(["you have", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name)), ""]
+        lines += wrapped(f"With {book.needs}, textbooks advise: {book.says}. Why the tables differ:")
+        lines += [""] + [line for m, reason in book.differs.items() for line in wrapped(f"- {m}: {reason}.")]
+        lines += ["", "Pitfalls:", ""] + [line for pitfall in goal.pitfalls for line in wrapped(f"- {sentence(pitfall)}.")]
     rows = [
-        [name, " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}", m.why,
-         "; ".join(m.pitfalls)]
+        [f"`{name}`", " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}",
+         m.why]
         for name, m in advise.METHODS.items()
     ]  # fmt: skip
-    lines += table(["method", "stages", "models in memory", "why", "what goes wrong"], rows)
-    lines += [
-        "",
-        "Where there are demonstrations, an sft stage comes first (not before imitate and orpo, which learn from them themselves",
-    ]
-    lines += ["or need none)."]
+    lines += ["", "## The methods", "", *table(["method", "stages", "models in memory", "why"], rows), ""]
+    lines += wrapped(
+        "If there are demonstrations, an sft stage comes first. The exceptions are `imitate`, which is that stage, and `orpo`,"
+        " which needs none."
+    )
+    lines += ["", "What goes wrong with each, and what to do:", ""]
+    lines += [line for name, m in advise.METHODS.items() for line in wrapped(f"- `{name}`: {'; '.join(m.pitfalls)}.")]
     return "\n".join(lines) + "\n"
+
+
+def sentence(text: str) -> str:
+    """The text with a capital at its beginning, unless it begins with a setting or a command."""
+    return text if text.startswith(("posttrain ", "lora")) else text[0].upper() + text[1:]
+
+
+def wrapped(text: str) -> list[str]:
+    """The lines of a paragraph or of an item of a list."""
+    return textwrap.wrap(
+        text, 118, subsequent_indent="  " * text.startswith("- "), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def advice_rows(goal: str) -> list[list[str]]:
@@ -288,6 +308,18 @@ def trl_page() -> str:
         "recipe ([python.md](python.md)). Your data stays as it is ([data-formats.md](data-formats.md)), and reward functions over",
         "lists work unchanged.",
         "",
+        "```text",
+        "# TRL",
+        'settings = GRPOConfig(output_dir="out", num_generations=8, learning_rate=1e-6, max_completion_length=256, max_steps=100)',
+        'trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", args=settings, train_dataset=rows, reward_funcs=right)',
+        "trainer.train()",
+        "",
+        "# posttrain",
+        "run = pt.grpo(",
+        '    "Qwen/Qwen2.5-0.5B-Instruct", prompts=rows, reward=right, group=8, lr=1e-6, max_new_tokens=256, steps=100, out="out"',
+        ")",
+        "```",
+        "",
         "## Trainers",
         "",
     ]
@@ -296,15 +328,27 @@ def trl_page() -> str:
         "",
         "## Arguments",
         "",
-        "If you pass one of these names, the error gives the hint of this table; a few are of other libraries.",
-        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. Defaults differ from TRL's:",
+        "`beta`, `temperature`, `top_p`, `top_k` and `seed` keep their names. If you pass one of the names in the first column, the",
+        "error gives the hint in the second. A few names are those of other libraries. Defaults differ from TRL's:",
         "[reference/stages.md](reference/stages.md) and [reference/algorithms.md](reference/algorithms.md) list every key.",
         "",
     ]
-    rows = [[f"`{name}`", called.removeprefix(f"{name} is ").removeprefix("called ").removesuffix(" here")]
-            for name in ELSEWHERE if (called := called_here(name))]  # fmt: skip
+    named: dict[str, list[str]] = {}
+    for name in ELSEWHERE:
+        if called := called_here(name):
+            named.setdefault(replacement(name, called), []).append(f"`{name}`")
+    rows = [[", ".join(names), here] for here, names in named.items()]
     lines += table(["TRL", "here"], rows)
     return "\n".join(lines) + "\n"
+
+
+def replacement(name: str, called: str) -> str:
+    """What stands here for one of TRL's names, from the hint of the error."""
+    text = called.removeprefix(f"{name} is ").removeprefix("called ")
+    text = re.sub(r"\bhere\b", "", re.sub(r"^left out( here)?:", "not needed:", text))
+    text = re.sub(r" +([,:(]|$)", lambda found: found[1] if found[1] != "(" else " (", text)
+    text = re.sub(r"(?<![`\w./])[a-zA-Z]+(?:[_.=]\w+)+", r"`\g<0>`", text)  # keys, functions
+    return text if text.startswith("not needed") else re.sub(r"^[a-z0-9]+\b(?! and)", r"`\g<0>`", text)
 
 
 # --- laws.md ---------------------------------------------------------------------------------------------------------------------
@@ -421,9 +465,10 @@ def laws_page(proofs: Sequence[Proof]) -> str:
         GENERATED,
         "# Which property is tested of which algorithm",
         "",
-        "Read from the tests in `tests/laws` and `tests/algorithms` that are marked `proves`, and from `tests/peers`.",
+        "This page shows which properties of each algorithm a test proves. It is generated from the tests in `tests/laws` and",
+        "`tests/algorithms` that are marked `proves`, and from `tests/peers`. A test fails while a cell is missing. The properties:",
+        "",
     ]
-    lines += ["A test fails while a cell is missing. The properties:", ""]
     lines += [f"- **{one.title}**: {one.text}" for one in PROPERTIES]
     rows = [[name, *(marks[cells[name, one.title]] for one in PROPERTIES)] for name in names]
     lines += ["", *table(["algorithm", *(one.title for one in PROPERTIES)], rows), "", "Not applicable:", ""]
