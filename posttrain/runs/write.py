@@ -37,6 +37,8 @@ from posttrain.types import JSON, Rollout
 
 # steps whose per-token arrays are kept: the last written, and every 50th
 KEEP_LAST, KEEP_EVERY = 10, 50
+# what is not expected where a run begins: a model, and folders that the run would replace
+FOREIGN = ("config.json", "checkpoints", "export", "stages")
 
 
 class RunWriter(AbstractContextManager["RunWriter"]):
@@ -305,6 +307,9 @@ def _refuse_used(directory: Path) -> None:
         resume = f"it is complete: see 'posttrain show {place}', or do what has changed again by again=true"
     resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
+    other = ", ".join(name for name in FOREIGN if (directory / name).exists())
+    lost = f"{directory} is no run and holds {other}, in place of which a run writes its own"
+    require(not other, f"{lost}; choose another directory")
 
 
 def _now() -> float:
