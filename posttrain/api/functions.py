@@ -453,7 +453,7 @@ def _files(out: str | Path, name: str) -> inputs.Files:
     fine = isinstance(out, str | Path) and "\0" not in str(out)
     require(fine or out is None, f"out: the path of a directory, not {out!r}")
     if out:
-        return inputs.Files(Path(out), name)
+        return inputs.Files(Path(out).expanduser(), name)
     taken = {files.place for files in _waiting}
     directories = (Path("runs", f"{name}-{number}") for number in count(1))
     free = (d for d in directories if d.absolute() not in taken and not d.exists())

@@ -263,6 +263,12 @@ def test_a_call_that_is_refused_leaves_the_files_that_were_there() -> None:
         shutil.rmtree("mine")
 
 
+def test_a_directory_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="~/run")
+    assert run.directory == tmp_path / "home/run" and run.metrics and not Path("~").exists()
+
+
 def test_a_column_of_prompts_is_a_list_of_them() -> None:
     lines = Files(Path("run"), "x")
     lines.path(np.array(["a", "b"]), "prompts")
