@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -175,6 +176,13 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             atomic_write(path, lines, durable=False)
             if arrays is not None:
                 self._write_arrays(stage, step, arrays)
+
+    def tokenizer(self, stage: str, tokenizer: Any) -> None:
+        """Write what spells the tokens of a stage's rollouts while it has saved no model."""
+        path = layout.rollout_file(self.directory, stage, 0).with_name("tokenizer.json")
+        with explained(self.directory):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, tokenizer.backend_tokenizer.to_str(), durable=False)
 
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
         """Return the fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
