@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -58,11 +58,14 @@ from posttrain.trust import trusting
 from posttrain.types import JSON
 
 
-def start(settings: Settings, on_step: OnStep | None = None) -> Path:
+def start(
+    settings: Settings, on_step: OnStep | None = None, write: Callable[[bool], None] | None = None
+) -> Path:
     """Start a new run, run it to its end, and return its directory. `on_step` is called after each training step; see loop.py. With
-    `again` or `only` the directory may hold a run already: finished stages that have not changed are kept."""
+    `again` or `only` the directory may hold a run already: finished stages that have not changed are kept. `write` adds files to a
+    directory that was not refused, and is told whether the run is new."""
     if follows(settings):
-        return follow(settings)
+        return follow(settings, write)
     directory = place(settings)
     check_only(settings, directory)
     tree = config.to_config(settings)
@@ -77,6 +80,8 @@ def start(settings: Settings, on_step: OnStep | None = None) -> Path:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
         with opened as writer, explained(directory), interrupts(directory) as interrupt:
             made = not continued
+            if write is not None:
+                write(made)
             if continued:
                 # the summary of an earlier attempt: a killed attempt must not look complete
                 (directory / SUMMARY).unlink(missing_ok=True)
@@ -311,9 +316,9 @@ def _run(
     conclude(settings, context, *drawn)
 
 
-def follow(settings: Settings) -> Path:
+def follow(settings: Settings, write: Callable[[bool], None] | None = None) -> Path:
     """Take part in a run whose first process writes the run directory; returns that directory. Messages of this process go to a
-    temporary directory."""
+    temporary directory. `write` is that of `start`: on another machine the directory may be another one."""
     with (
         trusting(settings.trust),
         worker_pool(settings.recipe.stages) as workers,
@@ -323,6 +328,8 @@ def follow(settings: Settings) -> Path:
         joined(settings),
     ):
         place = Path(str(current().same(None)))
+        if write is not None:
+            write(False)
         with interrupts(place) as interrupt:
             _run_stages(settings, writer, workers, interrupt, None, place)
     return place

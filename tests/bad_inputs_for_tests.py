@@ -200,7 +200,7 @@ DATA = [
     case(
         "kto-label-text",
         [KTO],
-        "kto: labels.jsonl line 1: label must be true or false",
+        "kto: labels.jsonl line 1: label must be true or false, or 1 or 0",
         labels_jsonl=lines({"prompt": "a", "completion": "b", "label": "yes"}),
     ),
     case(

@@ -43,6 +43,7 @@ BLOCKS = [(path, kind, code) for path in PAGES for kind, code in FENCE.findall(p
 EXECUTED = {
     "README.md": "tests/examples/test_examples.py",
     "environments.md": "tests/tasks/test_tool_use.py",
+    "faq.md": "tests/api/test_page.py",
     "outside.md": "tests/tasks/test_outside.py",
     "own-algorithm.md": "tests/algorithms/test_own_page.py",
     "python.md": "tests/api/test_page.py",

@@ -165,9 +165,9 @@ class PolicyGradient(ReusedSamples, Algorithm):
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
         advantage_T = self.advantages(self.paid(step), mask_T, state)
-        wrong = f"advantages are one for each token, of shape {list(mask_T.shape)}"
-        shape = getattr(advantage_T, "shape", None)
-        self.check(shape == mask_T.shape, f"{wrong}, not {shape and list(shape)}")
+        wrong = f"advantages are a tensor, one for each token, of shape {list(mask_T.shape)}"
+        self.check(isinstance(advantage_T, Tensor), f"{wrong}, not {type(advantage_T).__name__}")
+        self.check(advantage_T.shape == mask_T.shape, f"{wrong}, not {list(advantage_T.shape)}")
         if self.truncated == "mask":
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)

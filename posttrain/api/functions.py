@@ -333,7 +333,8 @@ def evaluate(
         given_stage = {"name": "eval", "model": "model", "task": given, **how}
         stage = inputs.built(EvaluateStage, given_stage, settings, "evaluate")
         config.check_named([stage])
-        with files, worker_pool([stage]) as workers:
+        files.write()
+        with files.named(), worker_pool([stage]) as workers:
             stage.task.ready()
             policy = _policy(model, tokenizer)
             reference = partial(_policy, stage.reference)
@@ -366,7 +367,8 @@ def _agreement(
     with tempfile.TemporaryDirectory() as folder:
         files = inputs.Files(Path(folder), "evaluate")
         paths = files.paths(data, "data")
-        with files:
+        files.write()
+        with files.named():
             tokenizer = scorers[0].tokenizer
             read = [read_preferences(path, tokenizer, max_length, columns) for path in paths]
             for path, found in zip(paths, read, strict=True):
@@ -392,7 +394,8 @@ def probe(reward: Any = None, task: Any = None, *, prompts: Any = None, **settin
     with tempfile.TemporaryDirectory() as folder:
         files = inputs.Files(Path(folder), "probe")
         made = inputs.as_task(task) if task is not None else Prompts(files.path(prompts, "prompts"))
-        with files:
+        files.write()
+        with files.named():
             found = probe_task(scored, made, **settings)
     return replace(found, reward=found.reward.removeprefix(PREFIX))
 
@@ -450,7 +453,7 @@ def _files(out: str | Path, name: str) -> inputs.Files:
     fine = isinstance(out, str | Path) and "\0" not in str(out)
     require(fine or out is None, f"out: the path of a directory, not {out!r}")
     if out:
-        return inputs.Files(Path(out), name)
+        return inputs.Files(Path(out).expanduser(), name)
     taken = {files.place for files in _waiting}
     directories = (Path("runs", f"{name}-{number}") for number in count(1))
     free = (d for d in directories if d.absolute() not in taken and not d.exists())

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,6 @@ from posttrain.data.records import check_whole, load_hub
 from posttrain.errors import UserError, called_here, refuse_unknown, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
-from posttrain.runs.layout import CONFIG
 from posttrain.stages import reward_sources
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.reward_sources import RewardModels, RewardSource, Weighted
@@ -79,31 +78,27 @@ class Files:
             return tuple(self.path(item, what) for item in data)
         return (self.path(data, what),)
 
-    def __enter__(self) -> None:
-        folder = self.place / "data"
-        self.made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-        try:
-            with explained(self.directory):
-                for path, lines in self.lines.items():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
-        except UserError as error:
-            self.__exit__(UserError, error, None)
-            raise
+    def write(self, new: bool = True) -> None:
+        """Write the rows. In a `new` run they replace no file."""
+        with explained(self.directory):
+            for path, lines in self.lines.items():
+                other = f"{self.directory} holds a file data/{path.name} that is of no run"
+                require(not (new and path.exists()), f"{other}; choose another directory")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Name rows in an error by their argument, whose files the caller has not seen, and remove the files if the run was refused
-        before it started."""
-        if not isinstance(error, UserError):
-            return
-        text = str(error)
-        for path in self.lines:
-            text = text.replace(f"{path} line ", f"{path.stem} row ").replace(f"{path}", path.stem)
-        error.args = (text,)
-        if not os.path.exists(self.directory / CONFIG):
-            for path in (*self.lines, *self.made):
-                with suppress(OSError):  # it does not exist, or is a folder that is not empty
-                    path.rmdir() if path in self.made else path.unlink()
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name rows in an error by their argument: the caller has not seen the files."""
+        try:
+            yield
+        except UserError as error:
+            text = str(error)
+            for path in self.lines:
+                text = text.replace(f"{path} line ", f"{path.stem} row ")
+                text = text.replace(f"{path}", path.stem)
+            error.args = (text,)
+            raise
 
 
 def _hub_name(data: str | Path) -> str:

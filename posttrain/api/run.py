@@ -383,8 +383,8 @@ def _train(settings: config.Settings, files: Files, on_step: OnStep) -> None:
             unnamed.clear()
         return on_step(loop, row)
 
-    with files:
-        pipeline.start(settings, noted)
+    with files.named():
+        pipeline.start(settings, noted, files.write)
 
 
 def _figures(row: Row) -> Figures:

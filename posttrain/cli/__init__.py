@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except errors.Interrupted as error:
         more = f"; continue with: posttrain resume {shlex.quote(str(error.directory))}"
+        more += " --allow-code" if getattr(options, "allow_code", False) else ""
         return fail(f"{error}{more if error.directory else ''}", error.code)
     except errors.PeerFailed as error:
         # the process that started them reports which one failed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.events import printable
 from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, sampled_tokens
 from posttrain.runs.read import Run
+from posttrain.runs.tokens import spell
 
 
 def show(directory: Path, rollout: str = "") -> list[str]:
@@ -29,7 +30,7 @@ def show(directory: Path, rollout: str = "") -> list[str]:
         return _overview(directory, stage, step, rows)
     there = f"{stage} step {step} has rollouts 0 to {len(rows) - 1}"
     require(0 <= number < len(rows), f"{there}, not {number}")
-    return episode(rows[number], run.arrays(stage, step), number, _tokenizer(directory, stage))
+    return episode(rows[number], run.arrays(stage, step), number, partial(spell, directory, stage))
 
 
 def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | None]:
@@ -65,7 +66,12 @@ def _reward(row: RolloutRow) -> str:
     return "failed" if row.reward is None else f"{row.reward:.2f}"
 
 
-def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer: Any) -> list[str]:
+def episode(
+    row: RolloutRow,
+    arrays: TokenArrays | None,
+    number: int,
+    spelled: Callable[[Sequence[int]], list[str]],
+) -> list[str]:
     """Return a rollout as a Markov decision process: at each time the state, the action, its log-prob, KL, reward and
     advantage."""
     question, answer = printable(row.question), printable(row.answer)
@@ -84,7 +90,7 @@ def episode(row: RolloutRow, arrays: TokenArrays | None, number: int, tokenizer:
         return [*lines, absent if token is None else untrained]
     sampled = sampled_tokens(token, row.length)
     first = int(sampled.argmax())
-    text = [printable(tokenizer.decode([i])) for i in token["ids"].tolist()]
+    text = [*map(printable, spelled(token["ids"].tolist()))]
     lines.append(f"s_0 = {''.join(text[:first])}   (the prompt: {first} tokens, given, not chosen)")
     heading = f"{'t':>3}  {'state s_t ends with':<24} {'action a_t':<12} {'log pi':>8} "
     lines.append(heading + f"{'KL' if 'kl' in token else '':>8} {'reward':>7} {'advantage':>9}")
@@ -111,13 +117,3 @@ def _turn_rewards(row: RolloutRow, actions: Sequence[int]) -> dict[int, str]:
         return {actions[-1]: _reward(row)}
     paid[-1] += row.reward - sum(paid)
     return {at: f"{value:.2f}" for at, value in zip(ends, paid, strict=True)}
-
-
-def _tokenizer(directory: Path, stage: str) -> Any:
-    """Return the tokenizer of the stage's model, of the export, or of any stage that has one: a run uses one throughout."""
-    from posttrain.models.load import read_tokenizer
-
-    own = [directory / "stages" / stage / "model", directory / "export"]
-    found = [path for path in [*own, *sorted(directory.glob("stages/*/model"))] if path.is_dir()]
-    require(found, f"{directory} holds no model yet, so its tokens cannot be spelled")
-    return read_tokenizer(found[0])

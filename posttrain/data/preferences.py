@@ -151,12 +151,11 @@ def read_preferences(
 
 
 def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int, int]:
-    """(good, bad): the number of good and bad responses of a file; a pair has one of each. Invalid rows are left to
-    `read_preferences`, which reports them."""
+    """(good, bad): the number of good and bad responses of a file; a pair has one of each."""
     good, bad, kind = 0, 0, ""
     for where, record in read_rows(path, columns):
         kind = kind or _detect(record, where)
-        with suppress(_Skip, UserError):
+        with suppress(_Skip):
             rewards = _checked(kind, record, where).rewards
             good += len(rewards) > 1 or rewards == [1.0]
             bad += len(rewards) > 1 or rewards == [0.0]
@@ -352,9 +351,9 @@ def _read_ranking(record: dict[str, Any]) -> _Row:
 
 
 def _read_unpaired(record: dict[str, Any]) -> _Row:
-    label = record["label"]
+    label = _cell(record["label"])
     known = isinstance(label, bool | int | float) and label in (0, 1)
-    require(known, f"label must be true or false, not {label!r}")
+    require(known, f"label must be true or false, or 1 or 0, not {label!r}")
     return _Row(_given_prompt(record["prompt"]), [record["completion"]], [float(label)])
 
 
@@ -380,7 +379,15 @@ def _given_prompt(prompt: Any) -> Any:
     return prompt
 
 
+def _cell(value: Any) -> Any:
+    """The value of a cell: CSV has text alone, such as 1.5 or TRUE."""
+    with suppress(ValueError):
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    return value
+
+
 def _number(value: Any, what: str) -> float:
+    value = _cell(value)
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGE
     require(numeric, f"{what} must be a finite number, not {repr(value)[:40]}")
     return float(np.float32(value))  # rounded as in a batch, so that ties are the same

@@ -62,6 +62,8 @@ def read_jsonl(file: str | Path, lists: bool = False) -> Iterator[Row]:
     file without objects is an error."""
     found, size, packed = False, 0, str(file).endswith((".gz", ".parquet"))
     for where, record in _records(Path(file).expanduser(), f"{file}", lists):
+        if isinstance(record, dict) and record and not any(v is not None for v in record.values()):
+            continue  # an empty row of a table
         found, kind = True, type(record).__name__
         talk = '; a conversation is {"messages": [...]}' if isinstance(record, list) else ""
         require(isinstance(record, dict), f"{where}: expected a JSON object, not {kind}{talk}")
@@ -81,6 +83,8 @@ def _records(path: Path, file: str, lists: bool) -> Iterator[tuple[str, Any]]:
         return _parquet(path, file)
     if kind in (".csv", ".tsv"):
         return _table(path, file, "," if kind == ".csv" else "\t")
+    sheet = kind in (".xlsx", ".xls", ".ods")
+    require(not sheet, f"cannot read {file}, a spreadsheet; save it as CSV, in UTF-8")
     lines = _lines(path, file)
     first = next(lines, None)
     whole = chain([] if first is None else [first], lines)
@@ -90,18 +94,19 @@ def _records(path: Path, file: str, lists: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Rows of text under the names in the first line."""
+    """Rows of text under the names in the first line. Rows without any text, as spreadsheets leave them behind, are skipped."""
     lines = (text for _, text in _lines(path, file, blank=True))
     csv.field_size_limit(2**31 - 1)  # of all of Python; a long text is no mistake
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    first = next(lines, "")
+    if delimiter == "," and ";" in first and "," not in first:
+        delimiter = ";"  # of spreadsheets in countries with a decimal comma
+    reader = csv.DictReader(chain([first], lines), delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames or ()
         # columns without a name, as spreadsheets leave them behind, are ignored
         twice = next((name for name, count in Counter(names).items() if count > 1 and name), "")
         require(not twice, f"{file} line 1: the column {twice!r} is there twice; rename one")
-        wide = len(names) == 1 and ";" in names[0]
-        require(not wide, f"{file} line 1: cells are separated by ';'; save it with commas")
-        for row in reader:
+        for row in filter(lambda row: any(row.values()), reader):
             where = f"{file} line {reader.line_num}"
             whole = None not in row and None not in row.values()
             require(whole, f"{where}: expected {len(names)} cells, as in the first line")
@@ -155,7 +160,7 @@ def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, st
                 if blank or text.strip():
                     yield f"{file} line {number}", text
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} line {number}: not UTF-8 text") from error
+        raise UserError(f"{file} line {number}: not UTF-8 text; save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         hint = "; name a file in it" if path.is_dir() else ""

@@ -83,9 +83,12 @@ class Evaluation:
         return verifiable or any(r.score.outcome in JUDGED for g in self.groups for r in g.rollouts)
 
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
-        """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, else the mean reward."""
+        """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, and the mean reward if a task
+        does not, or has scores between and beyond 0 and 1."""
         found = {"accuracy": self.accuracy} if self.tells(verifiable) else {}
-        return found if verifiable or self.reward is None else {**found, "reward": self.reward}
+        scores = [r.score for g in self.groups for r in g.rollouts if r.score.valid]
+        plain = verifiable and all(s.outcome or s.value in (0, 1) for s in scores)
+        return found if plain or self.reward is None else {**found, "reward": self.reward}
 
     @property
     def failed(self) -> int:

@@ -8,6 +8,7 @@ one line. Importing this module imports no torch.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ PROBE = [
 ]
 FEWER = "lower max_new_tokens or shorten the prompts"
 UNPACKED = "a safetensors directory, not from GGUF"
+# transformers patches itself and torch while it loads: one thread at a time
+LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,17 +340,18 @@ def read_directory(
         bounds.check_numbers(where, directory.read_json(folder / "config.json"), *sizes)
         config = read_config(folder)
         check_head(str(folder), config, score)
-        bounds.check_size(where, kind, config, *sizes)
-        model, report = kind.from_pretrained(
-            folder,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            attn_implementation=attention_for(config),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below with their names; the error names none
-            **safe,
-        )
+        with LOADING:
+            bounds.check_size(where, kind, config, *sizes)
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                attn_implementation=attention_for(config),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported, and refused below with their names; the error names none
+                **safe,
+            )
     except UserError:
         raise
     except Exception as error:

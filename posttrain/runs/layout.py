@@ -4,6 +4,7 @@ config.yaml                        the resolved configuration, written once
 metrics.jsonl                      one object a step: step, stage, attempt, time, figures
 events.jsonl                       one object an event: kind, time, attempt, details
 rollouts/STAGE/step-000123.jsonl   one rollout a line
+rollouts/STAGE/tokenizer.json      spells the tokens of the arrays
 rollouts/STAGE/step-000123.safetensors   per-token arrays, flat, with `starts`; only some steps are kept
 alarms/                            what a monitor kept: a batch that could not be trained on, stacks of a step that hung
 checkpoints/  export/              written by others

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.runs.layout import sampled_tokens
+from posttrain.runs.layout import rollout_file, sampled_tokens
 from posttrain.runs.read import Run
 from posttrain.types import JSON
 
@@ -34,7 +34,7 @@ def rollout_tokens(
         if name not in ("ids", "sampled")
     }
     figures["sampled"] = sampled_tokens(held, length)[:TOKENS].tolist()
-    return {"text": _spell(run.directory, ids), "figures": figures}
+    return {"text": spell(run.directory, stage, ids), "figures": figures}
 
 
 def _round(value: Any) -> JSON:
@@ -43,9 +43,10 @@ def _round(value: Any) -> JSON:
     return round(value, 5) if np.isfinite(value) else None
 
 
-def _spell(directory: Path, ids: Sequence[int]) -> list[str]:
-    """Return each token as text, by the tokenizer of one of the run's models."""
+def spell(directory: Path, stage: str, ids: Sequence[int]) -> list[str]:
+    """Return each token as text, by the tokenizer of the stage's rollouts or of one of the run's models."""
     files = [
+        rollout_file(directory, stage, 0).with_name("tokenizer.json"),
         directory / "export" / "tokenizer.json",
         *sorted(directory.glob("stages/*/model/tokenizer.json")),
     ]

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -37,6 +38,8 @@ from posttrain.types import JSON, Rollout
 
 # steps whose per-token arrays are kept: the last written, and every 50th
 KEEP_LAST, KEEP_EVERY = 10, 50
+# what is not expected where a run begins: a model, and folders that the run would replace
+FOREIGN = ("config.json", "checkpoints", "export", "stages")
 
 
 class RunWriter(AbstractContextManager["RunWriter"]):
@@ -174,6 +177,13 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             if arrays is not None:
                 self._write_arrays(stage, step, arrays)
 
+    def tokenizer(self, stage: str, tokenizer: Any) -> None:
+        """Write what spells the tokens of a stage's rollouts while it has saved no model."""
+        path = layout.rollout_file(self.directory, stage, 0).with_name("tokenizer.json")
+        with explained(self.directory):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, tokenizer.backend_tokenizer.to_str(), durable=False)
+
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
         """Return the fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
         problem, score = rollout.problem, rollout.score
@@ -305,6 +315,9 @@ def _refuse_used(directory: Path) -> None:
         resume = f"it is complete: see 'posttrain show {place}', or do what has changed again by again=true"
     resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
+    other = ", ".join(name for name in FOREIGN if (directory / name).exists())
+    lost = f"{directory} is no run and holds {other}, in place of which a run writes its own"
+    require(not other, f"{lost}; choose another directory")
 
 
 def _now() -> float:

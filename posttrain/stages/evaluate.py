@@ -106,8 +106,9 @@ class EvaluateStage(AnswerStage):
         evaluation, result = replace(self, text=placed(self.text, context)).measure(
             self.load(context), reference, context.seed, context.threads, context.workers
         )
-        name, found = [*evaluation.headlines(self.task.verifiable).items()][-1]
-        said = f"{name} {found} on {evaluation.problems} held-out problems"
+        found = evaluation.headlines(self.task.verifiable).items()
+        figures = ", ".join(f"{name} {figure}" for name, figure in found)
+        said = f"{figures} on {evaluation.problems} held-out problems"
         context.announce(self.name, [f"{self.model}: {said}"])
         hashes = trained_on(context, self.model)
         counted, said = seen(evaluation, self.task.verifiable, self.model, hashes)

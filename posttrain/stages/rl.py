@@ -338,6 +338,7 @@ class RLStage(ReferenceStage):
     def rollouts(self, context: Context, policy: Policy, sampler: Sampler, **more: Any) -> Rollouts:
         """The source of rollouts: samples when a step asks for them or, with `max_staleness`, ahead of the trainer. `more` are further
         fields of `Rollouts`."""
+        context.writer.tokenizer(self.name, policy.tokenizer)
         source: Callable[..., Rollouts] = Rollouts
         if self.max_staleness:
             bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,8 @@ class Dataset:
 def read(data: Any, folder: Path, what: str = "data") -> list[dict[str, Any]]:
     files = Files(folder, "x")
     path = files.path(data, what)
-    with files:
+    files.write(new=False)
+    with files.named():
         return [row for _, row in read_jsonl(path)]
 
 
@@ -243,6 +245,28 @@ def test_what_a_run_is_asked_for_is_checked() -> None:
             call()
     with pytest.raises(pt.UserError, match="dpo: model and data, a file of preferences, go together"):
         pt.run("dpo", model=run, out=Path("dpo"), seed=np.int64(3), **{"dpo.steps": np.int64(0)})
+
+
+def test_a_call_that_is_refused_leaves_the_files_that_were_there() -> None:
+    pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="run")
+    before = Path("run/data/data.jsonl").read_bytes()
+    with pytest.raises(pt.UserError, match="run already holds a run"):
+        pt.sft("tiny:nano", ROWS[:2], batch=4, **QUICK, out="run")
+    assert Path("run/data/data.jsonl").read_bytes() == before
+    for name in ("data/data.jsonl", "export/notes.txt", "config.json"):
+        own = Path("mine", name)
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("mine")
+        with pytest.raises(pt.UserError, match=f"mine .*holds .*{own.parts[1]}.*; choose another directory"):
+            pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="mine")
+        assert own.read_text() == "mine" and not Path("mine/config.yaml").exists()
+        shutil.rmtree("mine")
+
+
+def test_a_directory_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="~/run")
+    assert run.directory == tmp_path / "home/run" and run.metrics and not Path("~").exists()
 
 
 def test_a_column_of_prompts_is_a_list_of_them() -> None:

@@ -21,8 +21,10 @@ import torch
 
 import posttrain as pt
 from posttrain import cli
+from posttrain.commands.show import show
 from posttrain.errors import GuardStop
 from posttrain.runs.read import Run as Reader
+from posttrain.runs.tokens import rollout_tokens
 from posttrain.types import Sampling
 
 SMALL: dict[str, Any] = {
@@ -140,6 +142,16 @@ def test_a_run_is_evaluated_on_its_own_task() -> None:
     assert run.evaluate(level=2, **short)["task_source"] == source.replace("level=1", "level=2")
     with pytest.raises(pt.UserError, match="evaluate: give either prompts or a task"):
         pt.evaluate("some/model")
+
+
+def test_tokens_are_spelled_before_a_model_is_saved() -> None:
+    run = pt.rl(prompts=FOUR, reward=vowels, out="run", **{**SMALL, "steps": 2})
+    next(run.steps())
+    first = run.rollouts()[0]
+    found = rollout_tokens(Reader(run.directory), "rl", 1, 0, first["length"], len(run.rollouts()))
+    asked = f"<|user|>{first['question']}<|end|><|assistant|>"
+    assert found is not None and "".join(found["text"]).startswith(asked + first["response"])
+    assert show(run.directory, "rl/1/0")[1].startswith(f"s_0 = {asked} ")
 
 
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:

@@ -93,6 +93,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     out = tmp_path / "run"
     assert cli.main(["run", "quickstart", f"out={out}"]) == 130
     assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
+    assert cli.main(["run", "quickstart", f"out={out}-2", "--allow-code"]) == 130
+    assert capsys.readouterr().err.endswith(f"posttrain resume {out}-2 --allow-code\n"), "the same trust is needed again"
 
 
 def test_an_interrupted_sweep_says_once_how_to_go_on(

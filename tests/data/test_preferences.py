@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, CHATML_TOOLS, byte_level, word_marks
 
-from posttrain.data.preferences import Preferences, read_pairs, read_preferences
+from posttrain.data.preferences import Preferences, count_labels, read_pairs, read_preferences
 from posttrain.errors import UserError
 
 ASK, YES, NO = ({"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hello"), ("assistant", "the fox")))
@@ -131,6 +131,22 @@ def test_single_responses_with_a_label(tmp_path: Path) -> None:
     assert "2 desirable, 2 not" in found.lines()[0]
 
 
+def test_labels_and_scores_of_a_table_are_text(tmp_path: Path) -> None:
+    table = tmp_path / "prefs.csv"
+    table.write_text("prompt,completion,label\nhi,a,TRUE\nhi,b,0\nhi,c,false\nhi,d,1\n")
+    assert [unit[0].reward for unit in read_preferences(table, byte_level(CHATML), 100).units] == [1.0, 0.0, 0.0, 1.0]
+    table.write_text("prompt;chosen;rejected;margin\nhi;a;b;1.5\n")
+    assert [e.reward for e in read_preferences(table, byte_level(CHATML), 100).units[0]] == [1.5, 0.0]
+
+
+def test_labels_that_cannot_be_read_are_not_left_out_of_the_count(tmp_path: Path) -> None:
+    """Thumbs down written as -1: not "all labelled responses are good"."""
+    table = tmp_path / "thumbs.csv"
+    table.write_text("prompt,completion,label\nhi,a,1\nhi,b,-1\n")
+    with pytest.raises(UserError, match="thumbs.csv line 3: label must be true or false, or 1 or 0, not -1"):
+        count_labels(table)
+
+
 def test_steps_are_joined_by_the_separator_of_their_row(tmp_path: Path) -> None:
     for steps, separator in ((["ab", ",c"], ""), (["ab", "c"], ",")):
         ((example,),) = read(tmp_path, {"prompt": "hi", "completions": steps, "labels": [1, 0], "separator": separator}).units
@@ -220,7 +236,7 @@ REFUSED = [
     (GOOD, {**GOOD, "rejected": [NO]}, "line 2: chosen and rejected must both be"),
     (GOOD, {**GOOD, "chosen": 3, "rejected": 4}, "line 2: chosen and rejected must both be text, or both lists of messages"),
     (GOOD, {**GOOD, "margin": math.nan}, "line 2: NaN is not JSON"),
-    (GOOD, {**GOOD, "margin": "2"}, "line 2: margin must be a finite number, not '2'"),
+    (GOOD, {**GOOD, "margin": "two"}, "line 2: margin must be a finite number, not 'two'"),
     (GOOD, {**GOOD, "margin": 10**400}, "line 2: margin must be a finite number, not 1000"),
     (GOOD, {**GOOD, "chosen": "\ud800"}, "line 2: half a character"),
     (GOOD, {**GOOD, "score_chosen": math.inf, "score_rejected": 0}, "line 2: Infinity is not JSON"),
@@ -238,8 +254,8 @@ REFUSED = [
     (RANKING, {**RANKING, "scores": [1, None]}, "line 2: scores must be a finite number, not None"),
     (RANKING, {"prompt": "hi", "responses": ["a", "b"], "ranking": [0, 1]}, r"line 2: a ranking gives .* not \[0, 1\]"),
     (RANKING, {"prompt": "hi", "scores": [1, 2]}, "line 2: no responses or completions in a row of rankings"),
-    (LABEL, {**LABEL, "label": 0.5}, "line 2: label must be true or false, not 0.5"),
-    (LABEL, {**LABEL, "label": "true"}, "line 2: label must be true or false, not 'true'"),
+    (LABEL, {**LABEL, "label": 0.5}, "line 2: label must be true or false, or 1 or 0, not 0.5"),
+    (LABEL, {**LABEL, "label": "ja"}, "line 2: label must be true or false, or 1 or 0, not 'ja'"),
     (LABEL, {"prompt": "hi", "completion": "a"}, "line 2: no label"),
     (STEPS, {**STEPS, "labels": [True]}, "line 2: 1 labels for 2 steps"),
     (STEPS, {**STEPS, "labels": [True, 2]}, "line 2: labels of steps lie between 0 and 1"),

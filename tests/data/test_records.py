@@ -41,6 +41,9 @@ def test_a_list_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
         ("x.json", b'[{"a": 1}, {"a": "\\ud83d"}]', "entry 2: half a character"),
         ("x.jsonl", b'{"a": 1}\n{', "line 2: not JSON"),
         ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: not UTF-8"),
+        ("x.csv", "prompt\nGrüße\n".encode("cp1252"), "line 2: not UTF-8 text; save it as UTF-8"),
+        ("x.xlsx", b"PK", "cannot read .*x.xlsx, a spreadsheet; save it as CSV, in UTF-8"),
+        ("x.jsonl", b'{"a": null}', "is empty"),
         ("x.jsonl.gz", b"{}", "cannot read .*gz"),
         ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "cannot read .*gz"),
     ],
@@ -97,8 +100,12 @@ def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a.csv line 1: the column 'prompt' is there twice; rename one"):
         list(read_jsonl(table))
     table.write_text("prompt;answer\na, b;1\n")
-    with pytest.raises(UserError, match=r"a.csv line 1: cells are separated by ';'; save it with commas"):
+    assert list(read_jsonl(table)) == [(f"{table} line 2", {"prompt": "a, b", "answer": "1"})]
+    table.write_text("prompt,answer\na,1\n,\n,,\n\nb,2\n,\n")
+    with pytest.raises(UserError, match=r"a.csv line 4: expected 2 cells, as in the first line"):
         list(read_jsonl(table))
+    table.write_text("prompt,answer\na,1\n,\n\nb,2\n,\n")
+    assert [where.rpartition(" ")[2] for where, _ in read_jsonl(table)] == ["2", "5"]
     table.write_text("prompt,answer,,\na,1,,\n")
     assert [row["answer"] for _, row in read_jsonl(table)] == ["1"]
     tabs = tmp_path / "a.tsv"

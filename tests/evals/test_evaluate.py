@@ -64,6 +64,14 @@ def test_failures_are_in_no_average() -> None:
         evaluation([[1, None]], []).passed(1)
 
 
+def test_scores_that_are_more_than_right_or_wrong_are_also_averaged() -> None:
+    """A task of one's own that pays 6 points is not just 100% right, nor one that pays a half 0%."""
+    assert set(evaluation([[1.0, 0.0], [None, 1.0]], []).headlines(True)) == {"accuracy"}
+    for value in (6.0, 0.5, -1.0):
+        found = evaluation([[value, value], [value, None]], []).headlines(True)
+        assert set(found) == {"accuracy", "reward"} and found["reward"].value == value
+
+
 def test_leaving_problems_out() -> None:
     found = evaluation([[1, 1], [0, 0]], [["7", "7"], ["8", "8"]])
     clean = found.without([False, True])

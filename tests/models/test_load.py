@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,14 @@ def test_a_directory_loads_as_it_was_saved(saved: Path) -> None:
     assert loaded.stop_ids == (TOKENIZER.eos_token_id,)
     assert loaded.tokenizer("1+1=\n").input_ids == TOKENIZER("1+1=\n").input_ids
     assert loaded.tokenizer.chat_template
+
+
+def test_threads_may_load_at_the_same_time(saved: Path) -> None:
+    """transformers alone, in two threads, says that weights are missing."""
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda _: load(str(saved)).model.state_dict(), range(16))]
+    for state in found[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in found[0].items())
 
 
 def test_shards_load(checkpoint: Path) -> None:

@@ -120,11 +120,15 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
     [
         (
             "def advantages(self, step, mask_T, state): return step.reward_N",
-            r"Mine: advantages are one for each token, of shape \[\d+\], not \[8\]",
+            r"Mine: advantages are a tensor, one for each token, of shape \[\d+\], not \[8\]",
         ),
         (
             "def advantages(self, step, mask_T, state): pass",
-            r"Mine: advantages are one for each token, of shape \[\d+\], not None",
+            r"Mine: advantages are a tensor, one for each token, of shape \[\d+\], not NoneType",
+        ),
+        (
+            "def advantages(self, step, mask_T, state): return step.reward_N[step.sequence_T].numpy()",
+            r"Mine: advantages are a tensor, one for each token, of shape \[\d+\], not ndarray",
         ),
         (
             "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -ratio_T * advantage_T",
