@@ -102,22 +102,22 @@ class Products:
         """What the adapters alone give."""
         return F.linear(F.linear(x, self.down), self.up)
 
-    def _inner(self, x: Tensor) -> tuple[Tensor, Beside] | None:
+    def _inner(self, x: Tensor) -> tuple[Tensor, SideStream] | None:
         """Room for x A^T, and from when on it may be computed. Both are taken before the wide product: memory that this gives back
         while it runs must not be written beside it."""
         ranks = self.down.shape[0]
-        return (x.new_empty(len(x), ranks), Beside(x.device)) if ranks else None
+        return (x.new_empty(len(x), ranks), SideStream(x.device)) if ranks else None
 
-    def _adapt(self, out: Tensor, x: Tensor, inner: tuple[Tensor, Beside] | None) -> Tensor:
+    def _adapt(self, out: Tensor, x: Tensor, inner: tuple[Tensor, SideStream] | None) -> Tensor:
         if inner is None:
             return out
-        inner_TR, beside = inner
-        with beside:
+        inner_TR, stream = inner
+        with stream:
             torch.mm(x, self.down.t(), out=inner_TR)
         return out.addmm_(inner_TR, self.up.t())
 
 
-class Beside:
+class SideStream:
     """On CUDA, a second stream for what depends on nothing that was launched after this was made. The current stream waits for it at
     the end of the context."""
 
