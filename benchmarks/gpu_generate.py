@@ -3,6 +3,7 @@
     python benchmarks/gpu_generate.py                     # cases a, b and d, and a with lognormal lengths
     python benchmarks/gpu_generate.py --cases a --profile # and where the time of a step goes
     python benchmarks/gpu_generate.py --cases a --quantization fp8
+    python benchmarks/gpu_generate.py --cases a --ahead 1,3   # lognormal lengths, unfinished answers continue in the next step
 
 Needs a CUDA device, torch, transformers and triton. Prints a table, then one JSON line.
 """
@@ -15,6 +16,7 @@ import json
 import statistics
 import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from gpu_cases import (  # noqa: E402
     settle,
 )
 
+from posttrain.cluster.admission import Admission, Staleness  # noqa: E402
 from posttrain.collect import Prompt, generate_groups, group_requests  # noqa: E402
 from posttrain.engine.cuda import CUDABackend  # noqa: E402
 from posttrain.engine.engine import Engine  # noqa: E402
@@ -53,7 +56,7 @@ class Varied(Scheduler):
     def _enter(self, work: Work) -> None:
         first = self.rows.count
         super()._enter(work)
-        given = self.lengths[[request.session for request in work.requests]]
+        given = self.lengths[[request.session for request in work.requests]] - work.done
         backend = backend_of(self)
         backend.promised -= sum(map(pages_of, work.limits)) - sum(pages_of(int(n)) for n in given)
         self.rows.live("limit", first)[:] = given
@@ -133,6 +136,42 @@ def run_lognormal(engine: Engine, case: Case, repeats: int) -> dict[str, Any]:
             "graphs": len(backend.graphs)}  # fmt: skip
 
 
+def run_ahead(engine: Engine, case: Case, staleness: int, mean: int = 256, longest: int = 1024) -> dict[str, Any]:
+    """Lognormal lengths in steps of `case.prompts` groups as `max_staleness` has them: a step takes the oldest finished groups, and
+    those that it does not wait for continue after a publish, which computes their cache again. The steps at both ends, with fewer
+    rows, are not counted. Training, which would come between, is left out."""
+    from dataclasses import replace
+
+    steps, group = 3 + 2 * staleness, case.group
+    asked = [p for step in range(steps) for p in make_requests(replace(case, new=longest), 50 + step, endless=False)]
+    members = [tuple(same) for _, same in groupby(group_requests(asked), key=lambda request: request.group)]
+    backend = backend_of(engine.scheduler)
+    engine.scheduler = Varied(engine.policy, backend, case.rows)
+    Varied.lengths = np.concatenate([lognormal_lengths(case, mean, longest, seed) for seed in range(steps)])
+    admission = Admission(Staleness(batch=case.prompts, max_staleness=staleness))
+    missing, written = [group] * len(asked), [0] * len(asked)
+    rates = []
+    for _ in range(steps):
+        began, room = clock(), len(asked) - admission.drawn
+        begun = [one for _ in range(room) if (one := admission.begin()) is not None]
+        engine.submit([request for one in begun for request in members[one.number]])
+        while (chosen := admission.next_step()) is None:
+            for request, completion in engine.poll():
+                missing[request.group] -= 1
+                written[request.group] += len(completion.ids)
+                if not missing[request.group]:
+                    admission.finish(admission.running[request.group])
+        rates.append((sum(written[one.number] for one in chosen), clock() - began))
+        admission.trained(chosen)
+        engine.publish(engine.version + 1)
+    recomputed = engine.statistics.recomputed
+    engine.scheduler = Scheduler(engine.policy, backend, case.rows)
+    engine.scheduler.version = engine.version
+    counted = rates[1 + staleness : steps - staleness]
+    tokens, seconds = (sum(column) for column in zip(*counted, strict=True))
+    return {"tokens_s": tokens / seconds, "steps": rates, "counted": len(counted), "recomputed": recomputed}
+
+
 def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
     """Milliseconds and launches of each kernel in one step in the middle of the answers."""
     from dataclasses import replace
@@ -165,6 +204,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-lognormal", action="store_true")
+    parser.add_argument("--ahead", default="", help="max_staleness of lognormal lengths in steps, such as 1,3")
     parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
     options = parser.parse_args()
     import transformers
@@ -187,6 +227,11 @@ def main() -> None:
             share = result["lognormal"]["tokens_s"] / result["tokens_s"]
             print(f"a, lognormal: {result['lognormal']['tokens_s']:,.0f} tokens/s, {100 * share:.0f}% of equal lengths, "
                   f"{result['lognormal']}", flush=True)  # fmt: skip
+        for staleness in map(int, filter(None, options.ahead.split(","))):
+            ahead = result[f"ahead_{staleness}"] = run_ahead(engine, case, staleness)
+            share = ahead["tokens_s"] / result["tokens_s"]
+            print(f"{name}, lognormal, max_staleness={staleness}: {ahead['tokens_s']:,.0f} tokens/s, {100 * share:.0f}% of equal "
+                  f"lengths, {ahead}", flush=True)  # fmt: skip
         if options.profile:
             result["profile"] = profile(engine, case)
             for key, milliseconds, launches in result["profile"]:

@@ -2,8 +2,9 @@
 `max_staleness` steps before it.
 
 The trainer's thread decides everything: which problems are drawn, which groups are begun and which are trained on (`Admission`). A
-second thread, the producer, runs episodes and is the only one that uses the sampler; they exchange groups through a queue. The sampler
-works in another process, so that it samples with weights that were published, never with some that are half updated.
+second thread, the producer, runs episodes and is the only one that uses the sampler; they exchange groups through a queue. A sampler
+in another process works while the model learns, with weights that were published. The engine of this process, which reads the weights
+that are trained, stands still meanwhile: responses that a step did not wait for continue in the next one.
 
 Several processes that train decide the same, each by itself: they begin the same groups, each runs the episodes of its own share, and
 what has finished comes to all of them in the same order.
@@ -15,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from queue import Empty, SimpleQueue
@@ -106,7 +107,7 @@ class Producer:
 
         def stand_still() -> None:
             entered.set()
-            left.wait(self.longest_wait)
+            left.wait()
 
         self.active = time.monotonic()
         self._soon(stand_still)
@@ -227,6 +228,9 @@ class Asynchronous(Rollouts):
         self.running: Producer | None = None
         # of a sampler that reads the trainer's weights itself, for a process that replaces a failed one: held while they change
         self.changing: threading.Lock | None = getattr(self.sampler, "changing", None)
+        # of a sampler in this process: stops it while the weights change, from the end of `collect` until `publish`
+        self.pause: Callable[[], None] | None = getattr(self.sampler, "pause", None)
+        self.learning = ExitStack()
 
     @property
     def producer(self) -> Producer:
@@ -256,6 +260,9 @@ class Asynchronous(Rollouts):
             batch = batch.replace(stale_T=age_T > 0)
         if self.changing is not None:
             self.changing.acquire(timeout=self.longest_wait)
+        if self.pause is not None:
+            self.learning.enter_context(self.producer.exclusive())
+            self.pause()
         return Collected(batch, found.groups, (*found.metrics, *metrics))
 
     def sample_groups(
@@ -357,7 +364,10 @@ class Asynchronous(Rollouts):
 
     def publish(self, version: int) -> None:
         """Send the trainer's weights to the sampler. Responses in progress continue with them."""
-        with self.running.exclusive() if self.running is not None else nullcontext():
+        alone = self.learning.pop_all()
+        if self.pause is None and self.running is not None:
+            alone.enter_context(self.running.exclusive())
+        with alone:
             if self.changing is not None and self.changing.locked():
                 self.changing.release()  # not before: a process replaced now would have these weights as the version before
             self.sampler.publish(version)
@@ -372,6 +382,7 @@ class Asynchronous(Rollouts):
         yield
 
     def close(self) -> None:
+        self.learning.close()
         if self.running is not None:
             self.running.close()
 

@@ -171,6 +171,11 @@ class Engine:
             self._take_over(self.pool.close())
         self.pool.publish(version)
 
+    def pause(self) -> None:
+        """Decode nothing until the next poll or publish, because the weights are about to change. In this process nothing is decoded
+        between two polls anyway."""
+        self.pool.release()
+
     def release(self) -> None:
         """Free the memory of caches, captured graphs and copied weights. Workers stop decoding, too; their rows are recomputed at the
         next poll."""

@@ -341,7 +341,7 @@ def savings(stage: RLStage, needed: Callable[[RLStage], Memory]) -> list[str]:
     offloaded = stage.reward.offloaded()
     if offloaded is not None:
         ways.append(("reward.device=cpu", replace(stage, reward=offloaded)))
-    if not stage.max_staleness:  # with max_staleness the sampler continues during training
+    if not stage.max_staleness or stage.sampler == "engine":  # others sample during training
         ways.append(("release_cache=true", replace(stage, release_cache=True)))
     if stage.lora is None and not stage.moves:  # a moving reference has its own weights
         ways.append(("lora.rank=16", replace(stage, lora=Lora(), reference_device="same")))

@@ -105,7 +105,7 @@ class RLStage(ReferenceStage):
     pretraining_length: int = 1024  # longer texts are left out
     # a mine stage, or a file that one wrote: train on these problems instead of the task's own
     problems: DataName = ""
-    # how many steps a group may be older than the step that trains on it; 0: generate and train in turn
+    # how many steps a group may be older than the step that trains on it; 0: a step waits for all that it sampled
     max_staleness: Whole = 0
     # when new weights arrive, continue responses in flight with them, or restart these
     in_flight: InFlight = "continue"
@@ -193,13 +193,10 @@ class RLStage(ReferenceStage):
             yield f"supervision=process {none}; use reward=process, or supervision=outcome"
         if branches:
             yield from self.branch_mistakes()
-        if self.max_staleness and self.sampler == "engine":
-            alone = f"max_staleness={self.max_staleness} needs a sampler that works while the model learns"
-            yield f"{alone}, and the engine of this process cannot; set sampler=process"
         chosen = self.staleness_correction != "token" and not low.products
         if (self.in_flight != "continue" or chosen) and not self.max_staleness:
             yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
-        if self.max_staleness and self.release_cache:
+        if self.max_staleness and self.release_cache and self.sampler != "engine":
             yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
 
     def branch_mistakes(self) -> Iterator[str]:

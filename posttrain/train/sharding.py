@@ -184,6 +184,9 @@ class GatheringSampler:
     def statistics(self) -> Statistics:
         return self.sampler.statistics
 
+    def pause(self) -> None:
+        """Nothing to stop: its weights are a copy. But this process samples and trains in turn."""
+
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         for parameter, size in self.sizes.items():
             if not parameter.untyped_storage().nbytes():

@@ -187,6 +187,32 @@ def test_a_session_stays_with_its_worker_and_publish_reaches_it(monkeypatch: pyt
     engine.close()
 
 
+def test_workers_stand_still_between_pause_and_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the weights that the trainer changes: tokens of the old version must be those of the old weights."""
+    monkeypatch.setattr(forked, "MIN_TOKENS", 0)
+    policy, length = small_policy(dtype=torch.float32), 60
+    requests = [Request((3, 4 + n), n, Sampling(length, min_new_tokens=length), n) for n in range(4)]
+    old = list(generate(Engine(policy, processes=1), requests))
+    engine = Engine(policy, processes=2)
+    engine.submit(requests)
+    engine.poll(0.0)
+    engine.pause()
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.4)
+    time.sleep(0.2)  # in which a worker that goes on would decode
+    engine.publish(5)
+    found: dict[int, Completion] = {}
+    while len(found) < len(requests):
+        found |= {r.session: c for r, c in engine.poll(1.0)}
+    for n, one in enumerate(old):
+        before = int((found[n].versions == 0).sum())
+        assert before < length, "paused before the end"
+        assert found[n].ids[:before].tolist() == one.ids[:before].tolist()
+        np.testing.assert_allclose(found[n].logprobs[:before], one.logprobs[:before], rtol=0, atol=1e-5)
+    engine.close()
+
+
 def test_cancelled_requests_leave_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "MIN_TOKENS", 0)
     engine = Engine(small_policy(dtype=torch.float32), processes=2)
