@@ -81,7 +81,7 @@ class Files:
         return (self.path(data, what),)
 
     def write(self, new: bool = True) -> None:
-        """Write the rows. In a `new` run they replace no file."""
+        """Write the rows. In a `new` run they replace no file; else none that has them, as another process may have written it."""
         with explained(self.directory):
             there = [path for path in self.lines if path.exists()]
             taken = ", ".join(f"data/{path.name}" for path in there)
@@ -89,8 +89,10 @@ class Files:
             require(not (new and there), other)
             self.made = [path.absolute() for path in self.lines if path not in there]
             for path, lines in self.lines.items():
+                text = "".join(line + "\n" for line in lines).encode()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+                if path not in there or path.read_bytes() != text:
+                    atomic_write(path, text, durable=False)
 
     @contextmanager
     def named(self) -> Iterator[None]:
