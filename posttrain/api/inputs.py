@@ -21,6 +21,7 @@ from posttrain.data.records import check_whole, load_hub
 from posttrain.errors import UserError, called_here, refuse_unknown, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
+from posttrain.runs.layout import CONFIG
 from posttrain.stages import reward_sources
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.reward_sources import RewardModels, RewardSource, Weighted
@@ -42,6 +43,7 @@ class Files:
         self.directory, self.name = directory, name
         self.place = directory.absolute()
         self.lines: dict[Path, list[str]] = {}
+        self.made: list[Path] = []  # those that were written and not there before
 
     def path(self, data: Any, what: str) -> str:
         """The file of `data`: an existing one if it is a path or a run that wrote data, else one that will be written."""
@@ -79,17 +81,22 @@ class Files:
         return (self.path(data, what),)
 
     def write(self, new: bool = True) -> None:
-        """Write the rows. In a `new` run they replace no file."""
+        """Write the rows. In a `new` run they replace no file; else none that has them, as another process may have written it."""
         with explained(self.directory):
+            there = [path for path in self.lines if path.exists()]
+            taken = ", ".join(f"data/{path.name}" for path in there)
+            other = f"{self.directory} is no run and holds {taken}; choose another directory"
+            require(not (new and there), other)
+            self.made = [path.absolute() for path in self.lines if path not in there]
             for path, lines in self.lines.items():
-                other = f"{self.directory} holds a file data/{path.name} that is of no run"
-                require(not (new and path.exists()), f"{other}; choose another directory")
+                text = "".join(line + "\n" for line in lines).encode()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+                if path not in there or path.read_bytes() != text:
+                    atomic_write(path, text, durable=False)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Name rows in an error by their argument: the caller has not seen the files."""
+        """Name rows in an error by their argument: the caller has not seen the files. Those of a run that was refused are removed."""
         try:
             yield
         except UserError as error:
@@ -98,6 +105,8 @@ class Files:
                 text = text.replace(f"{path} line ", f"{path.stem} row ")
                 text = text.replace(f"{path}", path.stem)
             error.args = (text,)
+            for path in () if os.path.exists(self.place / CONFIG) else self.made:
+                path.unlink(missing_ok=True)
             raise
 
 

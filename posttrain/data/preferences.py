@@ -353,7 +353,7 @@ def _read_ranking(record: dict[str, Any]) -> _Row:
 def _read_unpaired(record: dict[str, Any]) -> _Row:
     label = _cell(record["label"])
     known = isinstance(label, bool | int | float) and label in (0, 1)
-    require(known, f"label must be true or false, or 1 or 0, not {label!r}")
+    require(known, f"label must be true or false, or 1 or 0, not {repr(label)[:40]}")
     return _Row(_given_prompt(record["prompt"]), [record["completion"]], [float(label)])
 
 
@@ -381,7 +381,7 @@ def _given_prompt(prompt: Any) -> Any:
 
 def _cell(value: Any) -> Any:
     """The value of a cell: CSV has text alone, such as 1.5 or TRUE."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(value.lower()) if isinstance(value, str) else value
     return value
 

@@ -8,7 +8,6 @@ one line. Importing this module imports no torch.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.data import safe_readers
 from posttrain.errors import UserError, first_line, refuse_unknown, require
 from posttrain.models import bounds, directory
-from posttrain.models.tiny import without_length_warning
+from posttrain.models.tiny import LOADING, without_length_warning
 from posttrain.system.files import model_folder
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ PROBE = [
 ]
 FEWER = "lower max_new_tokens or shorten the prompts"
 UNPACKED = "a safetensors directory, not from GGUF"
-# transformers patches itself and torch while it loads: one thread at a time
-LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 from posttrain.errors import UserError, first_line, require
 from posttrain.models import bounds
 from posttrain.models.load import attention_for, check_report
-from posttrain.models.tiny import without_length_warning
+from posttrain.models.tiny import LOADING, without_length_warning
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def read_model(path: Path, config: PretrainedConfig, dtype: torch.dtype | None) 
     packing = getattr(transformers, "GgufConfig", None)
     settings = {"quantization_config": packing(dequantize=True)} if packing else {}
     try:
-        with tempfile.TemporaryDirectory() as empty:
+        with tempfile.TemporaryDirectory() as empty, LOADING:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 empty,
                 gguf_file=str(path.resolve()),

@@ -5,6 +5,7 @@ They are what the tests train, and what a laptop can take through a whole pipeli
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 PAD, UNKNOWN, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS
 MAX_POSITIONS = 2048
+# transformers patches itself and torch while it loads, and all threads have one random stream: models are made one at a time
+LOADING = threading.Lock()
 
 # The generation block marks what the assistant says, its end token included: that is what carries loss.
 CHAT_TEMPLATE = "".join(Path(__file__).with_suffix(".jinja").read_text("utf-8").splitlines())
@@ -91,7 +94,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, size: str, seed: int) -> PreT
         pad_token_id=tokenizer.pad_token_id,
     )
     # The caller's random stream must not notice that a model was made.
-    with torch.random.fork_rng(devices=[]):
+    with LOADING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()

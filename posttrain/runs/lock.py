@@ -133,20 +133,20 @@ def host(owner: OwnerRecord) -> str:
 
 def is_zombie(owner: OwnerRecord) -> bool:
     """Whether the owner is a process of this host that was killed and not yet waited for."""
-    return _state(owner)[0] in ("Z", "X")
+    return _state(owner) in ("Z", "X")
 
 
 def is_running(owner: OwnerRecord) -> bool:
-    """Whether the owner is certainly a process of this host that has not ended, and not a later one with its number."""
-    state, start = _state(owner)
-    known = start is not None and owner.start is not None
-    return known and state not in ("Z", "X") and start == (owner.start or 0) % 2**64
+    """Whether the owner is certainly a process of this host that has not ended."""
+    return _state(owner) not in ("", "Z", "X")
 
 
-def _state(owner: OwnerRecord) -> tuple[str, int | None]:
-    """The state of a process of this host and its start since boot, as filelock records it; "" and None if they are not known."""
+def _state(owner: OwnerRecord) -> str:
+    """The state of the owner's process; "" if it is not certain that it is here. Hosts may share a name and containers have numbers
+    of their own, so the boot and the start in it must be those that filelock records."""
     with suppress(OSError):
-        if host(owner) == socket.gethostname():
-            fields = Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()
-            return fields[0], int(fields[19])
-    return "", None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
+        fields = Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()
+        here = host(owner) == socket.gethostname()
+        return fields[0] if here and owner.start == int(boot, 16) << 64 | int(fields[19]) else ""
+    return ""

@@ -178,11 +178,15 @@ class RunWriter(AbstractContextManager["RunWriter"]):
                 self._write_arrays(stage, step, arrays)
 
     def tokenizer(self, stage: str, tokenizer: Any) -> None:
-        """Write what spells the tokens of a stage's rollouts while it has saved no model."""
+        """Write what spells the tokens of a stage's rollouts while it has saved no model. Tokenizers in Python alone have no such
+        file."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return
         path = layout.rollout_file(self.directory, stage, 0).with_name("tokenizer.json")
         with explained(self.directory):
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, tokenizer.backend_tokenizer.to_str(), durable=False)
+            atomic_write(path, backend.to_str(), durable=False)
 
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
         """Return the fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""

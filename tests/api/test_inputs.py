@@ -269,6 +269,29 @@ def test_a_directory_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert run.directory == tmp_path / "home/run" and run.metrics and not Path("~").exists()
 
 
+def test_rows_that_are_written_already_are_left_alone(tmp_path: Path) -> None:
+    """Processes of a run share its directory: the first has written them, and reads them."""
+    files, fewer = Files(tmp_path, "x"), Files(tmp_path, "x")
+    path = Path(files.path(ROWS, "data"))
+    files.write()
+    before = path.stat().st_ino
+    files.write(new=False)
+    assert path.stat().st_ino == before and files.made == []
+    fewer.path(ROWS[:2], "data")
+    fewer.write(new=False)
+    assert path.stat().st_ino != before and path.read_text().count("\n") == 2
+
+
+def test_a_corrected_call_may_use_the_directory_of_a_refused_one() -> None:
+    notes = Path("mine/data/notes.txt")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    with pytest.raises(pt.UserError, match="data row 9: .* add completion"):
+        pt.sft("tiny:nano", [*ROWS, {"prompt": "a"}], batch=4, **QUICK, out="mine")
+    assert [*Path("mine").rglob("*.*")] == [notes], "of its own files none is left"
+    assert pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="mine").directory == Path("mine")
+
+
 def test_a_column_of_prompts_is_a_list_of_them() -> None:
     lines = Files(Path("run"), "x")
     lines.path(np.array(["a", "b"]), "prompts")

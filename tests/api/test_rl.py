@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import posttrain as pt
 from posttrain import cli
@@ -152,6 +153,16 @@ def test_tokens_are_spelled_before_a_model_is_saved() -> None:
     asked = f"<|user|>{first['question']}<|end|><|assistant|>"
     assert found is not None and "".join(found["text"]).startswith(asked + first["response"])
     assert show(run.directory, "rl/1/0")[1].startswith(f"s_0 = {asked} ")
+
+
+def test_a_tokenizer_in_python_alone_samples_too() -> None:
+    """It has no tokenizer.json: its tokens are shown as numbers."""
+    from posttrain.models.tiny import tiny_model
+
+    tokenizer = transformers.ByT5Tokenizer()
+    how = {**SMALL, "model": (tiny_model(tokenizer, "nano", 0), tokenizer)}
+    run = pt.grpo(prompts=FOUR, reward=vowels, **how)
+    assert "s_0 = [" in show(run.directory, "rl/1/0")[1]
 
 
 def test_steps_can_be_left_and_continued_and_looking_changes_nothing() -> None:

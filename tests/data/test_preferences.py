@@ -256,6 +256,7 @@ REFUSED = [
     (RANKING, {"prompt": "hi", "scores": [1, 2]}, "line 2: no responses or completions in a row of rankings"),
     (LABEL, {**LABEL, "label": 0.5}, "line 2: label must be true or false, or 1 or 0, not 0.5"),
     (LABEL, {**LABEL, "label": "ja"}, "line 2: label must be true or false, or 1 or 0, not 'ja'"),
+    (LABEL, {**LABEL, "label": "[" * 10**5}, "line 2: label must be true or false, or 1 or 0, not '\\[\\["),
     (LABEL, {"prompt": "hi", "completion": "a"}, "line 2: no label"),
     (STEPS, {**STEPS, "labels": [True]}, "line 2: 1 labels for 2 steps"),
     (STEPS, {**STEPS, "labels": [True, 2]}, "line 2: labels of steps lie between 0 and 1"),

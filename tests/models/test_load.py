@@ -84,6 +84,19 @@ def test_threads_may_load_at_the_same_time(saved: Path) -> None:
         assert all(torch.equal(state[name], tensor) for name, tensor in found[0].items())
 
 
+def test_a_tiny_model_is_the_same_while_other_threads_make_and_load_models(saved: Path) -> None:
+    """In a thread beside a load its head was another tensor than its embeddings, and its weights were those of no seed."""
+    tokenizer = character_tokenizer("ab")
+    alone = tiny_model(tokenizer, "nano", 0).state_dict()
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load, str(saved)) for _ in range(16)]
+        made = [*threads.map(lambda _: tiny_model(tokenizer, "nano", 0), range(32))]
+        assert all(one.result() for one in loads)
+    for model in made:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert all(torch.equal(alone[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_shards_load(checkpoint: Path) -> None:
     shard(checkpoint)
     model = load(str(checkpoint)).model

@@ -88,9 +88,16 @@ def test_a_dead_process_of_this_host_holds_nothing(tmp_path: Path, me: OwnerReco
     Lock(tmp_path / "lock").release()
 
 
+def start_of(pid: int, me: OwnerRecord) -> int:
+    """The start of another process of this boot, as filelock writes it."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return (me.start or 0) >> 64 << 64 | int(ticks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 def test_a_zombie_holds_nothing(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    claim(tmp_path, me._replace(pid=child.pid, start=None))
+    claim(tmp_path, me._replace(pid=child.pid, start=start_of(child.pid, me)))
     try:
         with pytest.raises(UserError, match=f"process {child.pid} on "):
             Lock(tmp_path / "lock")
@@ -115,6 +122,25 @@ def before_the_power_cut(me: OwnerRecord) -> OwnerRecord:
 
 def test_a_host_that_was_started_anew_holds_nothing(tmp_path: Path, me: OwnerRecord, no_system_lock: None) -> None:
     claim(tmp_path, before_the_power_cut(me))
+    Lock(tmp_path / "lock").release()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+def test_a_process_here_is_not_that_of_another_container_or_host_with_its_number(
+    tmp_path: Path, me: OwnerRecord, no_system_lock: None
+) -> None:
+    """Containers and cloned machines share a host name, and a run in each has the same low number."""
+    away = me._replace(hostname=f"{lock.host(me)}?pidns-1")
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not waited for
+        claim(tmp_path, away._replace(pid=child.pid))
+        with pytest.raises(UserError, match=f"process {child.pid} on "):
+            Lock(tmp_path / "lock")
+    finally:
+        child.wait(30)
+    claim(tmp_path, before_the_power_cut(away), 3600.0)
+    assert lock.live_owner(tmp_path / "lock") is None, "this process started in the same tick of another boot"
     Lock(tmp_path / "lock").release()
 
 
