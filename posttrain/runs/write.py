@@ -319,7 +319,9 @@ def _refuse_used(directory: Path) -> None:
         resume = f"it is complete: see 'posttrain show {place}', or do what has changed again by again=true"
     resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
-    other = ", ".join(name for name in FOREIGN if (directory / name).exists())
+    found = [directory / name for name in FOREIGN if (directory / name).exists()]
+    # an empty folder may be there for the run, such as a mounted disk
+    other = ", ".join(one.name for one in found if one.is_file() or any(one.iterdir()))
     lost = f"{directory} is no run and holds {other}, in place of which a run writes its own"
     require(not other, f"{lost}; choose another directory")
 

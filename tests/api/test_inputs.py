@@ -261,6 +261,8 @@ def test_a_call_that_is_refused_leaves_the_files_that_were_there() -> None:
             pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="mine")
         assert own.read_text() == "mine" and not Path("mine/config.yaml").exists()
         shutil.rmtree("mine")
+    Path("mine/checkpoints").mkdir(parents=True)
+    pt.sft("tiny:nano", ROWS, batch=4, **QUICK, out="mine")  # an empty folder is no file of others
 
 
 def test_a_directory_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
