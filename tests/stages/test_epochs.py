@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from posttrain import cli, config
+from posttrain import cli, config, pipeline
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.tiny import MAX_POSITIONS
@@ -20,7 +20,9 @@ from posttrain.stages._material import Data, measured_units, split_sources
 from posttrain.stages.base import Context
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
+from posttrain.train.optimizer import Optimization
 from posttrain.types import Example
 
 
@@ -210,3 +212,32 @@ def test_the_sample_of_what_is_held_out_is_not_its_beginning(tmp_path: Path) -> 
     places = [[int(unit[0].ids[0]) for unit in part] for part in drawn]
     assert places[0] == places[1] != places[2] and places[0] == sorted(places[0])
     assert 300 < sum(places[0]) / 100 < 700 and len(set(places[0])) == 100
+
+
+@pytest.mark.parametrize("how", [{"epochs": 2}, {"steps": 2}])
+@pytest.mark.parametrize(("kind", "usual"), [("sft", "1e-05"), ("preference", "1e-06")])
+def test_adapters_with_the_learning_rate_of_full_training_are_named_once(
+    kind: str, usual: str, how: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = tree(kind, write(tmp_path, 4), batch=2, lora=4, **how)
+    del what["stages"][0]["optimizer"]
+
+    def count(lines: str) -> int:
+        return lines.count(f"default lr of full training, {usual}")
+
+    def planned(*given: str) -> int:
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(what))
+        return count("\n".join(plan.describe(config.parse(str(tmp_path / "r.yaml"), list(given)))))
+
+    assert planned() == planned("one.beta1=0.8") == 1
+    assert planned(f"one.lr={usual}") == planned("one.lr=1e-3") == planned("one.lora=null") == 0
+    settings = config.parse(str(tmp_path / "r.yaml"), [f"out={tmp_path / 'run'}", "device=cpu"])
+    pipeline.start(settings)
+    assert count(capsys.readouterr().out) == 1
+
+
+def test_an_equal_learning_rate_that_was_given_in_python_is_not_named() -> None:
+    given = {"name": "rl", "model": "x", "task": "arithmetic", "lora": 4}
+    assert len(RLStage(**given).warnings()) == 1  # type: ignore[arg-type]
+    equal = Optimization(lr=float("1e-6"))
+    assert RLStage(**given, optimizer=equal).warnings() == []  # type: ignore[arg-type]
