@@ -179,6 +179,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
+    ({"prompts": ["a", "b"], "reward": len, "held_out": 1.0}, "or a number of prompts from 2 on, not 1.0"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share, 0 for none, or a number of prompts"),
     ({"prompts": ["a"], "reward": lambda prompt, style: 0}, r"reward lambda .* asks for style, .* nor a column of the data \(prompt\)"),
     ({"prompts": [{"prompt": "a", "gold": "b"}], "reward": lambda response, answer: 0}, r"asks for answer, .* \(prompt, gold\)"),
