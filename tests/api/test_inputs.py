@@ -197,6 +197,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "out": 3}, "out: the path of a directory, not 3"),
     ({"prompts": ["a"], "reward": len, "out": "x" * 300}, "File name too long; choose another"),
     ({"prompts": ["a"], "reward": len, "seed": None}, "seed: input should be a valid integer, not None"),
+    (
+        {"prompts": ["a", "b" * 2050, "b", "c" * 3000], "reward": len},
+        r"2048 positions; lower max_new_tokens, or leave out or shorten the 2 of 4 training prompts of more than 2,045 tokens "
+        r"\(prompts.jsonl:2, prompts.jsonl:4\)$",
+    ),
+    ({"prompts": ["a"], "reward": len, "max_new_tokens": 4000}, "2048 positions; lower max_new_tokens$"),
     ({"prompts": ["a"], "reward": len, "optimizer": None}, "optimizer takes keys, not None"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
