@@ -72,7 +72,8 @@ class Files:
             texts = [
                 t for t in data if not _hub_name(t) and not os.path.exists(Path(t).expanduser())
             ]
-            advice = 'of texts make rows: {"text": ...}'
+            rows = "give rows, as 'posttrain list formats' shows them"
+            advice = 'of texts make rows: {"text": ...}' if self.name == "sft" else rows
             files = f"{what}: a list of texts is one of files, and there is no file {data[0]!r}"
             require(len(texts) < len(data), f"{files}; {advice}")
             return tuple(self.path(item, what) for item in data)

@@ -242,7 +242,9 @@ def test_what_a_run_is_asked_for_is_checked() -> None:
         "sample: seed: input should be a valid integer": lambda: run.sample("a", seed=None),
         "evaluate: seed: input should be a valid integer": lambda: run.evaluate(prompts=["a"], reward=len, seed=None),
         "has trained a language model, not a reward model": lambda: run.score("a", "b"),
-        "compare: a run, such as pt.load": lambda: run.compare("runs/other"),
+        "no run in .*runs/other: it has no config.yaml": lambda: run.compare("runs/other"),
+        "compare: a run or its directory, not 3": lambda: run.compare(3),
+        "are the same run": lambda: run.compare(str(run.directory)),
         "there is no run and no model None": lambda: pt.load(None),
         "reward: the name of a shipped reward, not 3": lambda: pt.reward(3),
         "run: model: text, numbers, lists or dicts, not object": lambda: pt.run("quickstart", model=object()),
@@ -287,6 +289,9 @@ def test_a_list_of_texts_is_no_data_for_sft() -> None:
         pt.UserError, match="a list of texts is one of files, and there is no file '1.1=2'; of texts make rows:"
     ):
         pt.sft("tiny:nano", ["1+1=2", "2+2=4"])
+    for learn in (pt.dpo, pt.reward_model):  # neither reads rows of text
+        with pytest.raises(pt.UserError, match="no file '1.1=2'; give rows, as 'posttrain list formats' shows them"):
+            learn("tiny:nano", ["1+1=2", "2+2=4"])
 
 
 def test_a_recipe_by_name_and_stages_in_a_list() -> None:
