@@ -35,7 +35,7 @@ from posttrain.models.save import save
 from posttrain.models.scorer import Scorer, load_scorer
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.console import print_message
-from posttrain.runs.layout import plain_name
+from posttrain.runs.layout import plain_name, rollout_file
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
@@ -163,7 +163,8 @@ class Context:
         made += [
             p for p in members if not self.folder(p.name).exists()
         ]  # else a stage of that name
-        for folder in [*made, self.folder(stage)]:
+        sampled = rollout_file(self.directory, stage, 0).parent
+        for folder in [*made, *([sampled] if sampled.is_dir() else []), self.folder(stage)]:
             aside = place / folder.relative_to(self.directory)
             aside.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, aside)
