@@ -7,7 +7,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from math import isfinite
@@ -79,14 +79,24 @@ class Files:
             return tuple(self.path(item, what) for item in data)
         return (self.path(data, what),)
 
-    def write(self, new: bool = True) -> None:
-        """Write the rows. In a `new` run they replace no file."""
+    def write(self, new: bool = True) -> Callable[[], None]:
+        """Write the rows. In a `new` run they replace no file. Returns a function that puts back what was there."""
+        before = {path: path.read_bytes() if path.is_file() else None for path in self.lines}
+
+        def put_back() -> None:
+            for path, content in before.items():
+                if content is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    atomic_write(path, content, durable=False)
+
         with explained(self.directory):
             for path, lines in self.lines.items():
                 other = f"{self.directory} holds a file data/{path.name} that is of no run"
                 require(not (new and path.exists()), f"{other}; choose another directory")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        return put_back
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -312,7 +312,7 @@ def run_stages(
         follow_stages(stages, context)
         return
     names = check_names(stages, only)
-    for stage in unfinished(stages, context, only):
+    for stage in unfinished(stages, context, only, again):
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
@@ -408,10 +408,20 @@ def follow_stages(stages: Sequence[Stage], context: Context) -> None:
         world.end()
 
 
-def unfinished(stages: Sequence[Stage], context: Context, only: Collection[str]) -> list[Stage]:
-    """The stages without a result; with `only`, among these."""
-    wanted = [stage for stage in stages if not only or stage.name in only]
-    return [stage for stage in wanted if context.result(stage.name) is None]
+def unfinished(
+    stages: Sequence[Stage], context: Context, only: Collection[str], again: bool = False
+) -> list[Stage]:
+    """The stages without a result or, with `again`, with one of other settings or inputs; with `only`, among these."""
+
+    def due(place: int, stage: Stage) -> bool:
+        before = _lineage.read(context.folder(stage.name))
+        if not again or before is None or context.result(stage.name) is None:
+            return context.result(stage.name) is None
+        folders = {one.name: context.folder(one.name) for one in stages[:place]}
+        return bool(_lineage.trace(stage, context.seed, folders).changes(before))
+
+    wanted = [(n, stage) for n, stage in enumerate(stages) if not only or stage.name in only]
+    return [stage for n, stage in wanted if due(n, stage)]
 
 
 def worker_pool(stages: Iterable[Stage]) -> WorkerPool:

@@ -262,6 +262,18 @@ def test_a_call_that_is_refused_leaves_the_files_that_were_there() -> None:
     with pytest.raises(pt.UserError, match="run already holds a run"):
         pt.sft("tiny:nano", ROWS[:2], batch=4, **QUICK, out="run")
     assert Path("run/data/data.jsonl").read_bytes() == before
+
+    def files() -> dict[Path, bytes]:
+        """All but the log, which has every attempt."""
+        return {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file() and p.name not in ("lock", "events.jsonl")}
+
+    kept = files()
+    bad = [*ROWS, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    for model, rows, text in (("tiny:none", ROWS[:2], "tiny model size 'none'"), ("tiny:nano", bad, "data row .*")):
+        for learn in (pt.sft, pt.dpo):
+            with pytest.raises(pt.UserError, match=text):
+                learn(model, rows, batch=4, **QUICK, out="run", again=True)
+            assert files() == kept
     for name in ("data/data.jsonl", "export/notes.txt", "config.json"):
         own = Path("mine", name)
         own.parent.mkdir(parents=True, exist_ok=True)
