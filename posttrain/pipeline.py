@@ -489,6 +489,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         if interrupt.hung_up:
             raise stopped(Interrupted("stopped because its terminal was closed")) from error
         error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
+        error.directory = directory  # type: ignore[attr-defined]
         raise
     finally:
         for number, old in previous.items():
