@@ -331,7 +331,9 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
         inside = [head] if dot and head in groups else [name for name in free if key in known[name]]
         called = "" if key in hints or dot else called_here(key)
         require(not called, f"{where}: {called}")
-        if key in hints:
+        if key in groups and hints[key] is type(groups[key]) and isinstance(value, Mapping):
+            inner.setdefault(key, {}).update(value)
+        elif key in hints:
             values[key] = value_of(value, hints[key], f"{where}: {key}")
         elif len(inside) == 1:
             inner.setdefault(inside[0], {})[rest if dot else key] = value

@@ -205,7 +205,11 @@ class Stage(Naming, ABC):
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)):
-            object.__setattr__(self, name, in_full(getattr(self, name), hint))
+            value, default = getattr(self, name), self.__dataclass_fields__[name].default_factory
+            if isinstance(value, Mapping) and is_dataclass(hint) and callable(default):
+                usual = default()  # the stage's own defaults, not those of the group
+                value = replace(usual, **value) if type(usual) is hint else value
+            object.__setattr__(self, name, in_full(value, hint))
         super().__post_init__()
 
     @property

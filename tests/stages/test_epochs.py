@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from posttrain import cli, config, pipeline
+from posttrain.api.inputs import built
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.tiny import MAX_POSITIONS
@@ -234,6 +236,21 @@ def test_adapters_with_the_learning_rate_of_full_training_are_named_once(
     settings = config.parse(str(tmp_path / "r.yaml"), [f"out={tmp_path / 'run'}", "device=cpu"])
     pipeline.start(settings)
     assert count(capsys.readouterr().out) == 1
+
+
+def test_a_group_that_is_given_in_part_keeps_the_defaults_of_the_stage() -> None:
+    """An optimizer's own defaults are those of rl; the pages of the reference list others for sft and preferences."""
+    usual = SFTStage(name="one", model="x", data=("y",)).optimizer
+    expected = replace(usual, beta1=0.8)
+    part: dict[str, Any] = {"optimizer": {"beta1": 0.8}}
+    what: dict[str, Any] = {"name": "one", "model": "x", "data": ["y"]}
+    given = {"stage": "sft", **what, **part}
+    assert usual.lr == 1e-5 and usual.schedule == "cosine"
+    assert config.from_config({"stages": [given]}, "x").recipe.stages[0].optimizer == expected  # type: ignore[attr-defined]
+    loose = config.from_config({"stages": [{**given, "lr": 3e-4}]}, "x").recipe.stages[0]
+    assert loose.optimizer == replace(expected, lr=3e-4)  # type: ignore[attr-defined]
+    assert built(SFTStage, what, part, "sft").optimizer == expected
+    assert SFTStage(**what, **part).optimizer == expected
 
 
 def test_an_equal_learning_rate_that_was_given_in_python_is_not_named() -> None:
