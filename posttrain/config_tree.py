@@ -226,21 +226,24 @@ def _listed(tree: JSON, kind: Any) -> list[JSON]:
 
 
 def _grouped(tree: dict[str, JSON], kind: Any, where: str) -> dict[str, JSON]:
-    """Move the keys of a stage that belong to one of its groups (`lr`) into the group (optimizer.lr), as the command line does."""
+    """Move the keys of a stage that belong to one of its groups (`lr`) into the group (optimizer.lr), as the command line does. The
+    other keys of a group are the stage's own defaults, not those of the group."""
     loose = [key for key in tree if key not in _keys(kind) and not called_here(key)]
-    if not loose:
-        return tree
     own = {key: value for key, value in tree.items() if key not in loose}
     hints = _hints(kind)
     whole = {
         f.name: to_tree(f.default_factory())
         for f in dataclasses.fields(kind)
-        if f.default_factory is not dataclasses.MISSING and f.name not in own
+        if f.default_factory is not dataclasses.MISSING
     }
-    whole |= {key: _named(value, hints.get(key)) for key, value in own.items()}
+    for key, value in own.items():
+        hint = hints.get(key)
+        group = dataclasses.is_dataclass(hint) and hint not in NAMED and isinstance(value, dict)
+        whole[key] = {**whole.get(key, {}), **value} if group else _named(value, hint)
     for key in loose:
         _assign(whole, kind, [str(key)], tree[key], f"{where}.{key}")
-    return {key: value for key, value in whole.items() if key in own or isinstance(value, dict)}
+    groups = [key for key, value in whole.items() if loose and isinstance(value, dict)]
+    return {key: value for key, value in whole.items() if key in own or key in groups}
 
 
 def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:

@@ -57,13 +57,14 @@ from posttrain.train.torch_settings import use_deterministic_kernels
 from posttrain.trust import trusting
 from posttrain.types import JSON
 
+Write = Callable[[bool], Callable[[], None]]
 
-def start(
-    settings: Settings, on_step: OnStep | None = None, write: Callable[[bool], None] | None = None
-) -> Path:
+
+def start(settings: Settings, on_step: OnStep | None = None, write: Write | None = None) -> Path:
     """Start a new run, run it to its end, and return its directory. `on_step` is called after each training step; see loop.py. With
-    `again` or `only` the directory may hold a run already: finished stages that have not changed are kept. `write` adds files to a
-    directory that was not refused, and is told whether the run is new."""
+    `again` or `only` the directory may hold a run already: finished stages that have not changed are kept, and a call that is refused
+    before its first stage changes nothing. `write` adds files to a directory that was not refused, is told whether the run is new,
+    and returns a function that puts back what was there."""
     if follows(settings):
         return follow(settings, write)
     directory = place(settings)
@@ -75,20 +76,28 @@ def start(
     # os.path.isdir says no also where the name is too long
     there = frozenset(directory.iterdir()) if os.path.isdir(directory) else None
     above = [path for path in directory.absolute().parents if not os.path.exists(path)]
-    made = False
+    made = started = False
+    undo: list[Callable[[], None]] = []
     try:
         opened = RunWriter.resume(directory) if continued else RunWriter.create(directory, tree)
         with opened as writer, explained(directory), interrupts(directory) as interrupt:
             made = not continued
             if write is not None:
-                write(made)
-            if continued:
-                # the summary of an earlier attempt: a killed attempt must not look complete
-                (directory / SUMMARY).unlink(missing_ok=True)
-                writer.configure(tree)
-            writer.event("config", {"config": tree})
-            _run(settings, writer, interrupt, on_step)
+                undo.append(write(made))
+
+            def begin() -> None:
+                nonlocal started
+                started = True
+                if continued:
+                    # the summary of an earlier attempt: a killed attempt must not look complete
+                    (directory / SUMMARY).unlink(missing_ok=True)
+                    writer.configure(tree)
+                writer.event("config", {"config": tree})
+
+            _run(settings, writer, interrupt, on_step, begin)
     except UserError:
+        for put_back in undo if continued and not started else ():
+            put_back()
         found = {*directory.iterdir()} if os.path.isdir(directory) else set()
         if made or found - (there or set()) == {directory / LOCK}:
             forget(directory, there)
@@ -293,13 +302,17 @@ def fresh(root: Path, name: str) -> Path:
 
 
 def _run(
-    settings: Settings, writer: RunWriter, interrupt: Interrupt, on_step: OnStep | None = None
+    settings: Settings,
+    writer: RunWriter,
+    interrupt: Interrupt,
+    on_step: OnStep | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> None:
     began = time.perf_counter()
     # worker processes are forked before anything uses CUDA or starts a thread
     with trusting(settings.trust), worker_pool(settings.recipe.stages) as workers, joined(settings):
         current().same(str(writer.directory))
-        context = _run_stages(settings, writer, workers, interrupt, on_step)
+        context = _run_stages(settings, writer, workers, interrupt, on_step, begin=begin)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
         go_on = f"go on with: posttrain resume {shlex.quote(str(writer.directory))}"
@@ -316,7 +329,7 @@ def _run(
     conclude(settings, context, *drawn)
 
 
-def follow(settings: Settings, write: Callable[[bool], None] | None = None) -> Path:
+def follow(settings: Settings, write: Write | None = None) -> Path:
     """Take part in a run whose first process writes the run directory; returns that directory. Messages of this process go to a
     temporary directory. `write` is that of `start`: on another machine the directory may be another one."""
     with (
@@ -385,13 +398,15 @@ def _run_stages(
     interrupt: Interrupt,
     on_step: OnStep | None,
     place: Path | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Context:
-    """Run the stages. `place` is the run directory if another process writes it."""
+    """Run the stages. `place` is the run directory if another process writes it. `begin` is called when nothing was refused."""
     device, stages = device_of(settings), settings.recipe.stages
     shared = writer, settings.seed, device
-    due = base.unfinished(stages, Context(*shared, place=place), settings.only)
-    # the first stage reads its data at once and need not read it twice
-    reading = [stage.name for n, stage in enumerate(due) if n > 0 or not stage.reads_first]
+    again = settings.again or bool(settings.only)
+    due = base.unfinished(stages, Context(*shared, place=place), settings.only, again)
+    # the first stage reads its data at once and need not read it twice, unless what it made before is set aside for it
+    reading = [stage.name for n, stage in enumerate(due) if n > 0 or again or not stage.reads_first]
     warnings = check_stages(stages, settings.seed, device, [stage.name for stage in due], reading)
     threads = set_up_torch(settings, device)
     keep, hook = settings.checkpoint_keep, settings.checkpoint_hook
@@ -409,6 +424,8 @@ def _run_stages(
             cluster = stack.enter_context(Cluster(placement(settings)))
             if cluster.settings.samplers:
                 cluster.connect()  # or raise an error, before the first stage
+        if begin is not None:
+            begin()
         console.write_text(f"run directory: {writer.directory}\n", sys.stdout)
         context = Context(
             *shared,
@@ -472,6 +489,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         if interrupt.hung_up:
             raise stopped(Interrupted("stopped because its terminal was closed")) from error
         error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
+        error.directory = directory  # type: ignore[attr-defined]
         raise
     finally:
         for number, old in previous.items():

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from math import isfinite
@@ -74,25 +74,35 @@ class Files:
             texts = [
                 t for t in data if not _hub_name(t) and not os.path.exists(Path(t).expanduser())
             ]
-            advice = 'of texts make rows: {"text": ...}'
+            rows = "give rows, as 'posttrain list formats' shows them"
+            advice = 'of texts make rows: {"text": ...}' if self.name == "sft" else rows
             files = f"{what}: a list of texts is one of files, and there is no file {data[0]!r}"
             require(len(texts) < len(data), f"{files}; {advice}")
             return tuple(self.path(item, what) for item in data)
         return (self.path(data, what),)
 
-    def write(self, new: bool = True) -> None:
-        """Write the rows. In a `new` run they replace no file; else none that has them, as another process may have written it."""
+    def write(self, new: bool = True) -> Callable[[], None]:
+        """Write the rows. In a `new` run they replace no file; else none that has them, as another process may have written it. Returns
+        a function that puts back what was there."""
         with explained(self.directory):
-            there = [path for path in self.lines if path.exists()]
-            taken = ", ".join(f"data/{path.name}" for path in there)
+            before = {path: path.read_bytes() for path in self.lines if path.exists()}
+            taken = ", ".join(f"data/{path.name}" for path in before)
             other = f"{self.directory} is no run and holds {taken}; choose another directory"
-            require(not (new and there), other)
-            self.made = [path.absolute() for path in self.lines if path not in there]
+            require(not (new and before), other)
+            self.made = [path.absolute() for path in self.lines if path not in before]
             for path, lines in self.lines.items():
                 text = "".join(line + "\n" for line in lines).encode()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if path not in there or path.read_bytes() != text:
+                if before.get(path) != text:
                     atomic_write(path, text, durable=False)
+
+        def put_back() -> None:
+            for path in self.made:
+                path.unlink(missing_ok=True)
+            for path, content in before.items():
+                atomic_write(path, content, durable=False)
+
+        return put_back
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -329,7 +339,9 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
         inside = [head] if dot and head in groups else [name for name in free if key in known[name]]
         called = "" if key in hints or dot else called_here(key)
         require(not called, f"{where}: {called}")
-        if key in hints:
+        if key in groups and hints[key] is type(groups[key]) and isinstance(value, Mapping):
+            inner.setdefault(key, {}).update(value)
+        elif key in hints:
             values[key] = value_of(value, hints[key], f"{where}: {key}")
         elif len(inside) == 1:
             inner.setdefault(inside[0], {})[rest if dot else key] = value

@@ -178,12 +178,17 @@ class Run:
         require(wanted in kept, f"no rollouts of {stage} step {wanted}; there are those of {there}")
         return rollouts(reader, stage, wanted)
 
-    def compare(self, other: Run, picture: Path | str = "", stage: str = "") -> Comparison:
-        """Compare this run with another, as `posttrain compare`. Draws the curves to `picture`, by default compare-RUN-RUN.png."""
+    def compare(
+        self, other: Run | Path | str, picture: Path | str = "", stage: str = ""
+    ) -> Comparison:
+        """Compare this run with another, or with that in a directory, as `posttrain compare`. Draws the curves to
+        `picture`, by default compare-RUN-RUN.png."""
         from posttrain.commands.compare import compare_runs
 
-        require(isinstance(other, Run), f"compare: a run, such as pt.load(PATH), not {other!r}")
-        first, second = self._reader().directory, other._reader().directory
+        fine = isinstance(other, Run | Path | str)
+        require(fine, f"compare: a run or its directory, not {other!r}")
+        place = other if isinstance(other, Run) else Run(Path(other).expanduser())
+        first, second = self._reader().directory, place._reader().directory
         return compare_runs(first, second, Path(picture) if picture else None, stage)
 
     def replay(self, place: str, **asked: Any) -> Replay:

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from posttrain import __version__ as VERSION
@@ -37,20 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except errors.GuardStop as error:
         return fail(str(error), 3)
     except errors.Waiting as error:
-        place = shlex.quote(str(error.directory))
-        print_lines([f"{error}; then continue with: posttrain resume {place}"])
+        print_lines([f"{error}; then {go_on(error.directory, options)}"])
         return 0
     except errors.Interrupted as error:
-        more = f"; continue with: posttrain resume {shlex.quote(str(error.directory))}"
-        more += " --allow-code" if getattr(options, "allow_code", False) else ""
-        return fail(f"{error}{more if error.directory else ''}", error.code)
+        more = f"; {go_on(error.directory, options)}" if error.directory else ""
+        return fail(f"{error}{more}", error.code)
     except errors.PeerFailed as error:
         # the process that started them reports which one failed
         return PEER_FAILED if STARTED in os.environ else fail(str(error), PEER_FAILED)
     except errors.OutOfMemory as error:
         return OUT_OF_MEMORY if STARTED in os.environ else fail(str(error), 1)
     except KeyboardInterrupt as error:
-        return fail("; ".join(["interrupted", *getattr(error, "__notes__", [])]), 130)
+        place = getattr(error, "directory", None)
+        return fail(f"interrupted{f'; {go_on(place, options)}' if place else ''}", 130)
     except BrokenPipeError:
         return 0
     except OSError as error:
@@ -61,6 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return fail(f"{error.filename or 'a file'} cannot be written: no space left on its disk", 2)
+
+
+def go_on(directory: Path | None, options: argparse.Namespace) -> str:
+    """How to continue a run, with the option that it needs if its directory names code."""
+    trusted = getattr(options, "allow_code", False)
+    if not trusted and (path := Path(directory or "") / "config.yaml").is_file():
+        from posttrain import config
+        from posttrain.runs.read import Run
+
+        try:
+            config.from_config(Run(path.parent).config, str(path))
+        except errors.UserError:
+            trusted = True
+    place = shlex.quote(str(directory))
+    return f"continue with: posttrain resume {place}{' --allow-code' * trusted}"
 
 
 def _somewhere() -> bool:

@@ -84,11 +84,15 @@ class Evaluation:
 
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
         """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, and the mean reward if a task
-        does not, or has scores between and beyond 0 and 1."""
+        does not, or has scores between and beyond 0 and 1. The first decides which step is the best: the reward if scores without
+        an outcome have other values, of which the accuracy tells only how many reach 1."""
         found = {"accuracy": self.accuracy} if self.tells(verifiable) else {}
         scores = [r.score for g in self.groups for r in g.rollouts if r.score.valid]
         plain = verifiable and all(s.outcome or s.value in (0, 1) for s in scores)
-        return found if plain or self.reward is None else {**found, "reward": self.reward}
+        if plain or self.reward is None:
+            return found
+        both = {"reward": self.reward, **found}
+        return both if verifiable else {**found, **both}
 
     @property
     def failed(self) -> int:

@@ -134,6 +134,8 @@ class Index:
     path: Path = field(init=False)
     _local: threading.local = field(default_factory=threading.local, init=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
+    # the sizes up to which files hold no further complete line
+    _half: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.path = self.run.directory / FOLDER / FILE
@@ -193,6 +195,7 @@ class Index:
             self._remake()  # another run took its place
         end = time.monotonic() + seconds
         while self.behind(*files):
+            before = {path.name: (_size(path), self._state(path.name)) for path in files}
             with self._transaction() as connection:
                 events = _tail(connection, files[0])
                 connection.executemany("INSERT INTO events(record) VALUES(?)", _dumped(events))
@@ -201,7 +204,10 @@ class Index:
                 self._forget_rows()
             with self._transaction() as connection:
                 self._add_rows(connection, _tail(connection, files[1]))
-            new = True
+            # a process that was killed leaves half a line, which nothing will end
+            half = {name: size for name, (size, at) in before.items() if self._state(name) == at}
+            self._half |= {} if resumed else half
+            new = new or len(half) < len(files)
             if time.monotonic() > end:
                 break
         return new
@@ -210,7 +216,8 @@ class Index:
         """Whether a file has grown since it was read."""
         names = (layout.EVENTS, layout.METRICS)
         files = files or tuple(self.run.directory / name for name in names)
-        return any(_size(path) > self._state(path.name) for path in files)
+        seen = [max(self._state(path.name), self._half.get(path.name, 0)) for path in files]
+        return any(_size(path) > size for path, size in zip(files, seen, strict=True))
 
     def _forget_rows(self) -> None:
         """Other rows count now: keep the events, and read the rest again."""

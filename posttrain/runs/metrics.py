@@ -88,15 +88,20 @@ class Best:
 
 
 def best_score(best: Best | None, step: int, figures: Mapping[str, float]) -> Best | None:
-    """Return the better of the best score so far and the new one; the earlier one if they are equal.
+    """Return the better of the best score so far and the new one; the earlier one if they are equal. The first score of the figures
+    counts. Accuracy and reward can be compared: a task with both has only the accuracy where every score is 0 or 1.
 
     >>> first = best_score(None, 10, {"accuracy/test": 0.4, "accuracy/test_low": 0.3})
     >>> best_score(best_score(first, 20, {"accuracy/test": 0.6}), 30, {"accuracy/test": 0.6})
     Best(figure='accuracy/test', score=0.6, step=20)
+    >>> points = best_score(None, 10, {"reward/test": 6.0, "accuracy/test": 1.0})
+    >>> best_score(best_score(points, 20, {"reward/test": 7.0, "accuracy/test": 1.0}), 30, {"accuracy/test": 1.0})
+    Best(figure='reward/test', score=7.0, step=20)
     """
-    name = next((name for name in SCORES if name in figures), "")
+    name = next((name for name in figures if name in SCORES), "")
     value = float(figures.get(name, float("nan")))
-    same = best if best is not None and best.figure == name else None
+    alike = best is not None and {best.figure, name} <= {"accuracy/test", "reward/test"}
+    same = best if best is not None and (alike or best.figure == name) else None
     worse = same is not None and SCORES[name] * (value - same.score) <= 0
     return best if value != value or worse else Best(name, value, step)
 

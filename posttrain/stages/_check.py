@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -189,8 +190,15 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
             asked = zip(names, map(task.prompt, looked), strict=True)
             prompts = render_prompts(reader.tokenizer, asked)
             longest, name = max(zip(map(len, prompts), names, strict=True))
+            room = (reader.positions or sys.maxsize) - sampling.max_new_tokens
+            long = [p.id for p, ids in zip(looked, prompts, strict=True) if len(ids) > room]
+            # the longest were looked at, so that only many may be more
+            many = f"{'at least ' * (len(long) >= PROMPTS)}{len(long):,} of {len(problems):,}"
+            which = f"{', '.join(long[:5])}{', ...' * (len(long) > 5)}"
+            rows = f", or leave out or shorten the {many} {held} prompts of more than {room:,} tokens ({which})"
             with prefixed(name):
-                reader.check_length(longest + sampling.max_new_tokens)
+                advice = f"lower max_new_tokens{rows if room > 0 else ''}"
+                reader.check_length(longest + sampling.max_new_tokens, advice)
             seen += prompts
     lines = unknown_tokens(reader.tokenizer, seen) if seen else []
     lines = [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]

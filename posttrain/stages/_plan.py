@@ -207,7 +207,7 @@ def many(number: float, word: str) -> str:
 
 def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
     """The warnings that need the number of steps, which epochs and data decide."""
-    return [] if stage is counted else [f"warning: {text}" for text in counted.warnings()]
+    return [f"warning: {text}" for text in counted.warnings() if text not in stage.warnings()]
 
 
 def preference_plan(

@@ -35,7 +35,7 @@ from posttrain.models.save import save
 from posttrain.models.scorer import Scorer, load_scorer
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.console import print_message
-from posttrain.runs.layout import plain_name
+from posttrain.runs.layout import plain_name, rollout_file
 from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.stages import _lineage
@@ -163,7 +163,8 @@ class Context:
         made += [
             p for p in members if not self.folder(p.name).exists()
         ]  # else a stage of that name
-        for folder in [*made, self.folder(stage)]:
+        sampled = rollout_file(self.directory, stage, 0).parent
+        for folder in [*made, *([sampled] if sampled.is_dir() else []), self.folder(stage)]:
             aside = place / folder.relative_to(self.directory)
             aside.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, aside)
@@ -204,7 +205,11 @@ class Stage(Naming, ABC):
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)):
-            object.__setattr__(self, name, in_full(getattr(self, name), hint))
+            value, default = getattr(self, name), self.__dataclass_fields__[name].default_factory
+            if isinstance(value, Mapping) and is_dataclass(hint) and callable(default):
+                usual = default()  # the stage's own defaults, not those of the group
+                value = replace(usual, **value) if type(usual) is hint else value
+            object.__setattr__(self, name, in_full(value, hint))
         super().__post_init__()
 
     @property
@@ -311,7 +316,7 @@ def run_stages(
         follow_stages(stages, context)
         return
     names = check_names(stages, only)
-    for stage in unfinished(stages, context, only):
+    for stage in unfinished(stages, context, only, again):
         context.announce(stage.name, stage.warnings(), "warning")
     for place, stage in enumerate(stages):
         folders = {name: context.folder(name) for name in names[:place]}
@@ -407,10 +412,20 @@ def follow_stages(stages: Sequence[Stage], context: Context) -> None:
         world.end()
 
 
-def unfinished(stages: Sequence[Stage], context: Context, only: Collection[str]) -> list[Stage]:
-    """The stages without a result; with `only`, among these."""
-    wanted = [stage for stage in stages if not only or stage.name in only]
-    return [stage for stage in wanted if context.result(stage.name) is None]
+def unfinished(
+    stages: Sequence[Stage], context: Context, only: Collection[str], again: bool = False
+) -> list[Stage]:
+    """The stages without a result or, with `again`, with one of other settings or inputs; with `only`, among these."""
+
+    def due(place: int, stage: Stage) -> bool:
+        before = _lineage.read(context.folder(stage.name))
+        if not again or before is None or context.result(stage.name) is None:
+            return context.result(stage.name) is None
+        folders = {one.name: context.folder(one.name) for one in stages[:place]}
+        return bool(_lineage.trace(stage, context.seed, folders).changes(before))
+
+    wanted = [(n, stage) for n, stage in enumerate(stages) if not only or stage.name in only]
+    return [stage for n, stage in wanted if due(n, stage)]
 
 
 def worker_pool(stages: Iterable[Stage]) -> WorkerPool:

@@ -104,7 +104,19 @@ class TrainStage(Stage):
     def warnings(self) -> list[str]:
         # without `steps`, the epochs and the data decide their number
         found = self.optimizer.warning(f"{self.name}.optimizer", self.steps) if self.steps else ""
-        return [found] if found else []
+        return [line for line in (found, self._lora_warning()) if line]
+
+    def _lora_warning(self) -> str:
+        """A warning if adapters would train with the learning rate of full training because none was given, else ""."""
+        default = type(self).__dataclass_fields__["optimizer"].default_factory
+        rate = self.optimizer.lr
+        usual = (Optimization.lr, default().lr if callable(default) else None)
+        # the same object: an equal rate that was given is another one
+        if self.lora is None or not any(rate is one for one in usual):
+            return ""
+        kept = f"lora is used with the default lr of full training, {rate:g}"
+        advice = f"give lr={10 * rate:g}, or lr={rate:g} to keep it"
+        return f"{kept}; adapters usually need about ten times as much: {advice}"
 
     def load(self, context: Context, name: str = "") -> Policy:
         if name or self.lora is None or not self.lora.load_in_4bit:
@@ -333,7 +345,8 @@ class DataStage(TrainStage):
             passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
             steps = f"{many(stage.steps or 0, 'step')} of {stage.batch}"
             context.announce(self.name, [f"{passes} = {steps}"])
-            context.announce(self.name, stage.warnings(), "warning")
+            new = [line for line in stage.warnings() if line not in self.warnings()]
+            context.announce(self.name, new, "warning")
         return stage
 
 

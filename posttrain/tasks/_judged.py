@@ -69,8 +69,9 @@ class Judged(_questions.Questions):
             check(self.reward, self.options)
         self.check_style(task)
         kept = self.held_out
-        fine = 0 <= kept <= 1 or (self.by_number and kept > 1 and kept % 1 == 0)
-        number = ", or a number of prompts" if self.by_number else ", 1 for all"
+        fine = 0 <= kept < 1 or (kept > 1 and kept % 1 == 0 if self.by_number else kept == 1)
+        # 1 could be one prompt, or all of them
+        number = ", or a number of prompts from 2 on" if self.by_number else ", 1 for all"
         require(fine, f"{task}: held_out is a share, 0 for none{number}, not {kept}")
         fine = self.score_seconds > 0
         require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")

@@ -24,7 +24,7 @@ ASKED = ("prompt", "question", "messages")  # the column of the prompt if none i
 @dataclass(frozen=True)
 class Prompts(Jsonl):
     """`file` is for training and `test_file` for evaluation. Without one, `held_out` prompts are kept for evaluation: below 1 a
-    share, from 1 on a number; 0 keeps none, and nothing is measured during training. The text of a prompt decides, so the same
+    share, from 2 on a number; 0 keeps none, and nothing is measured during training. The text of a prompt decides, so the same
     prompts are chosen each time."""
 
     shorthand: ClassVar[str] = "file"
@@ -82,7 +82,7 @@ def _sides(pool: Pool, held_out: float, where: str) -> tuple[Pool, Pool]:
     """Return (train, held out); a repeated prompt is on one side."""
     asked = [normalised(f"{p.facts.get('messages', '')}{p.question}") for p in pool.problems]
     texts = sorted(set(asked), key=lambda text: stable_hash("held out", text))
-    count = int(held_out) if held_out >= 1 else round(held_out * len(texts))
+    count = int(held_out) if held_out > 1 else round(held_out * len(texts))
     some = f"{where}: held_out={held_out:g} of {len(texts)} different prompts"
     require(count < len(texts), f"{some} leaves none to train on")
     aside = set(texts[:count])

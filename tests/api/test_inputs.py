@@ -179,6 +179,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompts": "none.jsonl", "reward": len}, "prompts: there is no file none.jsonl"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": 2}, "held_out=2 of 2 different prompts leaves none to train on"),
+    ({"prompts": ["a", "b"], "reward": len, "held_out": 1.0}, "or a number of prompts from 2 on, not 1.0"),
     ({"prompts": ["a", "b"], "reward": len, "held_out": -1}, "held_out is a share, 0 for none, or a number of prompts"),
     ({"prompts": ["a"], "reward": lambda prompt, style: 0}, r"reward lambda .* asks for style, .* nor a column of the data \(prompt\)"),
     ({"prompts": [{"prompt": "a", "gold": "b"}], "reward": lambda response, answer: 0}, r"asks for answer, .* \(prompt, gold\)"),
@@ -196,6 +197,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "out": 3}, "out: the path of a directory, not 3"),
     ({"prompts": ["a"], "reward": len, "out": "x" * 300}, "File name too long; choose another"),
     ({"prompts": ["a"], "reward": len, "seed": None}, "seed: input should be a valid integer, not None"),
+    (
+        {"prompts": ["a", "b" * 2050, "b", "c" * 3000], "reward": len},
+        r"2048 positions; lower max_new_tokens, or leave out or shorten the 2 of 4 training prompts of more than 2,045 tokens "
+        r"\(prompts.jsonl:2, prompts.jsonl:4\)$",
+    ),
+    ({"prompts": ["a"], "reward": len, "max_new_tokens": 4000}, "2048 positions; lower max_new_tokens$"),
     ({"prompts": ["a"], "reward": len, "optimizer": None}, "optimizer takes keys, not None"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
@@ -235,7 +242,9 @@ def test_what_a_run_is_asked_for_is_checked() -> None:
         "sample: seed: input should be a valid integer": lambda: run.sample("a", seed=None),
         "evaluate: seed: input should be a valid integer": lambda: run.evaluate(prompts=["a"], reward=len, seed=None),
         "has trained a language model, not a reward model": lambda: run.score("a", "b"),
-        "compare: a run, such as pt.load": lambda: run.compare("runs/other"),
+        "no run in .*runs/other: it has no config.yaml": lambda: run.compare("runs/other"),
+        "compare: a run or its directory, not 3": lambda: run.compare(3),
+        "are the same run": lambda: run.compare(str(run.directory)),
         "there is no run and no model None": lambda: pt.load(None),
         "reward: the name of a shipped reward, not 3": lambda: pt.reward(3),
         "run: model: text, numbers, lists or dicts, not object": lambda: pt.run("quickstart", model=object()),
@@ -253,6 +262,18 @@ def test_a_call_that_is_refused_leaves_the_files_that_were_there() -> None:
     with pytest.raises(pt.UserError, match="run already holds a run"):
         pt.sft("tiny:nano", ROWS[:2], batch=4, **QUICK, out="run")
     assert Path("run/data/data.jsonl").read_bytes() == before
+
+    def files() -> dict[Path, bytes]:
+        """All but the log, which has every attempt."""
+        return {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file() and p.name not in ("lock", "events.jsonl")}
+
+    kept = files()
+    bad = [*ROWS, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    for model, rows, text in (("tiny:none", ROWS[:2], "tiny model size 'none'"), ("tiny:nano", bad, "data row .*")):
+        for learn in (pt.sft, pt.dpo):
+            with pytest.raises(pt.UserError, match=text):
+                learn(model, rows, batch=4, **QUICK, out="run", again=True)
+            assert files() == kept
     for name in ("data/data.jsonl", "export/notes.txt", "config.json"):
         own = Path("mine", name)
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -305,6 +326,9 @@ def test_a_list_of_texts_is_no_data_for_sft() -> None:
         pt.UserError, match="a list of texts is one of files, and there is no file '1.1=2'; of texts make rows:"
     ):
         pt.sft("tiny:nano", ["1+1=2", "2+2=4"])
+    for learn in (pt.dpo, pt.reward_model):  # neither reads rows of text
+        with pytest.raises(pt.UserError, match="no file '1.1=2'; give rows, as 'posttrain list formats' shows them"):
+            learn("tiny:nano", ["1+1=2", "2+2=4"])
 
 
 def test_a_recipe_by_name_and_stages_in_a_list() -> None:

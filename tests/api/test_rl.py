@@ -324,7 +324,7 @@ def test_ppo_with_a_reward_model_and_a_rule(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(pt.UserError, match="is a reward model, no language model"):
         pt.sample(str(rm.directory), "n1")
     how = {key: value for key, value in SMALL.items() if key not in ("group", "beta")}
-    run = pt.ppo(prompts=FOUR, reward=rm, held_out=1, **how)
+    run = pt.ppo(prompts=FOUR, reward=rm, held_out=2, **how)
     assert {"loss/value", "value/error"} <= run.metrics[-1].keys()
     assert "reward/test" in run.metrics[-1]
     mixed = pt.rl(algorithm="ppo", prompts=FOUR, reward={"rm": rm, "short": vowels}, weights={"rm": 0.5}, **{**how, "steps": 1})

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain import catalogue, cli, pipeline
 from posttrain.data.formats import FORMATS
-from posttrain.errors import Interrupted
+from posttrain.errors import Interrupted, Waiting
 
 COMMANDS = catalogue.names("command")
 LATER = {"studio"}  # named by the design, not built yet
@@ -95,6 +95,31 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
     assert cli.main(["run", "quickstart", f"out={out}-2", "--allow-code"]) == 130
     assert capsys.readouterr().err.endswith(f"posttrain resume {out}-2 --allow-code\n"), "the same trust is needed again"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyboardInterrupt(), "interrupted; "), (Interrupted("over"), "over; "), (Waiting("label them"), "label them; then ")],
+)
+def test_the_command_that_goes_on_has_the_option_that_the_run_needs(
+    error: BaseException, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "run_stages", stop)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def pay(response): return float(len(response))\n")
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    stage = (
+        "{stage: rl, name: rl, model: 'tiny:nano', task: {name: prompts, file: rows.jsonl, reward: length}, evaluate_every: 0}"
+    )
+    Path("mine.yaml").write_text(f"stages: [{stage}]")
+    given = "rl.task.reward=mine.py:pay"  # what is typed is trusted, what a directory names is not
+    for out, words, option in (("a", [], ""), ("b", ["--allow-code"], " --allow-code"), ("c", [given], " --allow-code")):
+        cli.main(["run", "mine.yaml", f"out={out}", *words])
+        told = capsys.readouterr()
+        assert f"{said}continue with: posttrain resume {out}{option}\n" in told.out + told.err
 
 
 def test_an_interrupted_sweep_says_once_how_to_go_on(

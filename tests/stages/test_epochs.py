@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from posttrain import cli, config
+from posttrain import cli, config, pipeline
+from posttrain.api.inputs import built
 from posttrain.commands import plan
 from posttrain.errors import UserError
 from posttrain.models.tiny import MAX_POSITIONS
@@ -20,7 +22,9 @@ from posttrain.stages._material import Data, measured_units, split_sources
 from posttrain.stages.base import Context
 from posttrain.stages.preference import PreferenceStage
 from posttrain.stages.reward_model import RewardModelStage
+from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
+from posttrain.train.optimizer import Optimization
 from posttrain.types import Example
 
 
@@ -210,3 +214,47 @@ def test_the_sample_of_what_is_held_out_is_not_its_beginning(tmp_path: Path) -> 
     places = [[int(unit[0].ids[0]) for unit in part] for part in drawn]
     assert places[0] == places[1] != places[2] and places[0] == sorted(places[0])
     assert 300 < sum(places[0]) / 100 < 700 and len(set(places[0])) == 100
+
+
+@pytest.mark.parametrize("how", [{"epochs": 2}, {"steps": 2}])
+@pytest.mark.parametrize(("kind", "usual"), [("sft", "1e-05"), ("preference", "1e-06")])
+def test_adapters_with_the_learning_rate_of_full_training_are_named_once(
+    kind: str, usual: str, how: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = tree(kind, write(tmp_path, 4), batch=2, lora=4, **how)
+    del what["stages"][0]["optimizer"]
+
+    def count(lines: str) -> int:
+        return lines.count(f"default lr of full training, {usual}")
+
+    def planned(*given: str) -> int:
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(what))
+        return count("\n".join(plan.describe(config.parse(str(tmp_path / "r.yaml"), list(given)))))
+
+    assert planned() == planned("one.beta1=0.8") == 1
+    assert planned(f"one.lr={usual}") == planned("one.lr=1e-3") == planned("one.lora=null") == 0
+    settings = config.parse(str(tmp_path / "r.yaml"), [f"out={tmp_path / 'run'}", "device=cpu"])
+    pipeline.start(settings)
+    assert count(capsys.readouterr().out) == 1
+
+
+def test_a_group_that_is_given_in_part_keeps_the_defaults_of_the_stage() -> None:
+    """An optimizer's own defaults are those of rl; the pages of the reference list others for sft and preferences."""
+    usual = SFTStage(name="one", model="x", data=("y",)).optimizer
+    expected = replace(usual, beta1=0.8)
+    part: dict[str, Any] = {"optimizer": {"beta1": 0.8}}
+    what: dict[str, Any] = {"name": "one", "model": "x", "data": ["y"]}
+    given = {"stage": "sft", **what, **part}
+    assert usual.lr == 1e-5 and usual.schedule == "cosine"
+    assert config.from_config({"stages": [given]}, "x").recipe.stages[0].optimizer == expected  # type: ignore[attr-defined]
+    loose = config.from_config({"stages": [{**given, "lr": 3e-4}]}, "x").recipe.stages[0]
+    assert loose.optimizer == replace(expected, lr=3e-4)  # type: ignore[attr-defined]
+    assert built(SFTStage, what, part, "sft").optimizer == expected
+    assert SFTStage(**what, **part).optimizer == expected
+
+
+def test_an_equal_learning_rate_that_was_given_in_python_is_not_named() -> None:
+    given = {"name": "rl", "model": "x", "task": "arithmetic", "lora": 4}
+    assert len(RLStage(**given).warnings()) == 1  # type: ignore[arg-type]
+    equal = Optimization(lr=float("1e-6"))
+    assert RLStage(**given, optimizer=equal).warnings() == []  # type: ignore[arg-type]

@@ -262,6 +262,8 @@ def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: 
     for name in ("a-1", "a-2", "a-b"):
         (run / "checkpoints" / name).mkdir()
     (run / "stages" / "a-2").mkdir()
+    for name in ("a", "a-2"):
+        (run / "rollouts" / name).mkdir(parents=True)
     file.write_text("two\n")
     with pytest.raises(UserError, match=r"begun with other inputs: its input .* has changed.*again=true"):
         ran(run, (half,))
@@ -272,6 +274,7 @@ def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: 
     assert sorted(p.name for p in (aside / "checkpoints").glob("*")) == ["a", "a-1"], "kept, with those of its second model"
     assert (aside / "checkpoints/a/step-1").is_dir() and (aside / "stages/a/lineage.json").is_file()
     assert sorted(p.name for p in (run / "checkpoints").glob("*")) == ["a-2", "a-b"], "other stages' are not touched"
+    assert (aside / "rollouts/a").is_dir() and [p.name for p in (run / "rollouts").glob("*")] == ["a-2"]
 
 
 def test_a_resume_refuses_other_inputs_of_a_finished_stage(tmp_path: Path) -> None:
