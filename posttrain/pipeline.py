@@ -99,7 +99,7 @@ def start(settings: Settings, on_step: OnStep | None = None, write: Write | None
         for put_back in undo if continued and not started else ():
             put_back()
         found = {*directory.iterdir()} if os.path.isdir(directory) else set()
-        if made or found - (there or set()) == {directory / LOCK}:
+        if made or found - (there or set()) <= {directory / LOCK}:
             forget(directory, there)
         for path in above:  # made for it
             with contextlib.suppress(OSError):  # the directory is not empty

@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from posttrain import cli, config
-from posttrain.commands import show
 from posttrain.errors import UserError
 from posttrain.events import printable
 from posttrain.runs.layout import FORMAT
@@ -660,9 +659,7 @@ def test_settings_of_a_folder_do_not_say_where_figures_go(folder: Path, capsys: 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
 
 
-def test_what_a_file_says_does_not_steer_the_terminal(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_file_says_does_not_steer_the_terminal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def said(words: list[str], code: int) -> None:
         assert cli.main(words) == code, words
         found = capfd.readouterr()
@@ -696,7 +693,6 @@ def test_what_a_file_says_does_not_steer_the_terminal(
     (rollouts / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "run0" / "metrics.jsonl").write_text(json.dumps({"stage": "rl", "step": 1, "attempt": 1, "time": 0.0}) + "\n")
     said(["show", runs[0]], 0)
-    monkeypatch.setattr(show, "_tokenizer", lambda *_: None)
     said(["show", runs[0], "rl/1/0"], 0)
     (folder / "sweep").mkdir()
     (folder / "sweep" / "sweep.json").write_text(json.dumps({"recipe": f"{ESCAPE}.yaml", "arguments": [f"{ESCAPE}=1"]}))

@@ -50,6 +50,7 @@ BOUNDED = {
     "rewards/_loop.py: asyncio.run(run())": "isolated scores have a limit; a task that scores or runs here is quick by contract",
     "cluster/asynchronous.py: self.submitted.wait()": "a thread that generates until it is told to end",
     "cluster/asynchronous.py: task.result()": "of one that is done",
+    "cluster/asynchronous.py: left.wait()": "a thread that stands still while the model learns, and ends with the process",
     "cluster/asynchronous.py: asyncio.gather(*self.tasks.values(), return_exceptions=True)": "of tasks that are cancelled",
     "episodes.py: asyncio.gather(*(self.draw(n) for n in range(len(self.problems))))": "the same",
     "episodes.py: asyncio.gather(*(self.episode(draw, n) for n in range(len(self.samples))))": "the same",

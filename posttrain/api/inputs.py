@@ -25,7 +25,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.stages import reward_sources
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages.reward_sources import RewardModels, RewardSource, Weighted
-from posttrain.system.files import atomic_write, explained
+from posttrain.system.files import atomic_write, explained, read_bytes
 from posttrain.tasks.base import Task
 from posttrain.tasks.prompts import Prompts
 from posttrain.tasks.tool_use import ToolUse
@@ -85,7 +85,7 @@ class Files:
         """Write the rows. In a `new` run they replace no file; else none that has them, as another process may have written it. Returns
         a function that puts back what was there."""
         with explained(self.directory):
-            before = {path: path.read_bytes() for path in self.lines if path.exists()}
+            before = {path: read_bytes(path) for path in self.lines if path.exists()}
             taken = ", ".join(f"data/{path.name}" for path in before)
             other = f"{self.directory} is no run and holds {taken}; choose another directory"
             require(not (new and before), other)

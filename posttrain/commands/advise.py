@@ -247,6 +247,7 @@ def _recipe(
         ordinary = {"task": {**own.task, **own.ordinary}, "counts": {**own.counts}}
         model = stand_in("sft", "start", data=[ordinary])
     if method is None:
+        sampling["temperature"] = 1.0
         add("evaluate", "now", task={**own.task}, samples=8, problems=100, sampling=sampling)
         return {"name": f"advice-{name}", "stages": stages}, _replacements([*replaced, "nothing"])
     for stage, algorithm in chain:
