@@ -160,9 +160,8 @@ class Context:
         saved = sorted((self.directory / "checkpoints").glob("*"))
         members = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}-\d+", p.name)]
         made = [p for p in saved if p.name == stage]
-        made += [
-            p for p in members if not self.folder(p.name).exists()
-        ]  # else a stage of that name
+        # a folder rl-2 may also be of a stage of that name
+        made += [p for p in members if not self.folder(p.name).exists()]
         sampled = rollout_file(self.directory, stage, 0).parent
         for folder in [*made, *([sampled] if sampled.is_dir() else []), self.folder(stage)]:
             aside = place / folder.relative_to(self.directory)
