@@ -56,7 +56,7 @@ class Varied(Scheduler):
     def _enter(self, work: Work) -> None:
         first = self.rows.count
         super()._enter(work)
-        given = self.lengths[[request.session for request in work.requests]] - work.done
+        given = self.lengths[[request.session for request in work.requests]]
         backend = backend_of(self)
         backend.promised -= sum(map(pages_of, work.limits)) - sum(pages_of(int(n)) for n in given)
         self.rows.live("limit", first)[:] = given
@@ -136,17 +136,20 @@ def run_lognormal(engine: Engine, case: Case, repeats: int) -> dict[str, Any]:
             "graphs": len(backend.graphs)}  # fmt: skip
 
 
-def run_ahead(engine: Engine, case: Case, staleness: int, mean: int = 256, longest: int = 1024) -> dict[str, Any]:
+def run_ahead(
+    engine: Engine, case: Case, staleness: int, keep: bool, counted: int = 6, mean: int = 256, longest: int = 1024
+) -> dict[str, Any]:
     """Lognormal lengths in steps of `case.prompts` groups as `max_staleness` has them: a step takes the oldest finished groups, and
-    those that it does not wait for continue after a publish, which computes their cache again. The steps at both ends, with fewer
-    rows, are not counted. Training, which would come between, is left out."""
+    those that it does not wait for continue after a publish, which computes their cache again unless they `keep` it. The steps at
+    both ends, with fewer rows, are not counted, nor two in which graphs are captured. Training, which would come between, is left
+    out."""
     from dataclasses import replace
 
-    steps, group = 3 + 2 * staleness, case.group
+    steps, group = counted + 2 + 2 * staleness, case.group
     asked = [p for step in range(steps) for p in make_requests(replace(case, new=longest), 50 + step, endless=False)]
     members = [tuple(same) for _, same in groupby(group_requests(asked), key=lambda request: request.group)]
     backend = backend_of(engine.scheduler)
-    engine.scheduler = Varied(engine.policy, backend, case.rows)
+    engine.scheduler = Varied(engine.policy, backend, case.rows, keep)
     Varied.lengths = np.concatenate([lognormal_lengths(case, mean, longest, seed) for seed in range(steps)])
     admission = Admission(Staleness(batch=case.prompts, max_staleness=staleness))
     missing, written = [group] * len(asked), [0] * len(asked)
@@ -167,9 +170,8 @@ def run_ahead(engine: Engine, case: Case, staleness: int, mean: int = 256, longe
     recomputed = engine.statistics.recomputed
     engine.scheduler = Scheduler(engine.policy, backend, case.rows)
     engine.scheduler.version = engine.version
-    counted = rates[1 + staleness : steps - staleness]
-    tokens, seconds = (sum(column) for column in zip(*counted, strict=True))
-    return {"tokens_s": tokens / seconds, "steps": rates, "counted": len(counted), "recomputed": recomputed}
+    tokens, seconds = (sum(column) for column in zip(*rates[2 + staleness : steps - staleness], strict=True))
+    return {"tokens_s": tokens / seconds, "steps": rates, "counted": counted, "recomputed": recomputed}
 
 
 def profile(engine: Engine, case: Case) -> list[tuple[str, float, int]]:
@@ -228,10 +230,11 @@ def main() -> None:
             print(f"a, lognormal: {result['lognormal']['tokens_s']:,.0f} tokens/s, {100 * share:.0f}% of equal lengths, "
                   f"{result['lognormal']}", flush=True)  # fmt: skip
         for staleness in map(int, filter(None, options.ahead.split(","))):
-            ahead = result[f"ahead_{staleness}"] = run_ahead(engine, case, staleness)
-            share = ahead["tokens_s"] / result["tokens_s"]
-            print(f"{name}, lognormal, max_staleness={staleness}: {ahead['tokens_s']:,.0f} tokens/s, {100 * share:.0f}% of equal "
-                  f"lengths, {ahead}", flush=True)  # fmt: skip
+            for way in ("continue", "keep"):
+                ahead = result[f"ahead_{staleness}_{way}"] = run_ahead(engine, case, staleness, way == "keep")
+                share = ahead["tokens_s"] / result["tokens_s"]
+                print(f"{name}, lognormal, max_staleness={staleness}, in_flight={way}: {ahead['tokens_s']:,.0f} tokens/s, "
+                      f"{100 * share:.0f}% of equal lengths, {ahead}", flush=True)  # fmt: skip
         if options.profile:
             result["profile"] = profile(engine, case)
             for key, milliseconds, launches in result["profile"]:

@@ -40,7 +40,7 @@ POLL_SECONDS = 0.005  # how long a poll may wait for a completion: a publish wai
 CHECK_SECONDS = 1.0  # between two looks at a producer that is waited for
 # how long a process waits for its own groups before it asks the others for theirs
 SHARE_SECONDS = 0.02
-InFlight = Literal["continue", "restart"]
+InFlight = Literal["continue", "keep", "restart"]
 Together = tuple[Begun, ...]  # groups whose episodes run together
 Made = Sequence[Sequence[Group]]  # of each problem: one group for each role
 
@@ -201,7 +201,7 @@ class Producer:
 
 class Asynchronous(Rollouts):
     """`Rollouts` that are sampled ahead of the trainer. `steps` is the number of steps of the run, after which no group is started.
-    `in_flight` says whether groups in progress continue with new weights or are restarted.
+    `in_flight` says whether groups in progress continue with new weights, their caches recomputed or kept, or are restarted.
 
     With `max_staleness` 0 the same requests are made in the same order as by `Rollouts`. Beyond it every problem that was drawn is
     trained on once, also in a run that was killed and resumed: the checkpoint holds the groups that are finished and the numbers of
@@ -256,6 +256,11 @@ class Asynchronous(Rollouts):
         ]
         if batch.sequences:
             metrics.append(Metric("staleness/max", age_T.max(), None, largest=True))
+        if self.in_flight == "keep":  # tokens after older ones have read their cache
+            old_N = age_T.new_zeros(batch.sequences).scatter_reduce_(
+                0, batch.sequence_T, age_T, "amax"
+            )
+            age_T = old_N[batch.sequence_T].where(batch.mask_T, 0)
         if self.ahead:
             batch = batch.replace(stale_T=age_T > 0)
         if self.changing is not None:

@@ -18,7 +18,7 @@ from posttrain.engine import fp8
 from posttrain.engine.cache import Cache, Decode, Extend, Prefill
 from posttrain.engine.decoder import Decoder, cpu_decoder
 from posttrain.engine.random import uniforms
-from posttrain.engine.rows import RowTable
+from posttrain.engine.rows import RowTable, portions
 from posttrain.engine.sampler import Choices, sample
 from posttrain.engine.scheduler import Work
 from posttrain.models.attention import LAYOUT, Layout
@@ -92,22 +92,49 @@ class CPUBackend:
         usable = [None if c is None or c.decoded != decoded else c for c in caches]
         cached = [0 if cache is None else cache.length for cache in usable]
         new = [work.ids[skip:] for work, skip in zip(works, cached, strict=True)]
-        starts = (0, *np.cumsum([len(ids) for ids in new]).tolist())
         prefix = self.rows.live("prefix", first)
         self._reserve(int(prefix.max()), int((prefix + self.rows.live("limit", first)).max()))
-        if any(cached):
-            for row, cache in enumerate(usable):
-                if cache is not None:
-                    self.cache.restore(first + row, cache.layers)
-            layout: Layout = Extend(self.cache, starts, first, cached)
-        else:
-            layout = Prefill(self.cache, starts, first, groups)
-        positions = [np.arange(skip, len(w.ids)) for skip, w in zip(cached, works, strict=True)]
-        ids, position = (torch.from_numpy(np.concatenate(p))[None] for p in (new, positions))
-        hidden_TH = self._hidden(ids, position, layout)[0]
+        for row, cache in enumerate(usable):
+            if cache is not None:
+                self.cache.restore(first + row, cache.layers)
+        hidden_TH, starts = self._extend(new, cached, first, groups)
         last_N = torch.from_numpy(np.repeat(np.array(starts[1:]) - 1, groups)).to(self.device)
         self._settle()
         return self._draw(hidden_TH[last_N], first)
+
+    def resume(self, works: Sequence[Work], first: int) -> None:
+        prefix, count = (self.rows.live(name, first) for name in ("prefix", "count"))
+        longest = int((prefix + self.rows.live("limit", first)).max())
+        self._reserve(int((prefix + count).max()), longest)
+        row = first
+        for part in portions([len(work.ids) for work in works], PREFILL_TOKENS):
+            groups = [len(work.requests) for work in works[part]]
+            self._extend([work.ids for work in works[part]], [0] * len(groups), row, groups)
+            row += sum(groups)
+        rest = [ids[:-1] for work in works for ids, *_ in work.written]
+        for part in portions([len(ids) for ids in rest], PREFILL_TOKENS):
+            if any(len(ids) for ids in rest[part]):
+                self._extend(rest[part], prefix[part].tolist(), first + part.start, [])
+        self.settled = False
+
+    def _extend(
+        self, new: Sequence[np.ndarray], cached: list[int], first: int, groups: list[int]
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """Compute these ids of the rows from `first` on, after `cached` ids of each; or, if none of them has any, prompts of `groups`
+        of rows. Returns hidden states, [T, H], and where those of each sequence begin."""
+        starts = (0, *np.cumsum([len(ids) for ids in new]).tolist())
+        kind, about = (Extend, cached) if any(cached) else (Prefill, groups)
+        layout: Layout = kind(self.cache, starts, first, about)
+        every = zip(cached, new, strict=True)
+        positions = [np.arange(skip, skip + len(ids)) for skip, ids in every]
+        ids, position = (torch.from_numpy(np.concatenate(p))[None] for p in (new, positions))
+        return self._hidden(ids, position, layout)[0], starts
+
+    def refresh(self) -> None:
+        """The decoder stays one: the keys of its caches have another order than the module's."""
+        if self.decoder is not None:
+            self.decoder = cpu_decoder(self.policy, pack=True)
+            self._reserve(0, 0)
 
     def launch(self) -> None:
         """Decode one token for every live row."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.fused import Fused, advance, attend_pages, fused, sample, tile_rows
-from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Rows, RowTable, pages_of
+from posttrain.engine.rows import INTEGERS, PAGE, Drawn, Pages, Rows, RowTable, pages_of, portions
 from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
@@ -32,6 +32,8 @@ STOPPABLE = 16  # the same where a response may end at any of them
 LOOK = 2  # steps of a burst that the device still has when the host looks which rows are done
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
+# the ids of a sequence, their slots, and how many of them are stored already
+Stored = tuple[np.ndarray, np.ndarray, int]
 AHEAD = 1024  # tokens of a response that the pool has room for from the start, where responses may get that far
 
 
@@ -50,27 +52,6 @@ def bucket(count: int, capacity: int) -> int:
     power = 1 << max(0, count - 1).bit_length()
     grain = max(1, power // 8) if count > 4 else power
     return min(-(-count // grain) * grain, capacity)
-
-
-class Pages:
-    """The free pages of the pool. Page 0 is never handed out: rows that are done or absent write to it."""
-
-    def __init__(self, pages: int):
-        self.pages = pages
-        self.free = np.arange(pages - 1, 0, -1)  # a stack; the top is its end
-
-    def take(self, count: int) -> np.ndarray:
-        assert count <= len(self.free)
-        kept = len(self.free) - count
-        taken, self.free = self.free[kept:][::-1], self.free[:kept]
-        return taken
-
-    def give(self, pages: np.ndarray) -> None:
-        self.free = np.concatenate([self.free, pages])
-
-    def grow(self, pages: int) -> None:
-        self.free = np.concatenate([np.arange(pages - 1, self.pages - 1, -1), self.free])
-        self.pages = pages
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +137,7 @@ class CUDABackend:
     def prepare(self, works: Sequence[Work], rows: int, fresh: bool) -> None:
         """Read the current weights if `fresh`, and make room for the works' rows, pages and positions."""
         if fresh:
-            self._refresh()
+            self.refresh()
             self.room_pages, self.capacity = self.room(), 0
             self.truncated, self.endless, self.largest = False, True, 1
         if not works:
@@ -173,15 +154,17 @@ class CUDABackend:
         pages_R = np.cumsum([w.pages for w in works])
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
         begun = works[: int(fitting.sum())]
-        first = np.minimum([limit for w in begun for limit in w.limits], AHEAD)
-        pool = 1 + int((-(-first // PAGE)).sum()) + sum(pages_of(len(w.ids)) for w in begun)
+        ahead = [
+            min(limit, n + AHEAD) for w in begun for limit, n in zip(w.limits, w.done, strict=True)
+        ]
+        pool = 1 + sum(map(pages_of, (*ahead, *(len(w.ids) for w in begun))))
         pages = pages_of(max(max(w.limits) for w in works))
         positions = max(len(w.ids) + max(w.limits) for w in works)
         # a history grows from turn to turn: by powers of two, so that graphs are seldom captured anew
         prompt_pages = max(PROMPT_PAGES, power_of_two(pages_of(max(len(w.ids) for w in works))))
         self._allocate(pages, prompt_pages, pool, positions)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         if self.decoder.places == self.decoder.addresses():
             self.decoder.refresh()
             return
@@ -189,6 +172,8 @@ class CUDABackend:
         decoder, reason = fused(self.policy, self.decoder.precision)
         require(decoder is not None, f"the model cannot be decoded in pages any more: {reason}")
         assert decoder is not None
+        if self.decoder.rope is not None:
+            decoder.ensure_rope_table(len(self.decoder.rope[0]))
         self.decoder = decoder
         self._forget_graphs()
 
@@ -300,6 +285,25 @@ class CUDABackend:
         ids, logprobs = (t[:1, : self.rows.count - first].cpu().numpy() for t in drawn)
         return ids, logprobs
 
+    def resume(self, works: Sequence[Work], first: int) -> None:
+        """Prompts come first, once each. What rows have sampled reads them from the pool."""
+        self._reserve(0)
+        self.changed, row = True, first
+        prompts, rest = list[Stored](), list[Stored]()
+        for work in works:
+            slots = slots_of(self.prompt_table[row], len(work.ids))
+            prompts.append((work.ids, slots, 0))
+            for ids, *_ in work.written:
+                own = slots_of(self.table[row], len(ids) - 1)
+                both = np.append(work.ids, ids[:-1]), np.append(slots, own)
+                rest += [(*both, len(work.ids))] if len(own) else []
+                row += 1
+        for every in (prompts, rest):
+            # keys that are read are gathered, which takes memory, too
+            sizes = [max(len(ids) - cached, len(ids) // 8) for ids, _, cached in every]
+            for part in portions(sizes, self.prefill_tokens):
+                self._hidden(*zip(*every[part], strict=True))
+
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
         for store in (side for pair in self.stores for side in pair):
@@ -307,7 +311,9 @@ class CUDABackend:
         if self.choices is not None:
             self.choices[target_T] = self.choices[source_T]
 
-    def _hidden(self, ids: list[np.ndarray], slots: list[np.ndarray], cached: list[int]) -> Tensor:
+    def _hidden(
+        self, ids: Sequence[np.ndarray], slots: Sequence[np.ndarray], cached: Sequence[int]
+    ) -> Tensor:
         """Compute whole sequences whose first `cached` tokens are stored already, and store their keys and values. Returns the last
         hidden state of each, [P, H]."""
         every = [len(i) for i in ids]

@@ -69,7 +69,7 @@ def _prefill_key(r: Request) -> object:
 class Engine:
     """A `Sampler` in this process. `processes` is the number of cores to use on a CPU, 0 for all; see engine/forked.py. `bursts` is the
     number of bursts a poll decodes if nothing finishes: 1 to stream tokens by `written`, 0 for the fastest. `precision` selects what is
-    computed in fp8."""
+    computed in fp8. With `keep_caches`, responses in flight continue after `publish` on what the weights before had computed."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class Engine:
         processes: int = 0,
         bursts: int = 0,
         precision: fp8.Precision = fp8.AS_TRAINED,
+        keep_caches: bool = False,
     ):
         precision.check_device(policy.device)
-        self.precision = precision
+        self.precision, self.keep_caches = precision, keep_caches
         self.policy, self.capacity, self.processes = policy, max_rows, processes or forked.CORES
         check_threads(self.processes, "processes")
         self.version, self.bursts = 0, bursts
@@ -159,7 +160,7 @@ class Engine:
             # it suspends its rows, and reads the new weights at the next poll; captured graphs stay
             self.scheduler.publish(version)
         if weights is not None:
-            self.pool.release()
+            self.pool.pause()
             model = self.policy.model
             own = dict(model.named_parameters()) | dict(model.named_buffers())
             with torch.no_grad():
@@ -174,12 +175,12 @@ class Engine:
     def pause(self) -> None:
         """Decode nothing until the next poll or publish, because the weights are about to change. In this process nothing is decoded
         between two polls anyway."""
-        self.pool.release()
+        self.pool.pause()
 
     def release(self) -> None:
         """Free the memory of caches, captured graphs and copied weights. Workers stop decoding, too; their rows are recomputed at the
         next poll."""
-        self.pool.release()
+        self.pool.pause("release")
         if self.scheduler is not None:
             self.scheduler.release()
 
@@ -202,8 +203,7 @@ class Engine:
 
     def _scheduler(self) -> Scheduler:
         if self.scheduler is None:
-            self.scheduler = Scheduler(self.policy, self._backend(), self.capacity)
-            self.scheduler.version = self.version
+            self.scheduler = self._make_scheduler(self._backend())
             self.scheduler.backend.bursts = self.bursts or self.scheduler.backend.bursts
         return self.scheduler
 
@@ -239,7 +239,10 @@ class Engine:
 
     def _worker_scheduler(self) -> Scheduler:
         """Make the scheduler of a worker; runs in the worker."""
-        scheduler = Scheduler(self.policy, CPUBackend(self.policy, self.precision), self.capacity)
+        return self._make_scheduler(CPUBackend(self.policy, self.precision))
+
+    def _make_scheduler(self, backend: Backend) -> Scheduler:
+        scheduler = Scheduler(self.policy, backend, self.capacity, self.keep_caches)
         scheduler.version = self.version
         return scheduler
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -119,9 +120,9 @@ class EngineWorkers:
     def publish(self, version: int) -> None:
         self._send("publish", version)
 
-    def release(self) -> None:
-        """Make the workers suspend, drop their caches, and wait until they have. They continue at the next poll."""
-        self._send("release")
+    def pause(self, how: Literal["pause", "release"] = "pause") -> None:
+        """Make the workers stop, for `release` without their caches, and wait until they have. They continue at the next poll."""
+        self._send(how)
         while waiting := [w for w in self.workers if w.seen < w.sent]:
             self._read(waiting, wire.LOOK)
 
@@ -135,7 +136,7 @@ class EngineWorkers:
     def _send(self, what: str, *about: JSON) -> None:
         for worker in self.workers:
             worker.send(what, *about)
-        self.paused = what == "release"
+        self.paused = what in ("pause", "release")
 
     def _read(self, workers: Sequence[EngineWorker], wait: float) -> None:
         """Read what these workers wrote. A worker that died, or has not used its core for long, is marked failed."""
@@ -259,15 +260,16 @@ def _work(scheduler: Scheduler, requests: int, replies: int) -> None:
             except EOFError:
                 return
             seen += 1
-            paused = what == "release" or (paused and what == "cancel")
+            paused = what in ("pause", "release") or (paused and what == "cancel")
             if what == "submit":
                 scheduler.submit(_decode_works(about[0]))
             elif what == "cancel":
                 scheduler.cancel(about[0])
             elif what == "publish":
                 scheduler.publish(about[0])
-            elif what == "release":
-                scheduler.release()
+            elif paused:
+                if what == "release":
+                    scheduler.release()
                 channel.send(*_reply(seen, scheduler.statistics, finished))
                 finished, sent = [], time.monotonic()
         finished += scheduler.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 import numpy as np
@@ -17,6 +18,43 @@ COLUMNS = {name: n for n, name in enumerate((*INTEGERS, *HOST))}
 
 def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def portions(sizes: Sequence[int], limit: int) -> Iterator[slice]:
+    """Cut items of these sizes into consecutive parts of at most `limit` in all; an item that is larger is a part of its own.
+
+    >>> [(part.start, part.stop) for part in portions([3, 4, 9, 1, 1], 7)]
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    first = total = 0
+    for n, size in enumerate(sizes):
+        if n > first and total + size > limit:
+            yield slice(first, n)
+            first, total = n, 0
+        total += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
+
+
+class Pages:
+    """The free pages of the pool. Page 0 is never handed out: rows that are done or absent write to it."""
+
+    def __init__(self, pages: int):
+        self.pages = pages
+        self.free = np.arange(pages - 1, 0, -1)  # a stack; the top is its end
+
+    def take(self, count: int) -> np.ndarray:
+        assert count <= len(self.free)
+        kept = len(self.free) - count
+        taken, self.free = self.free[kept:][::-1], self.free[:kept]
+        return taken
+
+    def give(self, pages: np.ndarray) -> None:
+        self.free = np.concatenate([self.free, pages])
+
+    def grow(self, pages: int) -> None:
+        self.free = np.concatenate([np.arange(pages - 1, self.pages - 1, -1), self.free])
+        self.pages = pages
 
 
 class RowTable:

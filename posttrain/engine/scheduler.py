@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from posttrain.engine.random import GOLDEN, MASK
+from posttrain.engine.random import MASK
 from posttrain.engine.rows import RowTable, pages_of
 from posttrain.models.policy import Policy
 from posttrain.types import Completion, Request, Statistics
@@ -26,20 +26,20 @@ STOPPED, CANCELLED = 2, 3  # values of a row's `done`; 0: live, 1: at its length
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Requests that are prefilled as one sequence: the samples of a group, a turn of a session, or a suspended row."""
+    """Requests that are prefilled as one sequence: the samples of a group, or a turn of a session."""
 
     number: int  # in order of arrival
     requests: tuple[Request, ...]
-    ids: np.ndarray  # int64: all ids before the next token, including the session's history
+    ids: np.ndarray  # int64: all ids before the first token, including the session's history
     computed: int = 0  # how many of the ids were computed before
-    written: Completion | None = None  # the tokens that a suspended row had sampled
-    done: int = field(init=False)  # how many these are
-    limits: list[int] = field(init=False)  # how many tokens each row may still sample
+    written: tuple[Tokens, ...] = ()  # what each row had sampled, if the rows were suspended
+    done: list[int] = field(init=False)  # how many tokens these are, of each row
+    limits: list[int] = field(init=False)  # how many tokens each row may sample
     pages: int = field(init=False)  # of its tokens at full length
 
     def __post_init__(self) -> None:
-        self.done = 0 if self.written is None else len(self.written.ids)
-        self.limits = [r.sampling.max_new_tokens - self.done for r in self.requests]
+        self.done = [len(ids) for ids, *_ in self.written] or [0] * len(self.requests)
+        self.limits = [r.sampling.max_new_tokens for r in self.requests]
         self.pages = pages_of(len(self.ids)) + sum(map(pages_of, self.limits))
 
     @property
@@ -79,6 +79,13 @@ class Backend(Protocol):
         """Compute the ids of works, after their cached ones. Returns ids and log-probs of the first sampled tokens of the rows from
         `first` on, [1, N]. Either all works have a cache, or none."""
 
+    def resume(self, works: Sequence[Work], first: int) -> None:
+        """Compute the ids of suspended works and what their rows, which begin at `first`, had sampled; of each row all but the last
+        token, which the next step computes."""
+
+    def refresh(self) -> None:
+        """Read the current weights, while rows are live. Their caches stay."""
+
     def launch(self) -> None:
         """Start a burst of decoding steps for the live rows."""
 
@@ -108,22 +115,24 @@ class Backend(Protocol):
 
 
 class Scheduler:
-    """Decodes works with one policy in one process. Works enter in order; completions are returned as they finish."""
+    """Decodes works with one policy in one process. Works enter in order; completions are returned as they finish. With `keep_caches`
+    new weights continue on the caches of the old ones."""
 
-    def __init__(self, policy: Policy, backend: Backend, max_rows: int):
-        self.policy, self.max_rows = policy, max_rows
+    def __init__(self, policy: Policy, backend: Backend, max_rows: int, keep_caches: bool = False):
+        self.policy, self.max_rows, self.keep_caches = policy, max_rows, keep_caches
         self.backend, self.rows = backend, backend.rows
         self.version, self.limit = 0, max_rows
         self.waiting: deque[Work] = deque()
         self.arrived: list[Work] = []  # works that the backend has not prepared for
-        self.fresh, self.launched = True, False  # read the weights; a burst is running
+        # prepare anew, with the current weights; read these alone; a burst is running
+        self.fresh, self.outdated, self.launched = True, False, False
         self.was_training = False  # whether the model was in training mode before
         self.finished: list[tuple[Request, Completion]] = []
         self.kept: dict[int, Kept] = {}  # by session
         # by output slot: the work and the index of the request in it
         self.members: dict[int, tuple[Work, int]] = {}
         self.free: list[int] = []  # unused output slots
-        self.ids, self.logprobs = np.zeros((0, 32), np.int64), np.zeros((0, 32), np.float32)
+        self.tokens = tuple(np.zeros((0, 32), kind) for kind in (np.int64, np.float32, np.int32))
         self.stop_V = np.zeros(policy.head.weight_VH.shape[0], bool)
         self.stop_V[list(policy.stop_ids)] = True
         self.counts: Counter[str] = Counter()
@@ -179,12 +188,16 @@ class Scheduler:
         keys = [work.requests[member].session for work, member in live]
         asked = [row for row, session in enumerate(keys) if session in sessions]
         tokens = self._tokens(asked)
-        return {keys[n]: _completion(live[n][0], t) for n, t in zip(asked, tokens, strict=True)}
+        return {keys[n]: Completion(*own, "") for n, own in zip(asked, tokens, strict=True)}
 
     @torch.inference_mode()
     def publish(self, version: int) -> None:
         """Sample with the current weights from now on, as `version`. All caches are of the old weights, so live rows go back to the
-        queue."""
+        queue, unless `keep_caches`."""
+        if self.keep_caches:
+            self._collect()
+            self.version, self.outdated = version, True
+            return
         self._suspend()
         self.version, self.fresh, self.arrived = version, True, list(self.waiting)
 
@@ -196,12 +209,16 @@ class Scheduler:
         self.backend.release()
 
     def _advance(self) -> None:
-        if self.launched and not (self.waiting or self.fresh) and self.backend.ahead():
+        new = self.waiting or self.fresh or self.outdated
+        if self.launched and not new and self.backend.ahead():
             self._collect()  # while the device computes the next burst
             # if all rows have ended by now, the next burst has nothing to collect
             self.launched = self.rows.count > 0
             return
         self._collect()  # first: `prepare` may move the memory that the burst wrote to
+        if self.outdated and not self.fresh:
+            self.backend.refresh()
+        self.outdated = False
         if self.arrived or self.fresh:
             largest = max((len(work.requests) for work in self.waiting), default=0)
             self.limit = max(self.max_rows if self.fresh else self.limit, largest)
@@ -249,31 +266,36 @@ class Scheduler:
     def _admit(self) -> None:
         """Prefill as many of the next works as fit, in order, and sample the first token of each of their rows."""
         first, works, caches, tokens = self.rows.count, list[Work](), list[Kept | None](), 0
-        at_once = self.backend.prefill_tokens
+        at_once, kind = self.backend.prefill_tokens, (False, False)
         while self._fits():
             work = self.waiting[0]
             cache = self.kept.get(work.session)
-            new = len(work.ids) - (0 if cache is None else cache.length)
-            alike = not works or (cache is None) == (caches[0] is None)
-            if not alike or (works and tokens + new > at_once):
+            cached = 0 if cache is None else cache.length
+            new, again = len(work.ids) - cached, max(0, work.computed - cached)
+            if work.written:
+                new = again = len(work.ids) + sum(work.done) - len(work.done)
+            before, kind = kind, (cache is None, bool(work.written))
+            if works and (kind != before or tokens > at_once - new):
                 break
             self.waiting.popleft()
             self.kept.pop(work.session, None)
             self._enter(work)
             works.append(work)
             caches.append(cache)
-            tokens += new
-            again = max(0, work.computed - len(work.ids) + new)
+            tokens += 0 if work.written else new  # the backend divides these itself
             self.counts["prefilled"] += new - again
             self.counts["recomputed"] += again
-        self._record(first, *self.backend.prefill(works, caches, first))
+        if works[0].written:
+            self.backend.resume(works, first)
+        else:
+            self._record(first, *self.backend.prefill(works, caches, first))
         for cache in caches:
             if cache is not None:
                 self.backend.drop(cache)
         self._retire()
 
     def _enter(self, work: Work) -> None:
-        """Fill the rows of a work's samples. A suspended row continues its stream of random numbers."""
+        """Fill the rows of a work's samples. A suspended row continues after what it has sampled."""
         rows, first = self.rows, self.rows.count
         rows.count += len(work.requests)
         part, every = slice(first, rows.count), [r.sampling for r in work.requests]
@@ -281,22 +303,35 @@ class Scheduler:
         settings = every[:1] if every.count(every[0]) == len(every) else every
         rows.integers[:, part] = 0
         rows["prefix"][part], rows["limit"][part] = len(work.ids), work.limits
-        rows["min"][part] = [one.min_new_tokens - work.done for one in settings]
+        rows["min"][part] = [one.min_new_tokens for one in settings]
         rows["top_k"][part] = [one.top_k for one in settings]
-        seeds = [(r.seed + work.done * GOLDEN) & MASK for r in work.requests]
+        seeds = [r.seed & MASK for r in work.requests]
         rows["seed"][part] = np.array(seeds, np.uint64).view(np.int64)
         rows.floats[0, part] = [one.temperature for one in settings]
         rows.floats[1, part] = [one.top_p for one in settings]
         while len(self.free) < len(every):
-            size = len(self.ids)
-            more = ((0, max(size, 16)), (0, 0))
-            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
-            self.free.extend(range(len(self.ids) - 1, size - 1, -1))
+            size = len(self.tokens[0])
+            self._grow(max(size, 16), 0)
+            self.free.extend(range(len(self.tokens[0]) - 1, size - 1, -1))
         slots = [self.free.pop() for _ in every]
         rows["output"][part] = slots
         for member, slot in enumerate(slots):
             self.members[slot] = work, member
+        for row, had in enumerate(work.written, first):
+            count = rows["count"][row] = len(had[0])
+            rows["last"][row] = had[0][-1]
+            self._reserve(count)
+            for column, own in zip(self.tokens, had, strict=True):
+                column[rows["output"][row], :count] = own
         self.backend.enter(work, first)
+
+    def _reserve(self, length: int) -> None:
+        """Make room for responses of this length."""
+        if length > (width := self.tokens[0].shape[1]):
+            self._grow(0, max(length - width, width))
+
+    def _grow(self, slots: int, width: int) -> None:
+        self.tokens = tuple(np.pad(column, ((0, slots), (0, width))) for column in self.tokens)
 
     def _record(self, first: int, ids_SN: np.ndarray, logprobs_SN: np.ndarray) -> None:
         """Store the tokens that the rows from `first` on sampled, up to the end of each, and mark finished rows."""
@@ -305,12 +340,11 @@ class Scheduler:
         written_SN = count + 1 + np.arange(steps)[:, None]
         stopped_SN = self.stop_V[ids_SN] & (written_SN > rows.live("min", first))
         over_SN = stopped_SN | (written_SN >= rows.live("limit", first))
-        length, width = int(written_SN[-1].max()), self.ids.shape[1]
-        if length > width:
-            more = ((0, 0), (0, max(length - width, width)))
-            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
+        self._reserve(int(written_SN[-1].max()))
+        ids, logprobs, versions = self.tokens
         if steps == 1:
-            self.ids[output, count], self.logprobs[output, count] = ids_SN[0], logprobs_SN[0]
+            ids[output, count], logprobs[output, count] = ids_SN[0], logprobs_SN[0]
+            versions[output, count] = self.version
             last: tuple[int | np.ndarray, slice | np.ndarray] = (0, slice(None))
             count += 1
         else:
@@ -322,7 +356,7 @@ class Scheduler:
             where = slice(begin, begin + steps) if alike else written_SN.T - 1
             place = (output if alike else output[:, None], where)
             # entries after the end of a row are written, too, and never read
-            self.ids[place], self.logprobs[place] = ids_SN.T, logprobs_SN.T
+            ids[place], logprobs[place], versions[place] = ids_SN.T, logprobs_SN.T, self.version
             count += valid
         rows.live("last", first)[:] = ids_SN[last]
         np.add(over_SN[last], stopped_SN[last], out=rows.live("done", first), dtype=np.int64)
@@ -343,8 +377,7 @@ class Scheduler:
                 continue
             request = work.requests[member]
             finish = "stop" if end == STOPPED else "length"
-            made = _completion(work, tokens, finish, self.backend.routes(row))
-            self.finished.append((request, made))
+            self.finished.append((request, Completion(*tokens, finish, self.backend.routes(row))))
             if request.keep:
                 self.kept[request.session] = self.backend.keep(row, work.number)
         rows.take(self.backend.remove(gone))
@@ -352,24 +385,27 @@ class Scheduler:
             pass
 
     def _tokens(self, rows: Sequence[int] | np.ndarray) -> list[Tokens]:
-        """What these rows have sampled since they entered: parts of one copy for all of them."""
+        """What these rows have sampled: parts of one copy for all of them."""
         slots, lengths = self.rows["output"][rows], self.rows["count"][rows]
         longest = int(lengths.max(initial=0))
-        ids, logprobs = self.ids[slots, :longest], self.logprobs[slots, :longest]
-        versions = np.full(longest, self.version, np.int32)
-        return [(ids[n, :k], logprobs[n, :k], versions[:k]) for n, k in enumerate(lengths.tolist())]
+        ids, logprobs, versions = (column[slots, :longest] for column in self.tokens)
+        return [
+            (ids[n, :k], logprobs[n, :k], versions[n, :k]) for n, k in enumerate(lengths.tolist())
+        ]
 
     def _suspend(self) -> None:
         """Move the live rows back to the head of the queue, with their tokens so far, and drop all caches."""
         self._collect()
-        works, rows = list[Work](), self.rows
+        rows, found = self.rows, dict[Work, list[tuple[Request, Tokens]]]()
         tokens = self._tokens(np.arange(rows.count))
         for slot, own in zip(rows.live("output").tolist(), tokens, strict=True):
             work, member = self.members.pop(slot)
             self.free.append(slot)
-            self.counts["sampled"] += len(own[0])
-            ids, written = np.concatenate([work.ids, own[0]]), _completion(work, own)
-            works.append(Work(work.number, (work.requests[member],), ids, len(ids) - 1, written))
+            found.setdefault(work, []).append((work.requests[member], own))
+        works = list[Work]()
+        for work, live in sorted(found.items(), key=lambda pair: pair[0].number):
+            requests, written = zip(*live, strict=True)
+            works.append(replace(work, requests=requests, written=written))
         if rows.count:
             rows.take(self.backend.remove(np.arange(rows.count)))
         self.waiting.extendleft(reversed(works))
@@ -392,25 +428,16 @@ class Scheduler:
         self.arrived, self.finished, self.launched, self.fresh = [], [], False, True
         self.members.clear()
         self.kept.clear()
-        self.free = list(range(len(self.ids) - 1, -1, -1))
+        self.free = list(range(len(self.tokens[0]) - 1, -1, -1))
         self.rows.take(np.zeros(0, np.int64))
         self.backend.release()
         self._restore_mode()
-
-
-def _completion(
-    work: Work, tokens: Tokens, finish: str = "", routes: np.ndarray | None = None
-) -> Completion:
-    """The tokens of a row, including those before it was suspended."""
-    ids, logprobs, versions = tokens
-    if (had := work.written) is not None:
-        ids, logprobs = np.append(had.ids, ids), np.append(had.logprobs, logprobs)
-        versions = np.append(had.versions, versions)
-    return Completion(ids, logprobs, versions, finish, routes)
 
 
 def without(work: Work, sessions: Collection[int]) -> Work:
     """The work without the requests of these sessions."""
     if not any(r.session in sessions for r in work.requests):
         return work
-    return replace(work, requests=tuple(r for r in work.requests if r.session not in sessions))
+    stay = [n for n, r in enumerate(work.requests) if r.session not in sessions]
+    written = tuple(work.written[n] for n in stay) if work.written else ()
+    return replace(work, requests=tuple(work.requests[n] for n in stay), written=written)

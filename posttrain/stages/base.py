@@ -483,10 +483,12 @@ def make_sampler(
     count: int = 1,
     cluster: Cluster | None = None,
     precision: Precision = AS_TRAINED,
+    keep_caches: bool = False,
 ) -> Sampler:
     """Make the engine in this process, or a sampler in `count` other processes, here or on a cluster. It decodes up to `rows` responses
     at once (0: a number that suits the device). `kind` and `count` are the keys sampler and sampler_processes of the rl stage;
-    `precision` selects what is computed in fp8. If the weights are sharded, it samples with a gathered copy."""
+    `precision` selects what is computed in fp8. `keep_caches` is the engine's. If the weights are sharded, it samples with a gathered
+    copy."""
     rows = rows or (1024 if policy.device.type == "cuda" else 256)
     on_cluster = cluster is not None and kind != "engine"
     text = f"sampler={kind} is not on a cluster yet; use sampler=process"
@@ -494,7 +496,7 @@ def make_sampler(
 
     def make(whole: Policy) -> Sampler:
         if kind == "engine":
-            return Engine(whole, rows, processes, 0, precision)
+            return Engine(whole, rows, processes, 0, precision, keep_caches)
         if cluster is not None:
             from posttrain.cluster.ray_sampler import RaySampler
 

@@ -107,7 +107,7 @@ class RLStage(ReferenceStage):
     problems: DataName = ""
     # how many steps a group may be older than the step that trains on it; 0: a step waits for all that it sampled
     max_staleness: Whole = 0
-    # when new weights arrive, continue responses in flight with them, or restart these
+    # when new weights arrive, responses in flight continue with them, on a recomputed cache or (keep) on the old one; or restart
     in_flight: InFlight = "continue"
     # correction for an algorithm without one, if max_staleness is above 0 or the sampler uses fp8; none: no correction
     staleness_correction: Literal["token", "sequence", "decoupled", "none"] = "token"
@@ -196,6 +196,8 @@ class RLStage(ReferenceStage):
         chosen = self.staleness_correction != "token" and not low.products
         if (self.in_flight != "continue" or chosen) and not self.max_staleness:
             yield "in_flight and staleness_correction are for max_staleness above 0; leave them out, or set max_staleness"
+        if self.in_flight == "keep" and (self.sampler != "engine" or self.release_cache):
+            yield "in_flight=keep is for sampler=engine without release_cache; use in_flight=continue, which computes caches again"
         if self.max_staleness and self.release_cache and self.sampler != "engine":
             yield "release_cache stops the sampler before training, and max_staleness has it go on; leave one of them out"
 
@@ -330,6 +332,7 @@ class RLStage(ReferenceStage):
             kind=self.sampler,
             count=self.sampler_processes,
             precision=self.precision,
+            keep_caches=self.in_flight == "keep",
         )
 
     def rollouts(self, context: Context, policy: Policy, sampler: Sampler, **more: Any) -> Rollouts:

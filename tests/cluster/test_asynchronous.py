@@ -370,11 +370,12 @@ def test_a_process_that_dies_while_the_model_learns_is_replaced_with_the_next_we
     assert max(value for value in fresh if value is not None) < 1e-4
 
 
+@pytest.mark.parametrize("in_flight", ["continue", "keep"])
 def test_the_engine_of_this_process_stands_still_while_the_model_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Responses that a step did not wait for continue with the next weights. With weights that are half updated, log-probs would not be
-    the trainer's."""
+    the trainer's. Those of the current weights on an older cache are not either, and count as stale."""
     update, poll, learning = Trainer.update, Engine.poll, []
 
     def learn(self: Trainer, *given: Any) -> Any:
@@ -390,7 +391,10 @@ def test_the_engine_of_this_process_stands_still_while_the_model_learns(
 
     monkeypatch.setattr(Trainer, "update", learn)
     monkeypatch.setattr(Engine, "poll", watched)
-    path, more = tmp_path / "trained.jsonl", {"max_rows": 4, "sampling": Sampling(24), "evaluate_every": 3}
+    path, more = (
+        tmp_path / "trained.jsonl",
+        {"max_rows": 4, "sampling": Sampling(24), "evaluate_every": 3, "in_flight": in_flight},
+    )
     run = train(stage_of(max_staleness=1, steps=6, **more), tmp_path / "run", record(path), own=False)
     assert json.loads(path.read_text().splitlines()[-1])[1] == list(range(12)), "each once"
     figures = [row.figures for row in run.metrics()]
@@ -415,6 +419,8 @@ def test_corrections_are_switched_on_where_samples_may_be_old() -> None:
     [
         ({"sampler": "process", "release_cache": True}, "release_cache"),
         ({"max_staleness": 0, "in_flight": "restart"}, "in_flight .* max_staleness above 0"),
+        ({"sampler": "process", "in_flight": "keep"}, "in_flight=keep is for sampler=engine"),
+        ({"release_cache": True, "in_flight": "keep"}, "without release_cache"),
         ({"max_staleness": 0, "staleness_correction": "none"}, "staleness_correction .* max_staleness above 0"),
     ],
 )

@@ -187,13 +187,14 @@ def test_a_session_stays_with_its_worker_and_publish_reaches_it(monkeypatch: pyt
     engine.close()
 
 
-def test_workers_stand_still_between_pause_and_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_workers_stand_still_between_pause_and_publish(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the weights that the trainer changes: tokens of the old version must be those of the old weights."""
     monkeypatch.setattr(forked, "MIN_TOKENS", 0)
     policy, length = small_policy(dtype=torch.float32), 60
     requests = [Request((3, 4 + n), n, Sampling(length, min_new_tokens=length), n) for n in range(4)]
     old = list(generate(Engine(policy, processes=1), requests))
-    engine = Engine(policy, processes=2)
+    engine = Engine(policy, processes=2, keep_caches=keep)
     engine.submit(requests)
     engine.poll(0.0)
     engine.pause()
@@ -210,6 +211,7 @@ def test_workers_stand_still_between_pause_and_publish(monkeypatch: pytest.Monke
         assert before < length, "paused before the end"
         assert found[n].ids[:before].tolist() == one.ids[:before].tolist()
         np.testing.assert_allclose(found[n].logprobs[:before], one.logprobs[:before], rtol=0, atol=1e-5)
+    assert not (keep and engine.statistics.recomputed)
     engine.close()
 
 

@@ -3,6 +3,7 @@ and new weights change when something is computed, and never what is sampled."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -44,8 +45,8 @@ def policy() -> Policy:
     return small_policy(dtype=torch.float32)
 
 
-def engine_of(policy: Policy, rows: int = 256) -> Engine:
-    return Engine(policy, rows, processes=1)
+def engine_of(policy: Policy, rows: int = 256, keep_caches: bool = False) -> Engine:
+    return Engine(policy, rows, processes=1, keep_caches=keep_caches)
 
 
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
@@ -69,7 +70,7 @@ def all_free(engine: Engine) -> None:
     if scheduler is None:
         return
     assert not (scheduler.rows.count or scheduler.waiting or scheduler.members or scheduler.kept)
-    assert sorted(scheduler.free) == list(range(len(scheduler.ids)))
+    assert sorted(scheduler.free) == list(range(len(scheduler.tokens[0])))
     backend = scheduler.backend
     if isinstance(backend, CUDABackend):
         assert sorted(backend.pages.free.tolist()) == list(range(1, backend.pages.pages))
@@ -245,11 +246,70 @@ def test_new_weights_while_requests_are_decoded_and_wait(way: str) -> None:
     all_free(engine)
 
 
-def test_a_row_that_is_computed_again_goes_on_in_its_random_numbers(policy: Policy, way: str) -> None:
+def test_after_a_publish_the_prompt_of_a_group_is_computed_once(policy: Policy, way: str) -> None:
+    """And what each of its rows has sampled, but for the last token. Rows that have ended by then are not."""
+    prompt, lengths = tuple(range(3, 20)), (4, 200, 200, 250)
+    requests = [Request(prompt, n, Sampling(k, min_new_tokens=k), n, group=0) for n, k in enumerate(lengths)]
+    expected = list(generate(engine_of(policy), requests))
+    engine = engine_of(policy)
+    engine.submit(requests)
+    found: dict[tuple[int, int], Completion] = {}
+    while not found:
+        found |= {(r.session, r.turn): c for r, c in engine.poll()}
+    engine.publish(1)
+    found |= drain(engine)
+    before = [int((found[n, 0].versions == 0).sum()) for n in range(4)]
+    assert before[0] == 4 and before[1] == before[2] == before[3] < 200
+    assert engine.statistics.recomputed == len(prompt) + sum(n - 1 for n in before[1:])
+    assert engine.statistics.prefilled == len(prompt) and engine.statistics.sampled == sum(lengths)
+    for n, one in enumerate(expected):
+        alike(found[n, 0], one)
+    all_free(engine)
+
+
+def test_caches_that_are_kept_are_those_of_the_weights_before(way: str) -> None:
+    """Tokens after `publish` are of the new weights over keys and values of the old ones, as of a model whose weights are changed
+    between two calls with one cache. Nothing is computed again."""
+    policy, length = small_policy(dtype=torch.float32), 250
+    requests = [Request((5, 6, 7), n, Sampling(length, min_new_tokens=length), n, group=0) for n in range(3)]
+    late = Request((9, 8), 7, Sampling(8), 9)
+    old = copy.deepcopy(policy.model)
+    old.set_attn_implementation("sdpa")
+    engine = engine_of(policy, keep_caches=True)
+    engine.submit(requests)
+    engine.poll()
+    engine.poll()
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    engine.publish(5)
+    engine.submit([late])
+    found = drain(engine)
+    alike(found[9, 0], alone(policy, late))
+    new = copy.deepcopy(old)
+    new.load_state_dict(policy.model.state_dict())
+    for n, request in enumerate(requests):
+        got = found[n, 0]
+        before = int((got.versions == 0).sum())
+        assert got.versions.tolist() == [0] * before + [5] * (length - before) and 0 < before < length
+        ids = torch.tensor([[*request.ids, *got.ids.tolist()]])
+        split = len(request.ids) + before - 1  # the last token before is computed with the new weights
+        with torch.no_grad():
+            cached = old(ids[:, :split], use_cache=True)
+            rest = new(ids[:, split:], past_key_values=cached.past_key_values, use_cache=True).logits
+            logits = torch.cat([cached.logits, rest], 1)[0, len(request.ids) - 1 : -1]
+            expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(request.ids) :, None])[:, 0]
+        np.testing.assert_allclose(got.logprobs, expected.numpy(), rtol=0, atol=1e-4)
+    assert engine.statistics.recomputed == 0
+    all_free(engine)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_row_goes_on_in_its_random_numbers(policy: Policy, way: str, keep: bool) -> None:
     """Weights that did not change: publishing in the middle changes no id."""
     requests = first_turns(5, Sampling(120, min_new_tokens=30))
     expected = list(generate(engine_of(policy), requests))
-    engine = engine_of(policy, 3)
+    engine = engine_of(policy, 3, keep)
     engine.submit(requests)
     found: dict[tuple[int, int], Completion] = {}
     for version in range(1, 4):
@@ -313,7 +373,7 @@ def test_whatever_happens_every_completion_comes_once_and_all_is_free(way: str, 
         room = data.draw(st.sampled_from([14, 20, 200]))
         patch.setattr(CUDABackend, "room", lambda _: room)
         patch.setattr(cuda, "STOPPABLE", 5)
-        engine = engine_of(POLICY, data.draw(st.integers(1, 5)))
+        engine = engine_of(POLICY, data.draw(st.integers(1, 5)), data.draw(st.booleans()))
         open_sessions: dict[int, int] = {}  # those that may go on, and their last turn
         expected, found = set[tuple[int, int]](), list[tuple[int, int]]()
         number = 0
