@@ -111,12 +111,13 @@ class Score:
     def __post_init__(self) -> None:
         if (self.value is None) != (self.failure is not None):
             raise ValueError("a score has either a value or a failure")
-        put = partial(object.__setattr__, self)
-        kinds = (type(one) for one in (self.value, self.outcome, self.parts, self.steps))
-        plain = (*kinds,) == (float, str, dict, tuple) and not self.parts and not self.steps
-        if plain and math.isfinite(self.value or 0.0):
-            put("parts", {})  # its own; nothing else to convert
+        value, parts, steps = self.value, self.parts, self.steps
+        plain = type(value) is float and type(parts) is dict and type(steps) is tuple
+        if plain and not parts and not steps and math.isfinite(value or 0.0):
+            object.__setattr__(self, "parts", {})  # its own
+            object.__setattr__(self, "outcome", _as_text(self.outcome, "an outcome"))
             return
+        put = partial(object.__setattr__, self)
         if self.value is not None:
             put("value", as_number(self.value, "a score"))
         named = [(_as_text(name, "a part's name"), value) for name, value in self.parts.items()]

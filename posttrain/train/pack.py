@@ -187,11 +187,9 @@ def _filled(
     arrays: Sequence[np.ndarray | None], sizes: np.ndarray, rest: int, dtype: type
 ) -> np.ndarray:
     """Join arrays of these sizes, with `rest` in place of those that are None."""
-    known = [array for array in arrays if array is not None]
-    whole = np.full(sizes.sum(), rest, dtype)
-    if known:
-        whole[np.repeat([array is not None for array in arrays], sizes)] = _joined(known, dtype)
-    return whole
+    blank = np.full(sizes.max(initial=0), rest, dtype)
+    pairs = zip(arrays, sizes.tolist(), strict=True)
+    return _joined([blank[:size] if array is None else array for array, size in pairs], dtype)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
