@@ -239,6 +239,37 @@ def test_a_directory_that_a_run_could_not_have_is_refused_by_plan_too(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "used"}
 
 
+def test_plan_takes_what_run_takes_for_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["quickstart", "seeds=3,4", "--sweep", "rl.prompts=8,16", f"out={tmp_path / 'sweep'}"]
+    assert cli.main(["plan", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "a sweep of 4; this is the run with rl.prompts=8, seed=3",
+        "recipe quickstart, seed 3: sft -> before -> rl -> after",
+    ]
+    assert any("8 prompts" in line for line in lines) and not list(tmp_path.iterdir())
+    for wrong, said in (("seeds=1,one", "seeds are whole numbers"), ("only=rl", "a sweep runs whole pipelines")):
+        told = []
+        for command in ("plan", "run"):
+            assert cli.main([command, *given, wrong] if wrong == "only=rl" else [command, "quickstart", wrong]) == 2
+            told.append(capsys.readouterr().err)
+        assert told[0] == told[1] and said in told[0]
+
+
+def test_plan_describes_the_stages_that_run(tmp_path: Path) -> None:
+    """A stage that is left out is not described, and what it reads need not be there; a run needs what it made."""
+    done = tmp_path / "stages" / "sft"
+    done.mkdir(parents=True)
+    (done / "result.json").write_text("{}")
+    settings = [f"sft.data=[{tmp_path / 'gone.jsonl'}]", "only=rl", f"out={tmp_path}"]
+    lines = plan.describe(config.parse("quickstart", settings))
+    assert lines[0].endswith(": rl") and [line for line in lines if line and line[0] != " "][1:] == ["rl (RLStage)"]
+    with pytest.raises(UserError, match="only: rl needs sft, which has not been run"):
+        plan.describe(config.parse("quickstart", ["only=rl", f"out={tmp_path / 'new'}"]))
+    with pytest.raises(UserError, match="unknown stage in only: 'rll'"):
+        plan.describe(config.parse("quickstart", ["only=rll"]))
+
+
 def test_what_processes_divide_is_priced() -> None:
     """199,392 float32 weights with gradients and moments are 16 bytes each; the copy for generation 4."""
     lines = plan.describe(config.parse("quickstart", ["processes=2", "parallel=fsdp", "device=cpu"]))
