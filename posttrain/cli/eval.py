@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from posttrain.cli import base
-from posttrain.errors import require
+from posttrain.errors import many, require
 
 if TYPE_CHECKING:
     from posttrain.commands.evaluate import EvalReport
@@ -88,7 +88,7 @@ def call_harness(options: argparse.Namespace) -> None:
         return
     for task, figures in found["tasks"].items():
         documents = figures.pop("documents")
-        base.print_lines([f"{options.model} on {documents} documents of {task}"])
+        base.print_lines([f"{options.model} on {many(documents, 'document')} of {task}"])
         for name, value in figures.items():
             single = isinstance(value, float)
             spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from posttrain.collect import Collected
-from posttrain.errors import GuardStop
+from posttrain.errors import GuardStop, many
 from posttrain.events import Level
 from posttrain.monitor.coefficients import coefficients, dead_coefficients
 from posttrain.monitor.probes import LARGEST, Keywords, TraitSums, rollout_figures, unusable, words
@@ -130,7 +130,9 @@ class Monitor:
         if failed and len(failed) > self.settings.failed * len(rollouts):
             kinds = Counter(str(r.score.failure).split(":")[0] for r in failed).most_common(4)
             named = ", ".join(f"{count} {kind}" for kind, count in kinds)
-            text = f"{len(failed)} of {len(rollouts)} responses could not be scored: {named}"
+            text = (
+                f"{len(failed)} of {many(len(rollouts), 'response')} could not be scored: {named}"
+            )
             first = f"problem {failed[0].problem.id}, {failed[0].score.failure}"
             alarms += self.alarm(step, "failed", f"{text}; the first: {first}")
         bad = unusable(rollouts)
@@ -313,7 +315,7 @@ class StageMonitor:
         places = batch.rollout_N.tolist() if "rollout_N" in batch.columns else []
         named = [rollouts[places[n]].problem.id if places else str(n) for n in bad[:4]]
         where = f"; sequences that are not finite: {', '.join(named)}" if bad else ""
-        return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"
+        return f" (batch of {many(batch.sequences, 'sequence')} in {ALARMS}/{path.name}{where})"
 
 
 def alarm_lines(events: Sequence[EventRow]) -> list[str]:
@@ -327,6 +329,6 @@ def alarm_lines(events: Sequence[EventRow]) -> list[str]:
     lines = []
     for (stage, _), rows in found.items():
         last = [row for row in rows if row.attempt == rows[-1].attempt]
-        more = f" (and {len(last) - 1} times more)" if len(last) > 1 else ""
+        more = f" (and {many(len(last) - 1, 'time')} more)" if len(last) > 1 else ""
         lines.append(f"{stage}: {last[0].details.get('text', '')}{more}")
     return lines

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from posttrain.errors import many
 from posttrain.runs import layout
 from posttrain.runs.index import Index
 from posttrain.runs.layout import EventRow
@@ -174,7 +175,7 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
     words, sign = TRENDS[name]
     values = [value for _, value in index.points(stage, name) if value is not None]
     if len(values) < MIN_STEPS:
-        said = f"Too early to say: {len(values)} steps of {stage} are not enough for a trend."
+        said = f"Too early to say: {many(len(values), 'step')} of {stage} cannot show a trend."
         return Verdict("early", said, (), stage, name)
     fifth = max(5, len(values) // 5)
     head, tail = values[:fifth], values[-fifth:]

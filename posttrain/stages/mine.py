@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import Count, Range, require
+from posttrain.errors import Count, Range, many, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
@@ -39,7 +39,7 @@ class MineStage(AskingStage):
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""
-        asked = f"{self.prompts} training problems{again}, x {self.samples} answers"
+        asked = f"{many(self.prompts, 'training problem')}{again}, x {many(self.samples, 'answer')}"
         kept = f"those solved at most {self.max_solved:.0%} are kept, at least {self.min_problems}"
         return [f"{asked}; {kept}"]
 
@@ -61,7 +61,7 @@ class MineStage(AskingStage):
         context.write_lines(self.name, rows, "data.jsonl")
         solved = sum(shares.values()) / len(scored)
         old = sum(p.id in {q.id for q in before} for p in failed)
-        said = f"{self.model} fails {len(failed):,} of {len(scored):,} problems ({old:,} of {len(before):,} from before)"
+        said = f"{self.model} fails {len(failed):,} of {many(len(scored), 'problem')} ({old:,} of {len(before):,} from before)"
         said += f", solves {solved:.1%} of the answers; {len(kept):,} kept"
         context.announce(self.name, [said])
         return {

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from posttrain.algorithms.base import Algorithm
 from posttrain.collect import Examples, Item, Source
 from posttrain.data.preferences import Unit
-from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
+from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, many, require
 from posttrain.loop import Loop, LoopSchedule, Stop
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
@@ -22,7 +22,7 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._held_out import HeldOutEvaluation
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._naming import DataName, ModelName
-from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.memory import weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -342,7 +342,7 @@ class DataStage(TrainStage):
         """`counted`, with a message about the steps."""
         stage = self.counted(size)
         if self.epochs is not None:
-            passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
+            passes = f"{many(self.epochs, 'epoch')} of {many(size, 'example')}"
             steps = f"{many(stage.steps or 0, 'step')} of {stage.batch}"
             context.announce(self.name, [f"{passes} = {steps}"])
             new = [line for line in stage.warnings() if line not in self.warnings()]

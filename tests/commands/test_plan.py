@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_plan_of_rounds_follows_them_to_the_best() -> None:
     asked = "  400 training problems, after those that mine_1 kept, x 4 answers"
     assert f"{asked}; those solved at most 50% are kept, at least 200" in lines
     assert "  keeps one of train_1, train_2, by accuracy" in lines
-    assert lines[-2].strip().startswith("model best: ") and "1000 held-out problems" in lines[-1]
+    assert lines[-2].strip().startswith("model best: ") and "1,000 held-out problems x 1 = 1,000 answers" in lines[-1]
 
 
 def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> None:
@@ -268,6 +269,18 @@ def test_plan_describes_the_stages_that_run(tmp_path: Path) -> None:
         plan.describe(config.parse("quickstart", ["only=rl", f"out={tmp_path / 'new'}"]))
     with pytest.raises(UserError, match="unknown stage in only: 'rll'"):
         plan.describe(config.parse("quickstart", ["only=rll"]))
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    """A count and its noun go through one function, whose doctest has the rule."""
+    few = ["rl.prompts=1", "rl.algorithm.group=2", "rl.steps=1", "after.problems=1", "sft.batch=1"]
+    text = "\n".join(plan.describe(config.parse("quickstart", few)))
+    assert (
+        "a step: 1 prompt x 2 samples = 2 responses of at most" in text
+        and "then 1 optimizer update of 2 responses each" in text
+    )
+    assert "1 held-out problem x 1 = 1 answer of at most" in text and "a step: 1 example, about" in text
+    assert not re.search(r"\b1 (?:prompts|samples|responses|steps|examples|answers|updates|tokens)\b|\(e?s\)", text)
 
 
 def test_what_processes_divide_is_priced() -> None:

@@ -53,7 +53,7 @@ CASES = [
     ([{"reward": e} for e in NOISE], "unclear", "Not clear yet: the reward went from"),
     ([{"reward": 1 - n / 100 + e} for n, e in enumerate(NOISE)], "no", "No: the reward went from"),
     ([{"nll": 2 / (n + 1) + e} for n, e in enumerate(NOISE)], "yes", "Yes: the loss fell from"),
-    ([{"reward": 1.0}] * 3, "early", "Too early to say: 3 steps of rl are not enough"),
+    ([{"reward": 1.0}] * 3, "early", "Too early to say: 3 steps of rl cannot show a trend"),
     ([{"length": 1.0}] * 30, "unclear", "rl has no score that could rise."),
     ([*measured(0.5, 0.9), {"loss": math.nan}], "no", "No: loss is not a number at step 2 of rl."),
     ([], "early", "Too early to say: nothing has been measured yet."),

@@ -14,7 +14,7 @@ import yaml
 from posttrain import cli, config, pipeline
 from posttrain.api.inputs import built
 from posttrain.commands import plan
-from posttrain.errors import UserError
+from posttrain.errors import UserError, many
 from posttrain.models.tiny import MAX_POSITIONS
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
@@ -54,7 +54,8 @@ def test_small_files_train_with_the_defaults(kind: str, count: int, tmp_path: Pa
     found = go(tmp_path, tree(kind, write(tmp_path, count), epochs=2))
     held_out = 0 if kind == "sft" or count == 1 else 1
     assert (found["steps"], found["trained_on"], found.get("held_out", 0)) == (2, count - held_out, held_out)
-    assert f"2 epochs of {count - held_out} examples = 2 steps of {count - held_out}" in capsys.readouterr().out
+    size = many(count - held_out, "example")
+    assert f"2 epochs of {size} = 2 steps of {count - held_out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
