@@ -107,16 +107,14 @@ class TrainStage(Stage):
         return [line for line in (found, self._lora_warning()) if line]
 
     def _lora_warning(self) -> str:
-        """A warning if adapters would train with the learning rate of full training because none was given, else ""."""
-        default = type(self).__dataclass_fields__["optimizer"].default_factory
-        rate = self.optimizer.lr
-        usual = (Optimization.lr, default().lr if callable(default) else None)
-        # the same object: an equal rate that was given is another one
-        if self.lora is None or not any(rate is one for one in usual):
+        """A warning if adapters train with no more than the default learning rate, which is one of full training, else "". Whether it
+        was given makes no difference: a resumed run has every setting in its file."""
+        factory = type(self).__dataclass_fields__["optimizer"].default_factory
+        usual, rate = (factory if callable(factory) else Optimization)().lr, self.optimizer.lr
+        if self.lora is None or rate > usual:
             return ""
-        kept = f"lora is used with the default lr of full training, {rate:g}"
-        advice = f"give lr={10 * rate:g}, or lr={rate:g} to keep it"
-        return f"{kept}; adapters usually need about ten times as much: {advice}"
+        kept = f"lora is used with lr {rate:g}, and {usual:g} is the default of full training"
+        return f"{kept}; adapters usually need about ten times as much: lr={10 * usual:g}"
 
     def load(self, context: Context, name: str = "") -> Policy:
         if name or self.lora is None or not self.lora.load_in_4bit:

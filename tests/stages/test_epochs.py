@@ -226,14 +226,15 @@ def test_adapters_with_the_learning_rate_of_full_training_are_named_once(
     del what["stages"][0]["optimizer"]
 
     def count(lines: str) -> int:
-        return lines.count(f"default lr of full training, {usual}")
+        return lines.count(f"{usual} is the default of full training")
 
     def planned(*given: str) -> int:
         (tmp_path / "r.yaml").write_text(yaml.safe_dump(what))
         return count("\n".join(plan.describe(config.parse(str(tmp_path / "r.yaml"), list(given)))))
 
     assert planned() == planned("one.beta1=0.8") == 1
-    assert planned(f"one.lr={usual}") == planned("one.lr=1e-3") == planned("one.lora=null") == 0
+    assert planned(f"one.lr={usual}") == planned("one.lr=1e-7") == 1, "the same training, whoever wrote the number"
+    assert planned("one.lr=1e-4") == planned("one.lora=null") == 0
     settings = config.parse(str(tmp_path / "r.yaml"), [f"out={tmp_path / 'run'}", "device=cpu"])
     pipeline.start(settings)
     assert count(capsys.readouterr().out) == 1
@@ -254,8 +255,8 @@ def test_a_group_that_is_given_in_part_keeps_the_defaults_of_the_stage() -> None
     assert SFTStage(**what, **part).optimizer == expected
 
 
-def test_an_equal_learning_rate_that_was_given_in_python_is_not_named() -> None:
+def test_an_equal_learning_rate_is_named_whatever_object_it_is() -> None:
     given = {"name": "rl", "model": "x", "task": "arithmetic", "lora": 4}
-    assert len(RLStage(**given).warnings()) == 1  # type: ignore[arg-type]
-    equal = Optimization(lr=float("1e-6"))
-    assert RLStage(**given, optimizer=equal).warnings() == []  # type: ignore[arg-type]
+    for rate, named in ((None, 1), (float("1e-6"), 1), (Optimization.lr, 1), (1e-5, 0)):
+        own = {} if rate is None else {"optimizer": Optimization(lr=rate)}
+        assert len(RLStage(**given, **own).warnings()) == named  # type: ignore[arg-type]
