@@ -94,6 +94,5 @@ def call_harness(options: argparse.Namespace) -> None:
             spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             base.print_lines([f"  {name:<24} {spelled}"])
     if found["cut"]:
-        base.print_lines(
-            [f"{found['cut']} inputs were too long (max_length) and lost their beginning"]
-        )
+        cut = many(found["cut"], "input")
+        base.print_lines([f"{cut} lost the beginning: longer than max_length"])

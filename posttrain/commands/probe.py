@@ -214,9 +214,7 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     step = max(1, len(given) // count)
     chosen = [given[n * step] for n in range(min(count, len(given)))]
     programs = isinstance(task, Judged) and any(name == "code" for name, _ in task.rewards())
-    tests = [
-        probe_answers.read_program_tests(problem.answer) if programs else () for problem in chosen
-    ]
+    tests = [probe_answers.read_program_tests(p.answer) if programs else () for p in chosen]
     golds = [
         (probe_answers.lookup_program(own) if own else None) or task.demonstration(problem)
         for problem, own in zip(chosen, tests, strict=True)

@@ -127,18 +127,17 @@ class Monitor:
         rollouts = [r for g in groups for r in g.rollouts]
         failed = [r for r in rollouts if not r.score.valid]
         alarms: list[Alarm] = []
+        whole = many(len(rollouts), "response")
         if failed and len(failed) > self.settings.failed * len(rollouts):
             kinds = Counter(str(r.score.failure).split(":")[0] for r in failed).most_common(4)
             named = ", ".join(f"{count} {kind}" for kind, count in kinds)
-            text = (
-                f"{len(failed)} of {many(len(rollouts), 'response')} could not be scored: {named}"
-            )
+            text = f"{len(failed)} of {whole} could not be scored: {named}"
             first = f"problem {failed[0].problem.id}, {failed[0].score.failure}"
             alarms += self.alarm(step, "failed", f"{text}; the first: {first}")
         bad = unusable(rollouts)
         if bad:
             problems = ", ".join(r.problem.id for r in bad[:4])
-            text = f"{len(bad)} of {len(rollouts)} responses have a log-prob that is not finite or a reward beyond {LARGEST:g}"
+            text = f"{len(bad)} of {whole} have a log-prob that is not finite or a reward beyond {LARGEST:g}"
             alarms.append(self.skip(step, f"{text} (problems {problems})"))
         return alarms
 

@@ -241,9 +241,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         files no more."""
         files = (self.directory / layout.ROLLOUTS / stage).glob("step-*.safetensors")
         steps = [step for path in files if (step := layout.step_of(path)) is not None]
-        return sorted(
-            steps, key=lambda step: (layout.attempt_of(self.directory, stage, step), step)
-        )
+        return sorted(steps, key=lambda n: (layout.attempt_of(self.directory, stage, n), n))
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
         """Write the stages' answers to the same prompts, replacing an earlier file."""

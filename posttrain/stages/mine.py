@@ -51,9 +51,8 @@ class MineStage(AskingStage):
         scored = [p for p in problems if p.id in shares]
         few = f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored"
         # fewer than `min_problems` were asked in a dry run, for example: then all are kept
-        require(
-            len(scored) >= (self.min_problems if len(problems) >= self.min_problems else 1), few
-        )
+        needed = self.min_problems if len(problems) >= self.min_problems else 1
+        require(len(scored) >= needed, few)
         kept = failed = [p for p in scored if shares[p.id] <= self.max_solved]
         if len(failed) < self.min_problems:
             kept = sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]

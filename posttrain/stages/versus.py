@@ -59,9 +59,8 @@ class VersusStage(JudgedStage, AnswerStage):
         alike = policies[0].tokenizer.get_vocab() == policies[1].tokenizer.get_vocab()
         ours, theirs = (self.answers(context, policy) for policy in policies)
         pairs = list(zip(ours, theirs, strict=True))
-        texts = [
-            (g.problem.question, g.rollouts[0].response, r.rollouts[0].response) for g, r in pairs
-        ]
+        both = ((g.problem, g.rollouts[0], r.rollouts[0]) for g, r in pairs)
+        texts = [(asked.question, one.response, other.response) for asked, one, other in both]
         verdicts = judge.compare(texts) if judge else decided(ours, theirs)
         with prefixed(self.name):
             result = tally(verdicts, ours, theirs)
