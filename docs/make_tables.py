@@ -587,7 +587,7 @@ TOYS = {
     "calculator": ("calculator", "sampled accuracy, 1,000 sums, with a tool", "exact"),
     "guess": ("guess", "success, 1,000 episodes", "the game"),
     "shop": ("shop", "success, 1,000 episodes", "the game"),
-    "solver_critic": ("solver_critic", "success of the solver, 1,000 episodes", "exact"),
+    "solver_critic": ("solver_critic", "success of both roles, 2,000 answers and verdicts", "exact"),
     "tictactoe": ("tictactoe", "success against the best player, 1,000 games", "the game"),
     "code": ("code", "pass@1, 50 problems, 16 programs each", "unit tests"),
     "dpo": ("dpo", "win rate against SFT, 500 answers", "annotator"),

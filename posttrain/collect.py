@@ -225,10 +225,8 @@ class Rollouts(Source):
         task, limit = Continued(self.task), self.sampling.max_new_tokens
 
         def ask(begun: list[types.Problem]) -> list[Group]:
-            given = (task, self.sampler, self.decoder, begun, count, self.sampling, seed)
-            return rollout_groups(
-                *given, workers=self.workers, seconds=seconds, ordered=self.ordered
-            )
+            own = (task, self.sampler, self.decoder, begun, count, self.sampling, seed)
+            return rollout_groups(*own, workers=self.workers, seconds=seconds, ordered=self.ordered)
 
         made, completed = value_steps(groups, separator, ask, limit, unpaid)
         return made, completed * count

@@ -71,9 +71,8 @@ class Settings(Checked):
         check_machine(self.seed, self.device)
         # a tokenizer is not saved to a name that is not UTF-8; nor can a command to copy have a line's end
         text = f"out={self.out!r}: the name of a run directory is UTF-8 without control characters"
-        require(
-            not re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", self.out), f"{text}; choose another"
-        )
+        odd = re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", self.out)
+        require(odd is None, f"{text}; choose another")
         nobody = f"out={self.out}: there is no such user; write ./{self.out} for a directory here"
         require(not os.path.expanduser(self.out).startswith("~"), nobody)
         super().__post_init__()

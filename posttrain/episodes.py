@@ -196,9 +196,8 @@ class Episode:
         self.segments[-1] = replace(last, reward=last.reward + value)
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + types.as_number(
-            amount, f"the count {name}"
-        )
+        number = types.as_number(amount, f"the count {name}")
+        self.counts[name] = self.counts.get(name, 0.0) + number
 
     def rollout(
         self, score: Score | None = None, outcome: str = "", answer: str | None = None

@@ -133,6 +133,16 @@ def optional(module: str, absent: str) -> Any:
         raise UserError(absent) from None
 
 
+def many(number: float, word: str) -> str:
+    """A count with its noun.
+
+    >>> many(1, "step"), many(2000, "step"), many(0.5, "epoch"), many(2, "micro-batch")
+    ('1 step', '2,000 steps', '0.5 epochs', '2 micro-batches')
+    """
+    ending = "es" if word.endswith(("tch", "ss")) else "s"
+    return f"{round(number, 3):,}".removesuffix(".0") + f" {word}{ending * (number != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's message, shortened, because messages of other packages run to paragraphs.
 

@@ -479,9 +479,8 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         raise
     except OSError as error:
         # `posttrain run ... | head` closes its output
-        if not (
-            isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and terminal.lost())
-        ):
+        lost = error.errno == errno.EIO and terminal.lost()
+        if not (lost or isinstance(error, BrokenPipeError)):
             raise
         text = "stopped because its output, or a pipe to another process, was closed"
         raise stopped(Interrupted(text)) from error

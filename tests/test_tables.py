@@ -57,7 +57,13 @@ def test_the_tables_of_toys_are_those_of_their_rows(make: ModuleType) -> None:
         "kto",
         "summarize",
         "r1_zero",
+        "guess",
+        "shop",
+        "solver_critic",
     }
+    for recipe, (_, figure, _) in make.TOYS.items():
+        said = int(re.findall(r"[\d,]*\d(?= )", figure)[0].replace(",", ""))
+        assert {row["problems"] for row in make.seeds_of(recipe)} == {said}, f"{recipe}: {figure}"
     for page in pages:
         assert page.read_text() == make.with_toys(page), STALE.format(page.stem)
 

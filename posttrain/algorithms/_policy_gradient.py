@@ -117,10 +117,13 @@ class PolicyGradient(ReusedSamples, Algorithm):
         return self.clip_low or 1.0, self.clip_high or math.inf
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        if self.group == 1:
-            return Selection(tuple(groups))
-        alike = Metric("groups/zero_variance", sum(map(zero_variance, groups)), len(groups))
-        return Selection(tuple(groups), metrics=(alike,))
+        alike, found = sum(map(self.zero_variance, groups)), []
+        if self.group > 1:
+            found.append(Metric("groups/zero_variance", alike, len(groups)))
+        if self.truncated == "zero":
+            paid = [reward for group in groups for reward in self.paid_rewards(group)]
+            found.append(Metric("reward_paid", sum(paid), len(paid)))
+        return Selection(tuple(groups), metrics=tuple(found))
 
     # --- what subclasses override ----------------------------------------------------------------------------------------
 
@@ -161,6 +164,16 @@ class PolicyGradient(ReusedSamples, Algorithm):
             return step
         unpaid_N = step.truncated_N & (step.reward_N > 0)
         return step.replace(reward_N=step.reward_N.masked_fill(unpaid_N, 0.0))
+
+    def paid_rewards(self, group: Group) -> list[float]:
+        """The same rewards of a group, of the responses that have one."""
+        cut = "length" if self.truncated == "zero" else None
+        found = [(r.score.value, r.finish == cut) for r in group.rollouts]
+        return [min(v, 0.0) if unpaid else v for v, unpaid in found if v is not None]
+
+    def zero_variance(self, group: Group) -> bool:
+        """Whether a group gives no learning signal: all its rewards are equal, or there are none."""
+        return len(set(self.paid_rewards(group))) < 2
 
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
@@ -232,9 +245,3 @@ class PolicyGradient(ReusedSamples, Algorithm):
             yield f"with supervision=process the KL belongs in the loss: {unused}"
         if supervision == "process" and self.truncated == "zero":
             yield "truncated=zero changes the outcome, which supervision=process does not use; take truncated=mask"
-
-
-def zero_variance(group: Group) -> bool:
-    """Whether a group gives no learning signal: all its scores are equal, or there are none."""
-    rewards = group.rewards
-    return not rewards or max(rewards) == min(rewards)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms._policy_gradient import PolicyGradient, zero_variance
+from posttrain.algorithms._policy_gradient import PolicyGradient
 from posttrain.algorithms.base import State
 from posttrain.ops.advantages import overlong_punishment
 from posttrain.ops.weights import sequence_lengths
@@ -51,7 +51,7 @@ class DAPO(PolicyGradient):
         return (f"no response of {limit} tokens or fewer is overlong: {begins}",)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
-        teaching = tuple(group for group in groups if not zero_variance(group))
+        teaching = tuple(group for group in groups if not self.zero_variance(group))
         left_out = len(groups) - len(teaching)
         metrics = (Metric("groups/zero_variance", left_out, len(groups)),)
         if self.dynamic:

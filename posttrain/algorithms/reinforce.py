@@ -25,7 +25,8 @@ class Reinforce(PolicyGradient):
     with KL_is = log mu - log pi_ref, a penalty of every token: a token is charged for its own KL and that of later tokens. rho = pi
     / mu is 1 on-policy, and is not clipped unless `clip_low` and `clip_high` are set. `baseline`: `none`, b = 0; `batch`, the mean
     reward of the optimizer step (a part of the rollouts, with several `mini_batches`); `running`, an average over earlier steps, kept
-    in the State: b <- decay b + (1 - decay) mean(r), starting with the mean of the first step. One sample a prompt is enough.
+    in the State: b <- decay b + (1 - decay) mean(r), starting with the mean of the first step. With `truncated = "zero"` each
+    mean is of the rewards that are paid, the metric `reward_paid`. One sample a prompt is enough.
     Use it to see what the others add: on a reused rollout it goes too far where PPO's clip stops.
     """
 
@@ -67,7 +68,8 @@ class Reinforce(PolicyGradient):
         return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
-        seen = [m for m in metrics if m.name == "reward"]
+        name = "reward_paid" if self.truncated == "zero" else "reward"
+        seen = [m for m in metrics if m.name == name]
         count = sum(float(m.count or 0) for m in seen)
         if self.baseline != "running" or not count:
             return state

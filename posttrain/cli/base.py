@@ -44,6 +44,13 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-code", action="store_true", help=TRUST)
 
 
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    text = "a run with each of these values, as in rl.lr=1e-4,3e-4"
+    text += "; may be given again for another key"
+    form = "KEY=VALUE,VALUE"
+    parser.add_argument("--sweep", action="append", default=[], metavar=form, help=text)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 

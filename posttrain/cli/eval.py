@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from posttrain.cli import base
-from posttrain.errors import require
+from posttrain.errors import many, require
 
 if TYPE_CHECKING:
     from posttrain.commands.evaluate import EvalReport
@@ -88,12 +88,11 @@ def call_harness(options: argparse.Namespace) -> None:
         return
     for task, figures in found["tasks"].items():
         documents = figures.pop("documents")
-        base.print_lines([f"{options.model} on {documents} documents of {task}"])
+        base.print_lines([f"{options.model} on {many(documents, 'document')} of {task}"])
         for name, value in figures.items():
             single = isinstance(value, float)
             spelled = f"{value:.4f}" if single else "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             base.print_lines([f"  {name:<24} {spelled}"])
     if found["cut"]:
-        base.print_lines(
-            [f"{found['cut']} inputs were too long (max_length) and lost their beginning"]
-        )
+        cut = many(found["cut"], "input")
+        base.print_lines([f"{cut} lost the beginning: longer than max_length"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from posttrain import catalogue
-from posttrain.cli.base import add_allow_code, add_settings, print_lines
+from posttrain.cli.base import add_allow_code, add_settings, add_sweep, print_lines
 from posttrain.errors import require
 
 EXAMPLE = "posttrain plan quickstart rl.prompts=64"
@@ -14,6 +15,7 @@ EXAMPLE = "posttrain plan quickstart rl.prompts=64"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", default="")
     add_settings(parser, "settings of the recipe and of its stages; with --params prompts=512, ...")
+    add_sweep(parser)
     add_allow_code(parser)
     text = "run a few steps of every stage, to estimate how long it takes"
     parser.add_argument("--dry", action="store_true", help=text)
@@ -35,7 +37,13 @@ def call(options: argparse.Namespace) -> None:
     require(options.recipe, "give a recipe, or a size with --params; see 'posttrain plan --help'")
     catalogue.check_recipe(options.recipe)  # before torch is imported, which takes seconds
     from posttrain import config
+    from posttrain.commands import sweep
     from posttrain.commands.plan import describe
 
-    settings = config.parse(options.recipe, options.settings, options.allow_code)
-    print_lines(describe(settings, options.dry))
+    plain, several = sweep.axes(options.settings, options.sweep)
+    runs = [run.arguments for run in sweep.members(Path(), several)]
+    found = [config.parse(options.recipe, [*plain, *run], options.allow_code) for run in runs]
+    if several:
+        sweep.check(found[0])
+        print_lines([f"a sweep of {len(runs)}; this is the run with {', '.join(runs[0])}"])
+    print_lines(describe(found[0], options.dry))

@@ -46,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe")
     more = "only=STAGE,... runs some alone; seeds=0,1,2 runs it with each of them"
     base.add_settings(parser, f"settings of the recipe and of its stages; {more}")
-    text = "a run with each of these values, as in rl.lr=1e-4,3e-4"
-    text += "; may be given again for another key"
-    form = "KEY=VALUE,VALUE"
-    parser.add_argument("--sweep", action="append", default=[], metavar=form, help=text)
+    base.add_sweep(parser)
     base.add_allow_code(parser)
 
 

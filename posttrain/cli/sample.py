@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from posttrain.cli.base import add_model, add_settings, print_warnings
+from posttrain.errors import many
 
 EXAMPLE = "posttrain sample runs/quickstart-1/export '128+394='"
 
@@ -33,5 +34,6 @@ def call(options: argparse.Namespace) -> None:
         return
     for number, answer in enumerate(sample(options.model, options.prompt, options.settings)):
         print_warnings(answer.warnings if number == 0 else ())
-        figures = f"{answer.tokens} tokens, {answer.finish}, mean log-prob {answer.logprob:.3f}"
-        write_text(f"[{number}] {answer.text}\n    ({figures})\n", sys.stdout)
+        size = many(answer.tokens, "token")
+        about = f"{size}, {answer.finish}, mean log-prob {answer.logprob:.3f}"
+        write_text(f"[{number}] {answer.text}\n    ({about})\n", sys.stdout)

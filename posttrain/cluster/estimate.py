@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from posttrain.errors import Checked, Count, UserError, Whole, refuse_unknown, require
+from posttrain.errors import Checked, Count, UserError, Whole, many, refuse_unknown, require
 
 # share of the peak FLOP/s in training, for dense models and for mixtures of experts
 TRAIN, TRAIN_EXPERTS = 0.35, 0.12
@@ -394,9 +394,9 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
     size = f"{shape.weights / 1e9:g}B weights"
     if shape.active < shape.weights:
         size += f", {shape.active / 1e9:g}B a token"
-    sampled = f"{work.prompts} pairs"
+    sampled = f"{many(work.prompts, 'pair')}"
     if work.models.samples:
-        sampled = f"{work.prompts} prompts x {work.group}"
+        sampled = f"{many(work.prompts, 'prompt')} x {work.group}"
     assumed = f"{TRAIN:.0%} of the peak FLOP/s in training ({TRAIN_EXPERTS:.0%} with experts), {READ:.0%} of the bandwidth in decoding"
     longest = f", at most {work.longest}" if work.models.samples else ""
     return [
@@ -407,8 +407,8 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
         *([_memory_line("generation", found.generation, gpu)] if found.generation else []),
         f"time: {seconds:.0f} s a step (training {found.train:.0f} s, generation {found.generate:.0f} s, other {OTHER - 1:.0%}), "
         f"{tokens / seconds / gpus:,.0f} tokens/s a GPU",
-        f"{work.steps} steps: {_long(days * 86400)}, {days * 24 * gpus:,.0f} GPU hours, about ${days * 24 * gpus * gpu.price:,.0f} "
-        f"at ${gpu.price:g} an hour (an assumption)",
+        f"{many(work.steps, 'step')}: {_long(days * 86400)}, {days * 24 * gpus:,.0f} GPU hours, "
+        f"about ${days * 24 * gpus * gpu.price:,.0f} at ${gpu.price:g} an hour (an assumption)",
         f"assumed: {assumed}, +{OTHER - 1:.0%} for scoring and weight updates; real runs differ by a factor of up to 2",
         *textbook_lines(gpu),
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from posttrain.commands.compare import interval_of
-from posttrain.errors import require
+from posttrain.errors import many, require
 from posttrain.models.load import HUB_NAME
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs.layout import stages_of
@@ -151,7 +151,7 @@ def _limits(summary: Mapping[str, JSON], ended: bool) -> Iterator[str]:
     failed = sum(int(result.get("failed") or 0) for result in results)
     seen = sum(int(result.get("contaminated") or 0) for result in results)
     if ended:
-        yield f"- Evaluations: {failed} responses could not be scored, {seen} problems were also trained on."
+        yield f"- Evaluations: {many(failed, 'response')} could not be scored; also trained on: {many(seen, 'problem')}."
     alarms = [str(line) for line in summary.get("alarms") or ()]
     yield from (f"- Alarm in training: {_cell(line)}" for line in alarms)
     yield from () if alarms else ["- No alarm in training."]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
-from posttrain.errors import UserError, refuse_unknown, require
+from posttrain.errors import UserError, many, refuse_unknown, require
 from posttrain.evals import evaluate
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.runs import html
@@ -204,7 +204,7 @@ def lines(report: Report) -> list[str]:
         name = one.stage if same else f"{one.stage} against {one.other_stage}"
         more = f"; {one.left_out} that only one run answered are left out" if one.left_out else ""
         what = "share solved of" if one.verifiable else "mean reward on"
-        text.append(f"{name}: {what} {one.problems} held-out problems{more}")
+        text.append(f"{name}: {what} {many(one.problems, 'held-out problem')}{more}")
         text += [f"  A        {one.first}", f"  B        {one.second}"]
         text.append(f"  B less A {one.paired}")
     for figure in report.measured:

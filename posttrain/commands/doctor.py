@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain import __version__ as VERSION
-from posttrain.errors import UserError
+from posttrain.errors import UserError, many
 from posttrain.system import machine
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -119,7 +119,7 @@ def accelerator() -> Finding:
 
 def threads() -> Finding:
     cores, asked = machine.cores(), os.environ.get("OMP_NUM_THREADS", "")
-    text = f"{cores} cores" + (f", OMP_NUM_THREADS={asked}" if asked else "")
+    text = many(cores, "core") + (f", OMP_NUM_THREADS={asked}" if asked else "")
     fix = f"OMP_NUM_THREADS is above the {cores} cores this process may use: unset it"
     return finding("threads", text, fix if machine.requested_threads() > cores else "")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain import catalogue, config, config_tree
 from posttrain.commands.models import MachineOptions, open_policy, take_options
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, many, require
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.statistics import Comparison, compare
 from posttrain.runs.console import BeforeAfter
@@ -70,9 +70,9 @@ class EvalReport:
     def change(self, name: str) -> BeforeAfter:
         """Return two models as a row of a table of tasks: the second is the one before."""
         assert self.paired is not None
-        right, many = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
+        right, count = "accuracy" in self.models[0].figures, self.models[0].figures["problems"]
         after, before = (one.figures["accuracy" if right else "reward"] for one in self.models)
-        return BeforeAfter(name, before, after, self.paired.difference.row(), many, right)
+        return BeforeAfter(name, before, after, self.paired.difference.row(), count, right)
 
     def tree(self) -> JSON:
         """Return the report as `posttrain eval --json` prints it."""
@@ -205,15 +205,15 @@ def _evaluate(model: str, tree: dict[str, JSON], pairs: dict[str, JSON]) -> tupl
             evaluations.append(evaluation)
     ours, theirs = evaluations[0], evaluations[-1]
     unsaved = _save(options.save, (json.dumps(row) + "\n" for row in rows(ours)))
-    many = f"{ours.problems} held-out problems of {task}, {stage.samples} sample(s) each, {stage.sampling}"
+    title = f"{many(ours.problems, 'held-out problem')} of {task}, {many(stage.samples, 'sample')} each, {stage.sampling}"
     if not options.against:
-        return stage, EvalReport(many, models, unsaved=unsaved)
+        return stage, EvalReport(title, models, unsaved=unsaved)
     asked = prompts(ours.groups)
     right = "accuracy" in models[0].figures
     paired = compare(theirs.by_problem(right), ours.by_problem(right), asked)
     won = tally(decided(ours.groups, theirs.groups), ours.groups, theirs.groups)
     line = f"  by the task's score {won_text(model, options.against, won)}"
-    return stage, EvalReport(many, models, paired, won, [line], unsaved=unsaved)
+    return stage, EvalReport(title, models, paired, won, [line], unsaved=unsaved)
 
 
 def _save(place: str, lines: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from posttrain import pipeline
 from posttrain.errors import prefixed, require
 from posttrain.models.load import check_device
 from posttrain.models.policy import Policy
@@ -58,29 +59,34 @@ def describe(settings: Settings, dry: bool = False) -> list[str]:
     require(not (dry and away), f"{absent}; leave --dry out")
     if not away:
         check_device(device)
+    pipeline.check_only(settings, pipeline.place(settings))
     if not (settings.again or settings.only):
         RunWriter.check_place(Path(settings.out or "runs/new").expanduser())
-    names = " -> ".join(stage.name for stage in stages)
-    lines = [f"recipe {settings.name}, seed {settings.seed}: {names}"]
+    every = [stage.name for stage in stages]
+    due = settings.only or every
+    names = " -> ".join(name for name in every if name in due)
+    kept = " (again: finished ones that have not changed are kept)" if settings.again else ""
+    lines = [f"recipe {settings.name}, seed {settings.seed}: {names}{kept}"]
     lines += [f"priced for {device}, which this machine does not have"] if away else []
     with trusting(settings.trust), temporary_context(settings.seed, device) as context:
         others = [stage.name for stage in stages if not stage.reads_first]
-        every = [stage.name for stage in stages]
-        found = check_stages(stages, settings.seed, device, every, others)
+        found = check_stages(stages, settings.seed, device, due, others)
         seen = estimate(stages, settings.seed, device, settings.threads) if dry else {}
         policies: dict[str, Policy] = {}
         before: dict[str, Stage] = {}
         for stage in stages:
-            lines += ["", f"{stage.name} ({type(stage).__name__})"]
-            inner = [f"warning: {text}" for text in stage.warnings() + found[stage.name]]
             with prefixed(stage.name):
-                inner += stage_lines(stage, context, policies, before)
+                inner = stage_lines(stage, context, policies, before if stage.name in due else None)
             inner += shared_lines(stage, policies.get(stage.name), settings)
             inner += [dry_run_line(seen[stage.name])] if dry else []
-            lines += [f"  {line}" for line in inner]
+            if stage.name in due:
+                warned = [f"warning: {text}" for text in stage.warnings() + found[stage.name]]
+                lines += ["", f"{stage.name} ({type(stage).__name__})"]
+                lines += [f"  {line}" for line in (*warned, *inner)]
             before[stage.name] = stage
     if dry:
-        total, longest = (sum(getattr(e, f) for e in seen.values()) for f in ("seconds", "longest"))
+        parts = [seen[name] for name in due]
+        total, longest = (sum(getattr(e, f) for e in parts) for f in ("seconds", "longest"))
         whole = f"the whole run: about {time_text(total)}{upper_bound(longest, total)}"
         lines += ["", f"{whole}, by a dry run on this machine"]
     return lines
@@ -126,17 +132,18 @@ def upper_bound(longest: float, usual: float) -> str:
 
 
 def stage_lines(
-    stage: Stage, context: Context, policies: dict[str, Policy], before: Mapping[str, Stage]
+    stage: Stage, context: Context, policies: dict[str, Policy], before: Mapping[str, Stage] | None
 ) -> list[str]:
-    """Return a stage's own description. `policies` are the models so far, by the name of a stage or their own; a stage's model
-    has the size of the one it starts from."""
+    """Return a stage's own description; nothing where `before` is None, so that its data need not be there. `policies` are the
+    models so far, by the name of a stage or their own; a stage's model has the size of the one it starts from."""
     model = stage.starts_from()
     if not model:
         return ["no estimate for this kind of stage"]
     if model not in policies:
         policies[model] = load_priced(stage, context)
     policy = policies[stage.name] = policies[model]
-    return [model_line(model, policy), *stage.plan(policy, context, before)]
+    described = [] if before is None else stage.plan(policy, context, before)
+    return [model_line(model, policy), *described]
 
 
 def model_line(name: str, policy: Policy) -> str:

@@ -21,7 +21,7 @@ from posttrain import catalogue
 from posttrain.commands import probe_answers
 from posttrain.commands.probe_answers import GOLD, KINDS, Case, answers
 from posttrain.config_tree import from_tree, meant, pair
-from posttrain.errors import refuse_unknown, require
+from posttrain.errors import many, refuse_unknown, require
 from posttrain.rewards._loop import run_to_end
 from posttrain.rewards.base import Options, check
 from posttrain.system.workers import WorkerPool
@@ -214,9 +214,7 @@ def _cases(task: Task, split: str, count: int) -> list[Case]:
     step = max(1, len(given) // count)
     chosen = [given[n * step] for n in range(min(count, len(given)))]
     programs = isinstance(task, Judged) and any(name == "code" for name, _ in task.rewards())
-    tests = [
-        probe_answers.read_program_tests(problem.answer) if programs else () for problem in chosen
-    ]
+    tests = [probe_answers.read_program_tests(p.answer) if programs else () for p in chosen]
     golds = [
         (probe_answers.lookup_program(own) if own else None) or task.demonstration(problem)
         for problem, own in zip(chosen, tests, strict=True)
@@ -321,7 +319,7 @@ def _row(found: Sequence[Scored]) -> Row:
 
 def _said(row: Row) -> str:
     return {
-        "pays": f"{row.at_gold or 0.0:.0%} of {row.count} answers earn as much as the gold answer",
+        "pays": f"{row.at_gold or 0.0:.0%} of {many(row.count, 'answer')} earn as much as the gold answer",
         "pays more": "padding earns more than the gold answer alone",
         "not paid": "it earns no more than the worst of the other answers",
         "fails": "it could not be scored",
@@ -332,7 +330,7 @@ def lines(report: Report) -> list[str]:
     """Return the report as text."""
     width = max(len(row.kind) for row in report.rows)
     text = [
-        f"reward: {report.reward}; task: {report.task}; {report.problems} problems, {report.calls} answers",
+        f"reward: {report.reward}; task: {report.task}; {many(report.problems, 'problem')}, {many(report.calls, 'answer')}",
         "",
         f"{'answers':<{width}}  {'count':>5}  {'mean':>7}  {'as gold':>7}  {'should':<6}  verdict",
     ]
@@ -349,7 +347,7 @@ def lines(report: Report) -> list[str]:
         text.append(f"the judge used {report.judge_tokens:,} tokens")
     spread = f"spread between the answers to a problem: {report.spread:.3f}"
     text.append(f"{spread}; none differ in {report.without_spread:.0%} of the problems")
-    text += [f"not scored {count} times: {name}" for name, count in report.failures.items()]
+    text += [f"not scored {many(count, 'time')}: {name}" for name, count in report.failures.items()]
     if report.examples:
         text += ["", "answers that pay and should not:"]
     for one in report.examples:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from posttrain.commands.replay_loop import Findings, Question, Replayed, ReplayLoop
 from posttrain.config import Settings
-from posttrain.errors import UserError, prefixed, refuse_unknown, require
+from posttrain.errors import UserError, many, prefixed, refuse_unknown, require
 from posttrain.events import printable
 from posttrain.pipeline import device_of, set_up_torch, settings_of, versions
 from posttrain.runs.console import duration
@@ -119,9 +119,8 @@ def _announcement(name: str, path: Path | None, step: int, rows: Sequence[Row]) 
     """Return what is recomputed, and how long the run took for it."""
     since = "its start" if path is None else f"the checkpoint {path.name}"
     kept = f" (no checkpoint at or before step {step - 1} was kept)" if path is None else ""
-    some = "1 step" if len(rows) == 1 else f"{len(rows)} steps"
     took = duration(sum(row.figures.get("seconds/total", 0.0) for row in rows))
-    return f"recomputes {name} from {since} to step {step}{kept}: its {some} took the run {took}"
+    return f"recomputes {name} from {since} to step {step}{kept}: its {many(len(rows), 'step')} took the run {took}"
 
 
 def _recompute(
@@ -233,7 +232,7 @@ def lines(replayed: Replay) -> Iterator[str]:
         wrote = f"{first.figure} of step {first.step} is {first.replayed!r}, and the run wrote {first.written!r}"
         yield f"{said}: NOT what the run did: {wrote}"
     else:
-        yield f"{said}: {found.compared} figures of {found.steps} steps are those of the run to the bit"
+        yield f"{said}: {many(found.compared, 'figure')} of {many(found.steps, 'step')} are those of the run to the bit"
     if found.updates > 1:
         yield f"update {found.update} of the {found.updates} of this step (--update)"
     clipped = f", clipped to {found.clipped:.3g} of it" if found.clipped < 1 else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.errors import UserError, refuse_unknown, require
+from posttrain.errors import UserError, many, refuse_unknown, require
 from posttrain.events import printable
 from posttrain.runs.layout import EpisodeRow, RolloutRow, TokenArrays, sampled_tokens
 from posttrain.runs.read import Run
@@ -45,7 +45,7 @@ def _parse(rollout: str, run: Run, stages: list[str]) -> tuple[str, int, int | N
 
 
 def _overview(directory: Path, stage: str, step: int, rows: Sequence[RolloutRow]) -> list[str]:
-    lines = [f"{stage} step {step}: {len(rows)} rollouts"]
+    lines = [f"{stage} step {step}: {many(len(rows), 'rollout')}"]
     for number, row in enumerate(rows[:32]):
         advantage = "" if row.advantage is None else f" advantage {row.advantage:+.2f}"
         text = f"{printable(row.question)} -> {printable(_said(row))[:70]}"

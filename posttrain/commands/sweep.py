@@ -133,6 +133,14 @@ def members(directory: Path, found: Mapping[str, Sequence[str]]) -> list[Member]
     return list(made.values())
 
 
+def check(settings: config.Settings) -> None:
+    """Raise an error for settings that the runs of a sweep cannot have."""
+    whole = not settings.only and not settings.again
+    require(whole, "a sweep runs whole pipelines: leave out only and again")
+    single = "the runs of a sweep have one process each: leave out processes"
+    require(settings.processes == 1, f"{single}, or start them one by one")
+
+
 def run(
     recipe: str,
     arguments: Sequence[str],
@@ -145,10 +153,7 @@ def run(
     plain, found = axes(arguments, swept)
     common = [argument for argument in plain if not argument.startswith("out=")]
     settings = config.parse(recipe, common, allow_code, source)
-    whole = not settings.only and not settings.again
-    require(whole, "a sweep runs whole pipelines: leave out only and again")
-    single = "the runs of a sweep have one process each: leave out processes"
-    require(settings.processes == 1, f"{single}, or start them one by one")
+    check(settings)
     out = dict(map(config_tree.pair, plain)).get("out")
     directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
     check_tree(directory)

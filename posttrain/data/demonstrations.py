@@ -16,7 +16,7 @@ from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
-from posttrain.errors import require
+from posttrain.errors import many, require
 from posttrain.types import Example, Message, Problem
 
 # columns of other formats: without them the model would learn to answer from less than it should see
@@ -224,7 +224,7 @@ class DataReport:
         share = f"{100 * self.loss_tokens / self.tokens:.0f}%" if self.tokens else "none"
         half, ninety, ninety_nine, longest = self.percentiles
         said = [
-            f"{self.kept:,} of {self.total:,} examples kept; {self.tokens:,} tokens, {self.loss_tokens:,} ({share}) carry loss",
+            f"{self.kept:,} of {many(self.total, 'example')} kept; {self.tokens:,} tokens, {self.loss_tokens:,} ({share}) carry loss",
             f"lengths: median {half}, 90% up to {ninety}, 99% up to {ninety_nine}, longest {longest} (limit {self.max_length})",
         ]
         reasons = {

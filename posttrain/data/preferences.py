@@ -31,7 +31,7 @@ from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder, unknown_tokens
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, many, require
 from posttrain.types import Example
 
 Unit = tuple[Example, ...]  # the examples of one prompt
@@ -89,7 +89,7 @@ class Preferences:
         good = sum(example.reward == 1.0 for example in examples)
         labels = f"; {good:,} desirable, {kept - good:,} not" if self.kind == "unpaired" else ""
         return [
-            f"{self.path}: {kind}{more}; {kept:,} of {self.total:,} rows kept, {len(examples):,} sequences{labels}",
+            f"{self.path}: {kind}{more}; {kept:,} of {many(self.total, 'row')} kept, {many(len(examples), 'sequence')}{labels}",
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
             *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),

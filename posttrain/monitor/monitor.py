@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from posttrain.collect import Collected
-from posttrain.errors import GuardStop
+from posttrain.errors import GuardStop, many
 from posttrain.events import Level
 from posttrain.monitor.coefficients import coefficients, dead_coefficients
 from posttrain.monitor.probes import LARGEST, Keywords, TraitSums, rollout_figures, unusable, words
@@ -127,16 +127,17 @@ class Monitor:
         rollouts = [r for g in groups for r in g.rollouts]
         failed = [r for r in rollouts if not r.score.valid]
         alarms: list[Alarm] = []
+        whole = many(len(rollouts), "response")
         if failed and len(failed) > self.settings.failed * len(rollouts):
             kinds = Counter(str(r.score.failure).split(":")[0] for r in failed).most_common(4)
             named = ", ".join(f"{count} {kind}" for kind, count in kinds)
-            text = f"{len(failed)} of {len(rollouts)} responses could not be scored: {named}"
+            text = f"{len(failed)} of {whole} could not be scored: {named}"
             first = f"problem {failed[0].problem.id}, {failed[0].score.failure}"
             alarms += self.alarm(step, "failed", f"{text}; the first: {first}")
         bad = unusable(rollouts)
         if bad:
             problems = ", ".join(r.problem.id for r in bad[:4])
-            text = f"{len(bad)} of {len(rollouts)} responses have a log-prob that is not finite or a reward beyond {LARGEST:g}"
+            text = f"{len(bad)} of {whole} have a log-prob that is not finite or a reward beyond {LARGEST:g}"
             alarms.append(self.skip(step, f"{text} (problems {problems})"))
         return alarms
 
@@ -313,7 +314,7 @@ class StageMonitor:
         places = batch.rollout_N.tolist() if "rollout_N" in batch.columns else []
         named = [rollouts[places[n]].problem.id if places else str(n) for n in bad[:4]]
         where = f"; sequences that are not finite: {', '.join(named)}" if bad else ""
-        return f" (batch of {batch.sequences} sequences in {ALARMS}/{path.name}{where})"
+        return f" (batch of {many(batch.sequences, 'sequence')} in {ALARMS}/{path.name}{where})"
 
 
 def alarm_lines(events: Sequence[EventRow]) -> list[str]:
@@ -327,6 +328,6 @@ def alarm_lines(events: Sequence[EventRow]) -> list[str]:
     lines = []
     for (stage, _), rows in found.items():
         last = [row for row in rows if row.attempt == rows[-1].attempt]
-        more = f" (and {len(last) - 1} times more)" if len(last) > 1 else ""
+        more = f" (and {many(len(last) - 1, 'time')} more)" if len(last) > 1 else ""
         lines.append(f"{stage}: {last[0].details.get('text', '')}{more}")
     return lines

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import yaml
 
-from posttrain.errors import Checked, Count, Positive, Share, Whole, refuse_unknown, require
+from posttrain.errors import Checked, Count, Positive, Share, Whole, many, refuse_unknown, require
 from posttrain.monitor.probes import Conflict
 from posttrain.monitor.series import HELD_OUT, Change, History, change, since_best
 
@@ -226,7 +226,7 @@ def flat(view: View) -> str | None:
     share = view.value("groups/zero_variance")
     if math.isnan(share):
         return None
-    equal = f"all rewards of every group were equal for {view.settings.flat} steps or more"
+    equal = f"all rewards of every group were equal for {many(view.settings.flat, 'step')} or more"
     return f"{equal}: nothing is learned" if share == 1.0 else ""
 
 

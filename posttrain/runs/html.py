@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, many
 from posttrain.events import printable
 from posttrain.runs.index import Index
 from posttrain.runs.plot import draw
@@ -115,7 +115,7 @@ def rollout_html(row: Mapping[str, Any], tokens: Mapping[str, Any] | None) -> st
     """Return one rollout: its rewards, and its tokens coloured by their values, with the first map open."""
     question, response, paid, advantage = cells_of(row)
     parts = "".join(f" · {short(k)} {v:.3g}" for k, v in list(row["parts"].items())[:LINES])
-    head = f"<p>reward {short(paid)}{parts} · advantage {advantage or 'none'} · {row['length']} tokens</p>"
+    head = f"<p>reward {short(paid)}{parts} · advantage {advantage or 'none'} · {many(row['length'], 'token')}</p>"
     if tokens is None:
         body = f"<pre style='{WRAP}'>{short(question)}\n<b>{short(response)}</b></pre>"
         return PLAIN.format(f"{head}{body}<p>Figures by token were not kept for this step.</p>")

@@ -85,9 +85,8 @@ class Filter:
         require('"' not in self.part, "a part of a reward has no quotation mark in its name")
         words = ("stage", "problem", "outcome", "finish", "role", "question")
         found = [(f"{name} = ?", [value]) for name in words if (value := getattr(self, name))]
-        columns: dict[str, tuple[str, list[Any]]] = {
-            n: (n, []) for n in ("step", "reward", "length")
-        }
+        columns: dict[str, tuple[str, list[Any]]]
+        columns = {n: (n, []) for n in ("step", "reward", "length")}
         if self.part:
             columns["part"] = "json_extract(parts, ?)", [f'$."{self.part}"']
         for name, (column, more) in columns.items():

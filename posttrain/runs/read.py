@@ -159,9 +159,7 @@ class History:
         place = self.order.get(stage, last)
         whole = _whole(stage)
         # attempts that went on after this step built on it, even if they had gone through an earlier stage again
-        built = (
-            later for later, name, resumed in self.resumes if name == stage and resumed >= step
-        )
+        built = (later for later, name, after in self.resumes if name == stage and after >= step)
         kept = max(self.kept.get(stage, 0), self.kept.get(whole, 0), *built)
         return any(
             step > resumed_step

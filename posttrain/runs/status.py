@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from posttrain.errors import many
 from posttrain.runs import layout
 from posttrain.runs.index import Index
 from posttrain.runs.layout import EventRow
 from posttrain.runs.lock import live_owner
 from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
+from posttrain.types import JSON
 
 Kind = Literal["live", "finished", "waiting", "stopped", "interrupted", "crashed"]
 Answer = Literal["yes", "careful", "unclear", "early", "no"]
@@ -103,7 +105,7 @@ def verdict(index: Index) -> Verdict:
     figures = index.figures(stage)
     if broken := _broken(index, stage, figures):
         return broken
-    score = next((name for name in SCORES if name in figures), "")
+    score = held_out_score(index, stage)
     found = _held_out(index, stage, score) if score else None
     if found is None or found.answer == "early":
         found = _trend(index, stage, figures) or found
@@ -128,9 +130,33 @@ def _broken(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict 
     return None
 
 
+def held_out_score(index: Index, stage: str) -> str:
+    """The held-out score that decides which step is the best (`metrics.best_score`): the first of its row. A task with graded scores
+    has the reward before the accuracy, and the accuracy alone where every score is 0 or 1, which may be so at first. "" if none."""
+    found = [name for name in index.figures(stage) if name in SCORES]
+    firsts = [index.points(stage, name)[0][0] for name in found[:2]]
+    later = found[:2] == ["accuracy/test", "reward/test"] and firsts[1] > firsts[0]
+    return found[later] if found else ""
+
+
+def score_points(index: Index, stage: str, score: str, end: str = "") -> dict[int, float]:
+    """The values of a held-out score, or with `end` those of its interval, by step. The accuracy of a step without a reward is it."""
+    names = ("accuracy/test", score) if score == "reward/test" else (score,)
+    found = [point for name in names for point in index.points(stage, f"{name}{end}")]
+    return dict(sorted((step, value) for step, value in dict(found).items() if value is not None))
+
+
+def last_score(index: Index, stage: str) -> JSON:
+    """The last held-out score with its interval: value, low, high, name; None if there is none."""
+    if not (name := held_out_score(index, stage)):
+        return None
+    ends = [score_points(index, stage, name, end) for end in ("", "_low", "_high")]
+    return [[*end.values()][-1] if end else None for end in ends] + [name]
+
+
 def _held_out(index: Index, stage: str, score: str) -> Verdict:
     """Compare the first and the last held-out score by their intervals."""
-    values = [(step, value) for step, value in index.points(stage, score) if value is not None]
+    values = [*score_points(index, stage, score).items()]
     name, sign = NAMES[score], SCORES[score]
     if len(values) < 2:
         said = f"Too early to say: {name} of {stage} was measured once."
@@ -162,7 +188,7 @@ def _answer(name: str, change: str, sign: float, rise: float, bound: float) -> t
 
 def _error(index: Index, stage: str, score: str, step: int) -> float:
     """Return the standard error of a score, from its interval; 0 if it has none."""
-    low, high = [dict(index.points(stage, f"{score}_{end}")).get(step) for end in ("low", "high")]
+    low, high = [score_points(index, stage, score, end).get(step) for end in ("_low", "_high")]
     return 0.0 if low is None or high is None else (high - low) / (2 * 1.96)
 
 
@@ -174,7 +200,7 @@ def _trend(index: Index, stage: str, figures: dict[str, list[str]]) -> Verdict |
     words, sign = TRENDS[name]
     values = [value for _, value in index.points(stage, name) if value is not None]
     if len(values) < MIN_STEPS:
-        said = f"Too early to say: {len(values)} steps of {stage} are not enough for a trend."
+        said = f"Too early to say: {many(len(values), 'step')} of {stage} cannot show a trend."
         return Verdict("early", said, (), stage, name)
     fifth = max(5, len(values) // 5)
     head, tail = values[:fifth], values[-fifth:]

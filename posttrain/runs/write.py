@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -74,6 +75,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             raise
 
     def _open_files(self) -> None:
+        _put_back(self.directory)
         repairs = {name: _repair(self.directory / name) for name in (layout.METRICS, layout.EVENTS)}
         rows = layout.json_lines(self.directory / layout.EVENTS)
         attempts = [row["attempt"] for row in rows if row and isinstance(row.get("attempt"), int)]
@@ -239,9 +241,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         files no more."""
         files = (self.directory / layout.ROLLOUTS / stage).glob("step-*.safetensors")
         steps = [step for path in files if (step := layout.step_of(path)) is not None]
-        return sorted(
-            steps, key=lambda step: (layout.attempt_of(self.directory, stage, step), step)
-        )
+        return sorted(steps, key=lambda n: (layout.attempt_of(self.directory, stage, n), n))
 
     def answers(self, rows: Sequence[AnswerRow]) -> None:
         """Write the stages' answers to the same prompts, replacing an earlier file."""
@@ -328,6 +328,18 @@ def _refuse_used(directory: Path) -> None:
 
 def _now() -> float:
     return round(time.time(), 3)
+
+
+def _put_back(directory: Path) -> None:
+    """Undo what a process began to set aside (`Context.set_aside`) and did not end: those folders have names with a dot."""
+    for begun in (directory / "replaced").glob(".*"):
+        for folder in begun.glob("*/*"):
+            if not (home := directory / folder.relative_to(begun)).exists():
+                shutil.move(folder, home)
+        if any(begun.glob("*/*")):  # copies on another disk, whose originals are there
+            begun.rename(begun.with_name(begun.name[1:]))
+        else:
+            shutil.rmtree(begun)
 
 
 def _repair(path: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from posttrain.data.chat import check_continues, render_prompts, unopened
 from posttrain.data.text import unknown_tokens
-from posttrain.errors import prefixed, refuse_unknown, require
+from posttrain.errors import many, prefixed, refuse_unknown, require
 from posttrain.models import given
 from posttrain.models.directory import GIVE
 from posttrain.models.load import Reader, outline, same_vocabulary
@@ -193,15 +193,15 @@ def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:
             room = (reader.positions or sys.maxsize) - sampling.max_new_tokens
             long = [p.id for p, ids in zip(looked, prompts, strict=True) if len(ids) > room]
             # the longest were looked at, so that only many may be more
-            many = f"{'at least ' * (len(long) >= PROMPTS)}{len(long):,} of {len(problems):,}"
+            these = f"{'at least ' * (len(long) >= PROMPTS)}{len(long):,} of {len(problems):,}"
             which = f"{', '.join(long[:5])}{', ...' * (len(long) > 5)}"
-            rows = f", or leave out or shorten the {many} {held} prompts of more than {room:,} tokens ({which})"
+            rows = f", or leave out or shorten the {these} {held} prompts of more than {room:,} tokens ({which})"
             with prefixed(name):
                 advice = f"lower max_new_tokens{rows if room > 0 else ''}"
                 reader.check_length(longest + sampling.max_new_tokens, advice)
             seen += prompts
     lines = unknown_tokens(reader.tokenizer, seen) if seen else []
-    lines = [f"of {len(seen):,} prompts that were looked at, {line}" for line in lines]
+    lines = [f"of {many(len(seen), 'prompt')} that were looked at, {line}" for line in lines]
     if seen and (opening := unopened(reader.tokenizer)):
         none = "the chat template has no generation prompt ({% if add_generation_prompt %})"
         lines.append(f"{none}: the model itself must begin its answers with {opening!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from posttrain.errors import many
 from posttrain.evals.evaluate import compare_rows, same_problems, solved_marks
 from posttrain.runs import console
 from posttrain.runs.layout import json_lines
@@ -36,7 +37,7 @@ def compare_before_after(context: Context, first: str, second: str) -> None:
             rows.append(console.BeforeAfter(label, value, after["parts"][part], percent=right))
     console.show(console.final_table(rows, f"Held-out problems, {first} and {second} training"))
     if left:
-        said = f"change:   of the {len(pairs)} problems in both evaluations; {left} that only one of them has are left out"
+        said = f"change:   of the {many(len(pairs), 'problem')} in both evaluations; {left} that only one of them has are left out"
         console.write_text(f"{said}\n", sys.stdout)
     console.show(console.side_by_side(chosen(old, new)))
 

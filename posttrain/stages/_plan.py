@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.errors import many
 from posttrain.loop import Stop
 from posttrain.models.lora import Lora
 from posttrain.models.policy import Policy
@@ -161,7 +162,7 @@ def sft_plan(stage: SFTStage, policy: Policy, context: Context, before: Stages) 
     later = [f"examples written by {file}: not there yet" for file in files]
     there = tuple(source for source in stage.data if source.file not in before)
     if later and not there:
-        return [f"a step: {stage.batch} examples; {how_long(stage)}", *later]
+        return [f"a step: {many(stage.batch, 'example')}; {how_long(stage)}", *later]
     material = replace(stage, data=there).material(context, policy)
     lengths = [len(e.ids) for s in material.sets for e in s]
     total, whole = len(lengths), stage
@@ -172,8 +173,8 @@ def sft_plan(stage: SFTStage, policy: Policy, context: Context, before: Stages) 
         for n, line in enumerate(report.lines())
     ]
     return [
-        f"a step: {stage.batch} examples, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
-        f"{total:,} examples{f', {len(material.held_out):,} held out' if material.held_out else ''}",
+        f"a step: {many(stage.batch, 'example')}, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
+        f"{many(total, 'example')}{f', {len(material.held_out):,} held out' if material.held_out else ''}",
         *counted_warnings(whole, stage),
         *reports,
         *later,
@@ -197,14 +198,6 @@ def how_long(stage: DataStage, size: int = 0) -> str:
     return f"{steps} = {stage.steps * stage.batch / size:.1f} passes over" if size else steps
 
 
-def many(number: float, word: str) -> str:
-    """
-    >>> many(1, "step"), many(2000, "step"), many(0.5, "epoch")
-    ('1 step', '2,000 steps', '0.5 epochs')
-    """
-    return f"{round(number, 3):,}".removesuffix(".0") + f" {word}{'s' * (number != 1)}"
-
-
 def counted_warnings(stage: DataStage, counted: DataStage) -> list[str]:
     """The warnings that need the number of steps, which epochs and data decide."""
     return [f"warning: {text}" for text in counted.warnings() if text not in stage.warnings()]
@@ -218,7 +211,7 @@ def preference_plan(
     files = [file for _, file in stage.named("data") if file in before]
     later = [f"preferences written by {file}: not there yet" for file in files]
     if later:
-        return [f"a step: {stage.batch} units; {how_long(stage)}{times}", *later]
+        return [f"a step: {many(stage.batch, 'unit')}; {how_long(stage)}{times}", *later]
     reports: list[str] = []
     with context.events.shown_by(lambda event: reports.append(event.text)):
         train, held_out = stage.limited(policy).split(context, policy.tokenizer)
@@ -226,7 +219,7 @@ def preference_plan(
     sizes = [sum(len(example.ids) for example in unit) for unit in units]
     average = stage.batch * sum(sizes) // len(units)
     return [
-        f"a step: {stage.batch} of {len(units):,} units, about {average:,} tokens; {how_long(stage, len(train))} "
+        f"a step: {stage.batch} of {many(len(units), 'unit')}, about {average:,} tokens; {how_long(stage, len(train))} "
         f"{len(train):,} that are not held out{times}",
         *counted_warnings(whole, stage),
         *reports,
@@ -261,12 +254,12 @@ def rl_plan(stage: RLStage, policy: Policy, context: Context, before: Stages) ->
         return rl_memory(one, policy, tokens, cache, rewards, way.layered, together * new)
 
     completions = stage.algorithm.branches.completions
-    more = f", and {completions} completions from the end of each step of a response but the last"
+    more = f", and {many(completions, 'completion')} from the end of each step of a response but the last"
     return [
-        f"a step: {stage.prompts} prompts x {group} samples = {samples} responses of at most {new} tokens"
-        f"{more if completions else ''}",
-        f"then {updates} optimizer update(s) of {samples // reuse.mini_batches} responses each; at full length "
-        f"{-(-samples * longest // budget)} micro-batch(es) of up to {size} (this changes memory, never the gradient)",
+        f"a step: {many(stage.prompts, 'prompt')} x {many(group, 'sample')} = {many(samples, 'response')} "
+        f"of at most {many(new, 'token')}{more if completions else ''}",
+        f"then {many(updates, 'optimizer update')} of {many(samples // reuse.mini_batches, 'response')} each; at full length "
+        f"{many(-(-samples * longest // budget), 'micro-batch')} of up to {size} (this changes memory, never the gradient)",
         f"{many(stage.steps, 'step')} = {many(stage.steps * samples, 'response')} and "
         f"{many(stage.steps * updates, 'update')}",
         f"levels {', '.join(map(str, stage.task.levels))}; {scored}",

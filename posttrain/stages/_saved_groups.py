@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.data.demonstrations import completion_example
 from posttrain.data.records import read_jsonl
 from posttrain.data.text import Decoder
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, many, require
 from posttrain.runs.layout import EpisodeRow, RolloutRow, sampled_tokens, stages_of
 from posttrain.runs.read import Run
 from posttrain.stages._material import until_end
@@ -34,11 +34,11 @@ class Saved:
     def lines(self) -> list[str]:
         """Lines about the rows that were read and those that were not."""
         count = sum(len(group.rollouts) for group in self.groups)
-        said = [f"{count:,} saved responses in {len(self.groups):,} groups"]
+        said = [f"{many(count, 'saved response')} in {many(len(self.groups), 'group')}"]
         if self.too_long:
-            said.append(f"{self.too_long:,} responses are longer than max_length, and left out")
+            said.append(f"{many(self.too_long, 'response')} left out: longer than max_length")
         if self.untrained:
-            said.append(f"{self.untrained:,} responses left out: the run has not kept their tokens")
+            said.append(f"{many(self.untrained, 'response')} left out: the run kept no tokens")
         return said
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from posttrain.data.preferences import read_pairs, read_preferences
 from posttrain.engine.random import derive
-from posttrain.errors import Count, GuardStop, Share, require
+from posttrain.errors import Count, GuardStop, Share, many, require
 from posttrain.evals.agreement import cohen_kappa
 from posttrain.evals.statistics import share_interval
 from posttrain.models.load import Reader
@@ -71,8 +71,8 @@ class AgreementStage(JudgedStage):
         lines = map(json.dumps, self.lines(rows, labels, verdicts))
         context.write_lines(self.name, lines, "verdicts.jsonl")
         share, low, high = result["agreement"]
-        said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {result['judged']} pairs"
-        said += f", kappa {result['kappa']:.2f}; {result['ties']} ties, {result['swayed']} of them by the order alone"
+        said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {many(result['judged'], 'pair')}"
+        said += f", kappa {result['kappa']:.2f}; {many(result['ties'], 'tie')}, {result['swayed']} of them by the order alone"
         context.announce(self.name, [f"{said}; {result['unjudged']} not judged"])
         self.gate(share, "the judge", "change the rubric or the model")
         return {**result, "usage": usage.row()}
@@ -85,7 +85,7 @@ class AgreementStage(JudgedStage):
         context.announce(self.name, read.lines())
         found = judge_pairs(scorer, read.units[: self.pairs], BUDGET)
         accuracy, judged = found.accuracy, len(found.margin_K)
-        said = f"{self.reward_model} prefers what people preferred in {accuracy} of {judged} pairs"
+        said = f"{self.reward_model} prefers what people preferred in {accuracy} of {many(judged, 'pair')}"
         context.announce(self.name, [said])
         self.gate(accuracy.value, self.reward_model, "look at its data, or train longer")
         return {"agreement": accuracy.row(), "judged": judged}

@@ -153,10 +153,11 @@ class Context:
         self.write(stage, _lineage.RESULT, result)
 
     def set_aside(self, stage: str) -> Path:
-        """Move what a stage has made to a folder of its own, so that it can run again. Its lineage is moved last: checkpoints without
-        one would be continued."""
+        """Move what a stage has made to a folder of its own, so that it can run again. The folder gets its name last: if the process
+        dies before, the next one puts everything back (`RunWriter`)."""
         places = (self.directory / "replaced" / f"{stage}-{n}" for n in count(1))
         place = next(path for path in places if not path.exists())
+        begun = place.with_name(f".{place.name}")
         saved = sorted((self.directory / "checkpoints").glob("*"))
         members = [p for p in saved if re.fullmatch(rf"{re.escape(stage)}-\d+", p.name)]
         made = [p for p in saved if p.name == stage]
@@ -164,10 +165,10 @@ class Context:
         made += [p for p in members if not self.folder(p.name).exists()]
         sampled = rollout_file(self.directory, stage, 0).parent
         for folder in [*made, *([sampled] if sampled.is_dir() else []), self.folder(stage)]:
-            aside = place / folder.relative_to(self.directory)
+            aside = begun / folder.relative_to(self.directory)
             aside.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, aside)
-        return place
+        return begun.rename(place)
 
     def write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
         """Write a JSON file of a stage."""

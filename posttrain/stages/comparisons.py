@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
-from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, require
+from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, many, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
 from posttrain.stages._judged import JudgedStage
@@ -124,7 +124,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         if not file.is_file():
             asked = [kept for g, _ in self.groups(context) if (kept := self.different(g, counts))]
             rows = [self.asked(kept) for kept in asked]
-            said = f"{len(rows):,} prompts to compare; left out: {listed(counts)}"
+            said = f"{many(len(rows), 'prompt')} to compare; left out: {listed(counts)}"
             context.announce(self.name, [said])
             require(rows, f"{self.name}: no two answers to a prompt differ; raise the temperature")
             file.parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
 from posttrain.episodes import rollout_groups
-from posttrain.errors import Count, Several, UserError, require
+from posttrain.errors import Count, Several, UserError, many, require
 from posttrain.evals.contamination import content_hash, known
 from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.models.load import Reader, same_vocabulary
@@ -51,7 +51,7 @@ def answer_problems(
     evaluation = Evaluation(tuple(groups), tuple(finals))
     if evaluation.failed == sum(len(g.rollouts) for g in groups):
         failure = groups[0].rollouts[0].score.failure
-        none = f"no answer to the {len(problems)} held-out problems could be scored ({failure})"
+        none = f"no answer to the {many(len(problems), 'held-out problem')} could be scored ({failure})"
         raise UserError(f"{none}; hold out problems that can be")
     return evaluation
 
@@ -98,7 +98,7 @@ class EvaluateStage(AnswerStage):
         return (self.reference,) if self.reference else ()
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        total = f"{self.problems} held-out problems x {self.samples} = {self.problems * self.samples} answers"
+        total = f"{many(self.problems, 'held-out problem')} x {self.samples} = {many(self.problems * self.samples, 'answer')}"
         return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:
@@ -108,7 +108,7 @@ class EvaluateStage(AnswerStage):
         )
         found = evaluation.headlines(self.task.verifiable).items()
         figures = ", ".join(f"{name} {figure}" for name, figure in found)
-        said = f"{figures} on {evaluation.problems} held-out problems"
+        said = f"{figures} on {many(evaluation.problems, 'held-out problem')}"
         context.announce(self.name, [f"{self.model}: {said}"])
         hashes = trained_on(context, self.model)
         counted, said = seen(evaluation, self.task.verifiable, self.model, hashes)
@@ -160,7 +160,7 @@ def seen(
     if clean is not None and (found := getattr(clean, what)) is not None:
         others = f"{what} on the other {clean.problems}: {found}"
         row = found.row()
-    said = f"{sum(marks)} of {len(marks)} held-out problems are among what {model} was trained on; {others}"
+    said = f"{sum(marks)} of {many(len(marks), 'held-out problem')} are among what {model} was trained on; {others}"
     return {"contaminated": sum(marks), f"{what}_clean": row}, said
 
 

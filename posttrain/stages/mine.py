@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
 from posttrain.data.records import read_jsonl
-from posttrain.errors import Count, Range, require
+from posttrain.errors import Count, Range, many, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage
@@ -39,7 +39,7 @@ class MineStage(AskingStage):
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
         again = f", after those that {self.again} kept" if self.again else ""
-        asked = f"{self.prompts} training problems{again}, x {self.samples} answers"
+        asked = f"{many(self.prompts, 'training problem')}{again}, x {many(self.samples, 'answer')}"
         kept = f"those solved at most {self.max_solved:.0%} are kept, at least {self.min_problems}"
         return [f"{asked}; {kept}"]
 
@@ -51,9 +51,8 @@ class MineStage(AskingStage):
         scored = [p for p in problems if p.id in shares]
         few = f"{self.name}: only {len(scored)} of {len(problems)} problems could be scored"
         # fewer than `min_problems` were asked in a dry run, for example: then all are kept
-        require(
-            len(scored) >= (self.min_problems if len(problems) >= self.min_problems else 1), few
-        )
+        needed = self.min_problems if len(problems) >= self.min_problems else 1
+        require(len(scored) >= needed, few)
         kept = failed = [p for p in scored if shares[p.id] <= self.max_solved]
         if len(failed) < self.min_problems:
             kept = sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]
@@ -61,7 +60,7 @@ class MineStage(AskingStage):
         context.write_lines(self.name, rows, "data.jsonl")
         solved = sum(shares.values()) / len(scored)
         old = sum(p.id in {q.id for q in before} for p in failed)
-        said = f"{self.model} fails {len(failed):,} of {len(scored):,} problems ({old:,} of {len(before):,} from before)"
+        said = f"{self.model} fails {len(failed):,} of {many(len(scored), 'problem')} ({old:,} of {len(before):,} from before)"
         said += f", solves {solved:.1%} of the answers; {len(kept):,} kept"
         context.announce(self.name, [said])
         return {

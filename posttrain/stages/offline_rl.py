@@ -9,11 +9,11 @@ from itertools import chain
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import SavedGroups
-from posttrain.errors import Count, Positive, Several, require
+from posttrain.errors import Count, Positive, Several, many, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.stages._naming import DataName
-from posttrain.stages._plan import DryRun, few_steps, many, planned_way, training_memory
+from posttrain.stages._plan import DryRun, few_steps, planned_way, training_memory
 from posttrain.stages._saved_groups import Saved, read_saved
 from posttrain.stages.base import Context, Stage, data_place
 from posttrain.stages.train import MaxLength, ReferenceStage, length_limit, trained
@@ -70,7 +70,7 @@ class OfflineRLStage(ReferenceStage):
         return saved
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        step = f"a step: {self.batch} groups; {many(self.steps, 'step')}"
+        step = f"a step: {many(self.batch, 'group')}; {many(self.steps, 'step')}"
         later = [f"groups written by {path}: not there yet" for path in self.data if path in before]
         if later:
             return [step, *later]

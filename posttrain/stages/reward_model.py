@@ -14,7 +14,7 @@ from posttrain.algorithms.reward_model import RewardModel
 from posttrain.collect import Examples
 from posttrain.data.preferences import Unit
 from posttrain.engine.random import derive
-from posttrain.errors import GuardStop, Range, Several, require
+from posttrain.errors import GuardStop, Range, Several, many, require
 from posttrain.evals.calibration import accuracy_by, calibration, pair_accuracy
 from posttrain.evals.statistics import Interval, share_interval
 from posttrain.models.policy import Policy
@@ -146,7 +146,7 @@ class RewardModelStage(UnitStage):
         accuracy, count = verdicts.accuracy, len(np.unique(verdicts.prompt_K))
         if accuracy.value < self.min_accuracy:
             which = self.folder(context, member).name
-            low = f"is {accuracy} over {count} prompts, below min_accuracy={self.min_accuracy}"
+            low = f"is {accuracy} over {many(count, 'prompt')}, below min_accuracy={self.min_accuracy}"
             advice = "a policy would learn its errors: look at the data, or train longer"
             raise GuardStop(f"{self.name}: held-out accuracy of {which} {low}; {advice}")
 

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import nn
 
 from posttrain.data.steps import compile_separator
-from posttrain.errors import NotNegative, Positive, Range, require
+from posttrain.errors import NotNegative, Positive, Range, many, require
 from posttrain.events import Events
 from posttrain.models.load import same_vocabulary
 from posttrain.models.policy import Policy
@@ -142,7 +142,7 @@ class FunctionRating:
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         labels = ", ".join(function.label for function in self.function.functions)
-        text = f"the reward {labels} has not returned for {len(rollouts)} responses after {SLOW:g} s; nothing ends it in this process"
+        text = f"the reward {labels} has not returned for {many(len(rollouts), 'response')} after {SLOW:g} s; nothing ends it here"
         timer = Timer(SLOW, self.events.emit, ("slow_reward", text, "warning"))
         timer.daemon = True
         timer.start()

@@ -342,9 +342,8 @@ class RLStage(ReferenceStage):
         source: Callable[..., Rollouts] = Rollouts
         if self.max_staleness:
             bound = Staleness(batch=self.prompts, max_staleness=self.max_staleness)
-            source = partial(
-                Asynchronous, staleness=bound, steps=self.steps, in_flight=self.in_flight
-            )
+            source = partial(Asynchronous, staleness=bound, steps=self.steps)
+            source = partial(source, in_flight=self.in_flight)
         return source(
             task=self.task,
             sampler=sampler,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from posttrain.errors import Several, require
+from posttrain.errors import Several, many, require
 from posttrain.stages._answers import AskingStage, assistant, listed
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
@@ -67,7 +67,7 @@ class SampleStage(AskingStage):
         result: dict[str, JSON] = {**counts, "problems": self.prompts}
         result["answered"] = self.prompts - len(unsolved)
         said = [f"answers of {self.model}: {listed(counts)}"]
-        said[0] += f"; {result['answered']:,} of {self.prompts:,} problems have one"
+        said[0] += f"; {result['answered']:,} of {many(self.prompts, 'problem')} have one"
         if self.labels:
             result["good"] = sum(bool(row["label"]) for row in rows)
             said[0] += f"; {result['good']:,} are good"
@@ -78,10 +78,10 @@ class SampleStage(AskingStage):
             rows += more
             result["hinted"] = dict(counts)
             said.append(f"to the {len(unsolved):,} others with a hint: {listed(counts)}")
-        none = (
-            f"{self.name}: no answer ended and scored {self.min_score} or more; {'; '.join(said)}"
+        none = f"{self.name}: no answer ended and scored {self.min_score} or more"
+        require(
+            rows, f"{none}; {'; '.join(said)}. Lower min_score, or raise samples or max_new_tokens"
         )
-        require(rows, f"{none}. Lower min_score, or raise samples or max_new_tokens")
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         context.announce(self.name, said)
         return result

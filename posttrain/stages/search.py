@@ -12,7 +12,7 @@ from typing import Annotated
 from posttrain.branches import Continued, beginning, cut, joined
 from posttrain.collect import rate_groups
 from posttrain.data.text import Decoder
-from posttrain.errors import Count, Range
+from posttrain.errors import Count, Range, many
 from posttrain.evals.best_of_n import frontier
 from posttrain.evals.evaluate import Evaluation, prompts
 from posttrain.evals.statistics import share_interval
@@ -86,7 +86,7 @@ class SearchStage(AnswerStage):
         context.write_lines(self.name, map(json.dumps, map(row, ends, right)))
         top = str(self.samples)
         said = [f"{name} {rows[top][0]:.3f}" for name, rows in found.items() if top in rows]
-        line = f"{self.model}, accuracy with {top} samples: {', '.join(said)}"
+        line = f"{self.model}, accuracy with {many(self.samples, 'sample')}: {', '.join(said)}"
         context.announce(self.name, [line])
         sampled = sum(r.length for g in groups for r in g.rollouts)
         spent = {"answers": sampled / len(groups), "beam": tokens / len(groups)}

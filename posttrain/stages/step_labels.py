@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain.branches import Continued, Key, complete, key_of
 from posttrain.data.steps import Step, check_separator, steps_of
 from posttrain.engine.random import derive
-from posttrain.errors import Whole, prefixed, require
+from posttrain.errors import Whole, many, prefixed, require
 from posttrain.models.policy import Policy
 from posttrain.stages._answers import AskingStage, listed, seeds
 from posttrain.stages._plan import DryRun, fewer
@@ -63,8 +63,9 @@ class StepLabelsStage(AskingStage):
         require(rows, none)
         context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
         labels = [value for row in rows for value in row["labels"]]
-        said = f"{listed(counts)}; {len(labels):,} steps, {sum(labels) / len(labels):.1%} right on average"
-        context.announce(self.name, [f"{said}; {len(shares) * self.completions:,} completions"])
+        said = f"{listed(counts)}; {many(len(labels), 'step')}, {sum(labels) / len(labels):.1%} right on average"
+        said += f"; {many(len(shares) * self.completions, 'completion')}"
+        context.announce(self.name, [said])
         return {
             **counts,
             "steps": len(labels),

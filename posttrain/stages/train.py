@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from posttrain.algorithms.base import Algorithm
 from posttrain.collect import Examples, Item, Source
 from posttrain.data.preferences import Unit
-from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, require
+from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, many, require
 from posttrain.loop import Loop, LoopSchedule, Stop
 from posttrain.models import nf4
 from posttrain.models.load import Reader, same_vocabulary
@@ -22,7 +22,7 @@ from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._held_out import HeldOutEvaluation
 from posttrain.stages._material import HeldOut, read_units, split_by_prompt
 from posttrain.stages._naming import DataName, ModelName
-from posttrain.stages._plan import DryRun, few_steps, many, preference_plan
+from posttrain.stages._plan import DryRun, few_steps, preference_plan
 from posttrain.stages.base import Context, Stage, load_policy
 from posttrain.train.memory import weight_bytes
 from posttrain.train.optimizer import Optimization
@@ -107,16 +107,14 @@ class TrainStage(Stage):
         return [line for line in (found, self._lora_warning()) if line]
 
     def _lora_warning(self) -> str:
-        """A warning if adapters would train with the learning rate of full training because none was given, else ""."""
-        default = type(self).__dataclass_fields__["optimizer"].default_factory
-        rate = self.optimizer.lr
-        usual = (Optimization.lr, default().lr if callable(default) else None)
-        # the same object: an equal rate that was given is another one
-        if self.lora is None or not any(rate is one for one in usual):
+        """A warning if adapters train with no more than the default learning rate, which is one of full training, else "". Whether it
+        was given makes no difference: a resumed run has every setting in its file."""
+        factory = type(self).__dataclass_fields__["optimizer"].default_factory
+        usual, rate = (factory if callable(factory) else Optimization)().lr, self.optimizer.lr
+        if self.lora is None or rate > usual:
             return ""
-        kept = f"lora is used with the default lr of full training, {rate:g}"
-        advice = f"give lr={10 * rate:g}, or lr={rate:g} to keep it"
-        return f"{kept}; adapters usually need about ten times as much: {advice}"
+        kept = f"lora is used with lr {rate:g}, and {usual:g} is the default of full training"
+        return f"{kept}; adapters usually need about ten times as much: lr={10 * usual:g}"
 
     def load(self, context: Context, name: str = "") -> Policy:
         if name or self.lora is None or not self.lora.load_in_4bit:
@@ -342,7 +340,7 @@ class DataStage(TrainStage):
         """`counted`, with a message about the steps."""
         stage = self.counted(size)
         if self.epochs is not None:
-            passes = f"{many(self.epochs, 'epoch')} of {size:,} examples"
+            passes = f"{many(self.epochs, 'epoch')} of {many(size, 'example')}"
             steps = f"{many(stage.steps or 0, 'step')} of {stage.batch}"
             context.announce(self.name, [f"{passes} = {steps}"])
             new = [line for line in stage.warnings() if line not in self.warnings()]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import numpy as np
 
-from posttrain.errors import Range, prefixed, require
+from posttrain.errors import Range, many, prefixed, require
 from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
 from posttrain.evals.length_control import win_rate_at_equal_length
@@ -59,9 +59,8 @@ class VersusStage(JudgedStage, AnswerStage):
         alike = policies[0].tokenizer.get_vocab() == policies[1].tokenizer.get_vocab()
         ours, theirs = (self.answers(context, policy) for policy in policies)
         pairs = list(zip(ours, theirs, strict=True))
-        texts = [
-            (g.problem.question, g.rollouts[0].response, r.rollouts[0].response) for g, r in pairs
-        ]
+        both = ((g.problem, g.rollouts[0], r.rollouts[0]) for g, r in pairs)
+        texts = [(asked.question, one.response, other.response) for asked, one, other in both]
         verdicts = judge.compare(texts) if judge else decided(ours, theirs)
         with prefixed(self.name):
             result = tally(verdicts, ours, theirs)
@@ -183,8 +182,8 @@ def tally(
 def won_text(model: str, against: str, found: Mapping[str, JSON]) -> str:
     """The result of `tally` in words."""
     prompts = f" to {found['prompts']} prompts" if found["prompts"] < found["problems"] else ""
-    said = f"{model} wins {Interval(*found['win_rate'])} of {found['problems']} answers{prompts} against {against}"
-    more = [f"{found['ties']} ties"] if found["ties"] else []
+    said = f"{model} wins {Interval(*found['win_rate'])} of {many(found['problems'], 'answer')}{prompts} against {against}"
+    more = [many(found["ties"], "tie")] if found["ties"] else []
     more += [f"{found['unjudged']} more could not be judged"] if found["unjudged"] else []
     said = f"{said} ({', '.join(more)})" if more else said
     return f"{said}; {Interval(*found['win_rate_at_equal_length'])} at equal length"

@@ -21,9 +21,8 @@ from posttrain.errors import UserError
 from posttrain.runs import layout
 from posttrain.runs.index import Index
 from posttrain.runs.layout import EventRow
-from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
-from posttrain.runs.status import Status, alarms, status, verdict
+from posttrain.runs.status import Status, alarms, last_score, status, verdict
 from posttrain.studio.replies import Missing
 from posttrain.system.files import is_reward_model
 from posttrain.types import JSON
@@ -150,7 +149,7 @@ class Library:
                 "stage": stage,
                 "progress": _progress(index, config, stage),
                 "verdict": asdict(verdict(index)),
-                "score": _score(index, stage),
+                "score": last_score(index, stage),
                 "spark": _spark(index, stage),
                 "began": began,
                 "seconds": round(ended - began, 1) if began else 0.0,
@@ -293,16 +292,6 @@ def _progress(index: Index, config: Mapping[str, JSON], stage: str) -> JSON:
 def stages(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
     """The stages of a configuration whose names are safe in a path."""
     return [s for s in layout.stages_of(config) if layout.plain_name(str(s.get("name", "")))]
-
-
-def _score(index: Index, stage: str) -> JSON:
-    """The last held-out score with its interval: value, low, high, name."""
-    figures = index.figures(stage)
-    name = next((score for score in SCORES if score in figures), "")
-    if not name:
-        return None
-    ends = [index.points(stage, f"{name}{end}", 1) for end in ("", "_low", "_high")]
-    return [end[0][1] if end else None for end in ends] + [name]
 
 
 def _spark(index: Index, stage: str) -> list[float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from posttrain.errors import many
 from posttrain.runs.html import curves, listing, table, text, warnings
 from posttrain.runs.index import Filter, Index
 from posttrain.runs.resume_policy import flatten
@@ -54,6 +55,6 @@ def _rollouts(index: Index) -> Iterable[str]:
         found = index.find(here, "reward", down, ROLLOUTS)
         yield f"<h3>{text(stage)} step {step}: {title}</h3>"
         for one, row in zip(found, index.text(found), strict=True):
-            paid = f"reward {one.reward:.3g}, {one.length} tokens, {one.outcome}"
+            paid = f"reward {one.reward:.3g}, {many(one.length, 'token')}, {one.outcome}"
             said = f"<pre>{text(row.question)}</pre><pre><b>{text(row.response)}</b></pre>"
             yield f"<article><p class='dim'>{text(paid)}</p>{said}</article>"

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from posttrain.errors import require
+from posttrain.errors import many, require
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks._questions import Pool, make_problem, normalised
 from posttrain.tasks.jsonl import Jsonl
@@ -68,7 +68,7 @@ class Prompts(Jsonl):
         problems = self.pool("train")
         count = len(self.pool("test"))
         kept = f"{count:,} held out" if count else "none held out: nothing is measured on others"
-        lines = [f"{len(problems):,} prompts to train on, {kept}", *super().ready()]
+        lines = [f"{many(len(problems), 'prompt')} to train on, {kept}", *super().ready()]
         if not self.style and self.wording != "direct":
             added = " ".join(self.ask("").split())
             lines.append(

@@ -49,9 +49,8 @@ def own_passes(batch: Batch, token_budget: int, equal: bool) -> tuple[list[Batch
     if not equal or len(own) == longest:
         return own, []
     ends = unit_ends(batch)
-    shortest = min(
-        pairwise([0, *ends]), key=lambda span: batch.starts[span[1]] - batch.starts[span[0]]
-    )
+    starts = batch.starts
+    shortest = min(pairwise([0, *ends]), key=lambda span: starts[span[1]] - starts[span[0]])
     return own, [take(batch, *shortest)] * (longest - len(own))
 
 

@@ -56,6 +56,14 @@ def test_prompts_that_teach_nothing_are_left_out() -> None:
     assert everything.groups == tuple(groups) and everything.refill == 0
 
 
+def test_prompts_are_judged_by_the_rewards_that_are_paid() -> None:
+    """The second of two right answers was cut off: with `zero` the two are paid 1 and 0, and a right and a wrong one both 0."""
+    right, wrong = ([(1.0, "stop"), (1.0, "length")], [(0.0, "stop"), (1.0, "length")])
+    made = [group([rollout([segment([4], True, finish=end)], value) for value, end in pair]) for pair in (right, wrong)]
+    kept = [DAPO(truncated=kind).select(made, {}).groups for kind in ("zero", "keep")]
+    assert kept == [(made[0],), (made[1],)]
+
+
 class Draws:
     """In place of sampling: hands out groups by a list, and notes how many were asked for."""
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from bandit_for_tests import chance_of_good, train
-from material_for_tests import plain_batch, small_policy
+from material_for_tests import group, plain_batch, rollout, segment, small_policy
 from numpy_for_tests import Response, parity
 
 from posttrain.algorithms.reinforce import Reinforce
 from posttrain.errors import UserError
+from posttrain.runs.metrics import group_metrics
+from posttrain.train.pack import pack_groups
 from posttrain.types import Metric, Outputs
 
 
@@ -86,6 +88,22 @@ def test_the_running_baseline_follows_the_rewards() -> None:
         state = algorithm.finish(state, [Metric("loss", 9.0, 1), Metric("reward", sum(rewards), len(rewards))])
         assert state["baseline"] == pytest.approx(expected)
     assert Reinforce().finish({}, [Metric("reward", 1.0, 1)]) == {}
+
+
+def test_the_running_baseline_averages_the_rewards_that_are_paid() -> None:
+    """Rewards 4, 2 and -3, the last two cut off: with `zero` they are paid 4, 0 and -3, mean 1/3; else the mean is 1. The
+    advantage of the second one is then 0 - 1/3. The fourth has no score."""
+    ends = [(4.0, "stop"), (2.0, "length"), (-3.0, "length"), (None, "length")]
+    groups = [group([rollout([segment([3], False), segment([4], True, finish=end)], reward)]) for reward, end in ends]
+    for truncated, mean in [("zero", 1 / 3), ("keep", 1.0), ("mask", 1.0)]:
+        algorithm = Reinforce(baseline="running", decay=0.5, truncated=truncated)
+        state = algorithm.start()
+        for _ in range(2):  # the second step averages a mean with itself
+            state = algorithm.finish(state, [*algorithm.select(groups, state).metrics, *group_metrics(groups)])
+            assert state["baseline"] == pytest.approx(mean)
+    zero = Reinforce(baseline="running", truncated="zero")
+    prepared = zero.prepare(pack_groups(groups, 1.0), {"baseline": 1 / 3})
+    assert prepared.advantage_T[1::2].tolist() == pytest.approx([4 - 1 / 3, -1 / 3, -3 - 1 / 3, 0])
 
 
 @pytest.mark.proves("value")

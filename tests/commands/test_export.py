@@ -119,7 +119,7 @@ def test_the_card_has_settings_figures_with_intervals_data_and_limits(finished: 
     assert cli.main(["export", str(finished), str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| after | rl |  | accuracy | 0.9 [0.87, 0.92] | 500 |" in card
-    assert "3 responses could not be scored, 2 problems were also trained on" in card and "entropy \\| low at step 30" in card
+    assert "3 responses could not be scored; also trained on: 2 problems." in card and "entropy \\| low at step 30" in card
     assert re.findall("^## (.*)", card, re.M) == ["Training", "Held-out figures", "Data", "Limits", "Licence", "All settings"]
     assert "| rl | rl | sft | grpo | 40 |" in card and "intervals are over problems, not over seeds" in card
     assert "Not stated." in card and "license" not in metadata(card)

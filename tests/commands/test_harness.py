@@ -167,7 +167,7 @@ def test_tags_and_damaged_tasks_of_a_file(
     line = ["eval", str(tmp_path / "model"), "--harness"]
     assert cli.main([*line, f"{file},several", "device=cpu", "max_length=4"]) == 0
     said = capsys.readouterr().out
-    assert "on 3 documents of other" in said and "12 inputs were too long (max_length) and lost their beginning" in said
+    assert "on 3 documents of other" in said and "12 inputs lost the beginning: longer than max_length" in said
     file.write_text(yaml.safe_dump({**whole, "test_split": "nowhere"}))
     assert cli.main([*line, str(file), "device=cpu"]) == 2
     error = capsys.readouterr().err

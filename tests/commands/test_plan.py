@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_plan_of_rounds_follows_them_to_the_best() -> None:
     asked = "  400 training problems, after those that mine_1 kept, x 4 answers"
     assert f"{asked}; those solved at most 50% are kept, at least 200" in lines
     assert "  keeps one of train_1, train_2, by accuracy" in lines
-    assert lines[-2].strip().startswith("model best: ") and "1000 held-out problems" in lines[-1]
+    assert lines[-2].strip().startswith("model best: ") and "1,000 held-out problems x 1 = 1,000 answers" in lines[-1]
 
 
 def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> None:
@@ -237,6 +238,49 @@ def test_a_directory_that_a_run_could_not_have_is_refused_by_plan_too(
             told.append(capsys.readouterr().err)
         assert told[0] == told[1] and said in told[0] and told[0].count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"file", "used"}
+
+
+def test_plan_takes_what_run_takes_for_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["quickstart", "seeds=3,4", "--sweep", "rl.prompts=8,16", f"out={tmp_path / 'sweep'}"]
+    assert cli.main(["plan", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "a sweep of 4; this is the run with rl.prompts=8, seed=3",
+        "recipe quickstart, seed 3: sft -> before -> rl -> after",
+    ]
+    assert any("8 prompts" in line for line in lines) and not list(tmp_path.iterdir())
+    for wrong, said in (("seeds=1,one", "seeds are whole numbers"), ("only=rl", "a sweep runs whole pipelines")):
+        told = []
+        for command in ("plan", "run"):
+            assert cli.main([command, *given, wrong] if wrong == "only=rl" else [command, "quickstart", wrong]) == 2
+            told.append(capsys.readouterr().err)
+        assert told[0] == told[1] and said in told[0]
+
+
+def test_plan_describes_the_stages_that_run(tmp_path: Path) -> None:
+    """A stage that is left out is not described, and what it reads need not be there; a run needs what it made."""
+    done = tmp_path / "stages" / "sft"
+    done.mkdir(parents=True)
+    (done / "result.json").write_text("{}")
+    settings = [f"sft.data=[{tmp_path / 'gone.jsonl'}]", "only=rl", f"out={tmp_path}"]
+    lines = plan.describe(config.parse("quickstart", settings))
+    assert lines[0].endswith(": rl") and [line for line in lines if line and line[0] != " "][1:] == ["rl (RLStage)"]
+    with pytest.raises(UserError, match="only: rl needs sft, which has not been run"):
+        plan.describe(config.parse("quickstart", ["only=rl", f"out={tmp_path / 'new'}"]))
+    with pytest.raises(UserError, match="unknown stage in only: 'rll'"):
+        plan.describe(config.parse("quickstart", ["only=rll"]))
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    """A count and its noun go through one function, whose doctest has the rule."""
+    few = ["rl.prompts=1", "rl.algorithm.group=2", "rl.steps=1", "after.problems=1", "sft.batch=1"]
+    text = "\n".join(plan.describe(config.parse("quickstart", few)))
+    assert (
+        "a step: 1 prompt x 2 samples = 2 responses of at most" in text
+        and "then 1 optimizer update of 2 responses each" in text
+    )
+    assert "1 held-out problem x 1 = 1 answer of at most" in text and "a step: 1 example, about" in text
+    assert not re.search(r"\b1 (?:prompts|samples|responses|steps|examples|answers|updates|tokens)\b|\(e?s\)", text)
 
 
 def test_what_processes_divide_is_priced() -> None:

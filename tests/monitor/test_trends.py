@@ -276,7 +276,7 @@ def test_alarms_are_summed_up_at_the_end() -> None:
         event(2, "rl", "length", 60),
         event(1, "sft", "kl", 2),
     ]
-    assert alarm_lines(events) == ["rl: length: step 7: x (and 1 times more)", "sft: kl: step 2: x"]
+    assert alarm_lines(events) == ["rl: length: step 7: x (and 1 time more)", "sft: kl: step 2: x"]
 
 
 def group(*texts: str) -> Group:

@@ -16,8 +16,9 @@ from posttrain.runs.index import Index
 from posttrain.runs.layout import LOCK
 from posttrain.runs.lock import live_owner
 from posttrain.runs.read import Run
-from posttrain.runs.status import Verdict, status, verdict
+from posttrain.runs.status import Verdict, last_score, status, verdict
 from posttrain.runs.write import RunWriter
+from posttrain.types import JSON
 
 
 def judge(directory: Path, rows: Sequence[dict[str, float]], stage: str = "rl", alarm: str = "") -> Verdict:
@@ -32,9 +33,20 @@ def judge(directory: Path, rows: Sequence[dict[str, float]], stage: str = "rl", 
     return verdict(index)
 
 
+def last(directory: Path, rows: Sequence[dict[str, float]]) -> JSON:
+    judge(directory, rows)
+    return last_score(Index(Run(directory)), "rl")
+
+
 def measured(*values: float, error: float = 0.02) -> list[dict[str, float]]:
     """Held-out accuracies with their 95% intervals."""
     return [{"accuracy/test": v, "accuracy/test_low": v - 1.96 * error, "accuracy/test_high": v + 1.96 * error} for v in values]
+
+
+def graded(*rows: tuple[float, float], first: str = "reward") -> list[dict[str, float]]:
+    """(reward, accuracy) of held-out problems, in the order in which a row has them; the first of them decides."""
+    made = [{"reward/test": reward, "accuracy/test": accuracy} for reward, accuracy in rows]
+    return made if first == "reward" else [dict(reversed(row.items())) for row in made]
 
 
 NOISE = [0.01 * math.sin(7 * n) for n in range(100)]
@@ -47,13 +59,17 @@ CASES = [
         "careful",
         "Careful: held-out accuracy was 90.0% at step 1 and is now 70.0%: the best lies behind.",
     ),
+    # points of a game, of which the accuracy counts how many reach 1; at first every score is 0, and the accuracy stands alone
+    (graded((6.0, 1.0), (7.0, 1.0)), "yes", "Yes: held-out reward rose from 6 to 7."),
+    ([*measured(0.0, error=0.0), *graded((0.4, 0.0), (0.9, 0.0))], "yes", "Yes: held-out reward rose from 0 to 0.9."),
+    (graded((6.0, 0.5), (7.0, 0.9), first="accuracy"), "yes", "Yes: held-out accuracy rose from 50.0% to 90.0%."),
     (measured(0.5), "early", "Too early to say: held-out accuracy of rl was measured once."),
     ([{"loss/held_out": 2.0}, {"loss/held_out": 1.0}], "yes", "Yes: held-out loss fell from 2 to 1."),
     ([{"reward": n / 100 + e} for n, e in enumerate(NOISE)], "yes", "Yes: the reward rose from 0.0956 to 0.896."),
     ([{"reward": e} for e in NOISE], "unclear", "Not clear yet: the reward went from"),
     ([{"reward": 1 - n / 100 + e} for n, e in enumerate(NOISE)], "no", "No: the reward went from"),
     ([{"nll": 2 / (n + 1) + e} for n, e in enumerate(NOISE)], "yes", "Yes: the loss fell from"),
-    ([{"reward": 1.0}] * 3, "early", "Too early to say: 3 steps of rl are not enough"),
+    ([{"reward": 1.0}] * 3, "early", "Too early to say: 3 steps of rl cannot show a trend"),
     ([{"length": 1.0}] * 30, "unclear", "rl has no score that could rise."),
     ([*measured(0.5, 0.9), {"loss": math.nan}], "no", "No: loss is not a number at step 2 of rl."),
     ([], "early", "Too early to say: nothing has been measured yet."),
@@ -64,6 +80,14 @@ CASES = [
 def test_the_verdict_by_hand(tmp_path: Path, rows: list[dict[str, float]], answer: str, headline: str) -> None:
     found = judge(tmp_path, rows)
     assert found.answer == answer and found.headline.startswith(headline)
+
+
+def test_the_last_score_is_that_of_the_figure_that_decides(tmp_path: Path) -> None:
+    """By the reward; where the last scores are all 0 or 1, the accuracy alone is measured, and is the reward."""
+    assert last(tmp_path / "a", graded((6.0, 1.0), (7.0, 1.0))) == [7.0, None, None, "reward/test"]
+    assert last(tmp_path / "b", [*graded((0.4, 0.2)), {"accuracy/test": 1.0}]) == [1.0, None, None, "reward/test"]
+    assert last(tmp_path / "c", [{"accuracy/test": 0.5, "accuracy/test_low": 0.4}]) == [0.5, 0.4, None, "accuracy/test"]
+    assert last(tmp_path / "d", [{"reward": 1.0}]) is None
 
 
 def test_an_alarm_takes_the_verdict_back(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_people_are_told_what_is_left_out_of_what_they_compare(tmp_path: Path, m
         context.write_lines("comparisons", ["{}"], RECORD)
         with context.events.shown_by(lambda event: texts.append(event.text)), pytest.raises(Waiting, match="0 of 1"):
             stage(annotator="people").run(context)
-    assert texts[0] == "1 prompts to compare; left out: 1 equal, 1 truncated"
+    assert texts[0] == "1 prompt to compare; left out: 1 equal, 1 truncated"
 
 
 def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:

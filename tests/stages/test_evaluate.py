@@ -383,7 +383,7 @@ def test_eval_of_a_run_samples_as_the_run_evaluates(
     assert (found["sampling"], [*found["avg_at"]]) == (sampling, [str(samples)])
     assert cli.main(asked) == 0
     how = f"max_new_tokens={sampling['max_new_tokens']} temperature={sampling['temperature']}"
-    assert f"{samples} sample(s) each, {how}" in capsys.readouterr().out
+    assert f"{samples} sample{'s' * (samples > 1)} each, {how}" in capsys.readouterr().out
 
 
 def test_greedy_eval_of_a_run_with_several_samples_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -275,6 +276,44 @@ def test_a_half_done_stage_with_other_inputs_is_refused_or_begun_anew(tmp_path: 
     assert (aside / "checkpoints/a/step-1").is_dir() and (aside / "stages/a/lineage.json").is_file()
     assert sorted(p.name for p in (run / "checkpoints").glob("*")) == ["a-2", "a-b"], "other stages' are not touched"
     assert (aside / "rollouts/a").is_dir() and [p.name for p in (run / "rollouts").glob("*")] == ["a-2"]
+
+
+@pytest.mark.parametrize("moves", range(5))
+def test_a_kill_while_results_are_set_aside_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
+    """Checkpoints of two models, rollouts and the stage's folder are moved, and then their folder is named: a process that dies
+    before any of the five leaves a run that the next one finds as it was."""
+    ran(tmp_path, CHAIN[:1])
+    for path in ("checkpoints/a/step-1", "checkpoints/a-1/step-1", "rollouts/a/step-000001.jsonl"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+
+    def files() -> list[str]:
+        known = (
+            p.relative_to(tmp_path) for part in ("checkpoints", "rollouts", "stages") for p in (tmp_path / part).rglob("*")
+        )
+        return sorted(map(str, known))
+
+    before, left = files(), iter(range(moves))
+
+    def killed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def move(*given: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return real(*given)
+
+        return move
+
+    other = (replace(CHAIN[0], word="other"),)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "move", killed(shutil.move))
+        patch.setattr(Path, "rename", killed(Path.rename))
+        with pytest.raises(KeyboardInterrupt):
+            ran(tmp_path, other)
+    assert ran(tmp_path, CHAIN[:1]) == [] and files() == before, "with its settings again, it is kept"
+    assert not list((tmp_path / "replaced").glob("*"))
+    assert ran(tmp_path, other) == ["a"]
+    moved = tmp_path / "replaced" / "a-1"
+    assert sorted(str(p.relative_to(moved)) for p in moved.glob("*/**/*")) == before, "all in one place"
 
 
 def test_a_resume_refuses_other_inputs_of_a_finished_stage(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_log_probs_and_tokens_are_taken_as_they_are_given(tmp_path: Path, nano: 
     assert np.allclose(no.segments[1].logprobs, [-0.5]) and not no.score.valid and yes.score.value == 1.0
     assert not read_saved(write(tmp_path, ROWS), nano.tokenizer, 99, 1.0).known
     short = read_saved(write(tmp_path, [ROWS[0] | {"responses": ["yes", "n" * 50, "no", "no"]}]), nano.tokenizer, 30, 1.0)
-    assert short.too_long == 1 and "1 responses are longer than max_length, and left out" in short.lines()
+    assert short.too_long == 1 and "1 response left out: longer than max_length" in short.lines()
 
 
 BAD = [

@@ -190,7 +190,7 @@ def test_a_function_that_takes_long_is_named_while_it_runs(monkeypatch: pytest.M
         assert [score.value for score in rating.rate([rollout])] == [1.0]
         assert len(emitted) == warned
     assert (
-        emitted[0].level == "warning" and "the reward sluggish has not returned for 1 responses after 0.05 s" in emitted[0].text
+        emitted[0].level == "warning" and "the reward sluggish has not returned for 1 response after 0.05 s" in emitted[0].text
     )
 
 
