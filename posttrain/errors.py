@@ -7,6 +7,8 @@ import difflib
 import importlib
 import json
 import math
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -17,6 +19,7 @@ from types import MemberDescriptorType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST_LINE = 2000  # characters of an error
+PACKAGES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 
 
 class UserError(Exception):
@@ -31,6 +34,10 @@ class UserError(Exception):
 
 class GuardStop(Exception):
     """A guard stopped a run that would have wasted compute. Exit code 3; the checkpoint before it is intact."""
+
+
+# errors in a task's code that end the run: a missing option, a judge that prefers a canary
+STOPS = (UserError, GuardStop)
 
 
 class Interrupted(Exception):
@@ -142,6 +149,13 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def raised_at(error: BaseException) -> str:
+    """Where a user's own code raised an error: " at FILE line N"; "" if only code of packages ran."""
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(PACKAGES)]
+    return f" at {own[-1][0]} line {own[-1][1]}" if own else ""
 
 
 @contextmanager
