@@ -10,7 +10,7 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from numbers import Integral, Real
@@ -151,11 +151,18 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def raised_at(error: BaseException) -> str:
-    """Where a user's own code raised an error: " at FILE line N"; "" if only code of packages ran."""
+def named(error: BaseException) -> str:
+    """The type of an error and its text, which may be a user's code and raise another."""
+    with suppress(Exception):
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: "
+
+
+def raised(error: BaseException) -> str:
+    """The same with the place where a user's own code raised it: "at FILE line N"; without one if only code of packages ran."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [frame for frame in frames if not frame[0].startswith(PACKAGES)]
-    return f" at {own[-1][0]} line {own[-1][1]}" if own else ""
+    return named(error)[:500] + (f" at {own[-1][0]} line {own[-1][1]}" if own else "")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import STOPS, UserError, raised_at, require
+from posttrain.errors import STOPS, UserError, raised, require
 from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
 from posttrain.trust import PREFIX, elsewhere, known_as
@@ -147,8 +147,6 @@ class Function:
         try:
             value = await found
         except (Exception, asyncio.CancelledError) as error:
-            if step_ends(error):
-                raise
             return self._failed(error, len(problems))
         return self._read(value, problems)
 
@@ -205,10 +203,9 @@ class Function:
 
     def _failed(self, error: BaseException, count: int) -> list[Score | None]:
         """Turn an error in the function into a failure, with the line in the user's file where it happened."""
-        if isinstance(error, STOPS):
+        if isinstance(error, STOPS) or step_ends(error):
             raise error
-        text = f"{type(error).__name__}: {error}{raised_at(error)} (reward {self.label})"
-        return [Score.failed(text[:500])] * count
+        return [Score.failed(f"{raised(error)} (reward {self.label})")] * count
 
 
 @dataclass(frozen=True, eq=False)

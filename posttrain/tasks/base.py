@@ -11,12 +11,11 @@ from functools import wraps
 from inspect import isawaitable
 from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import STOPS, Checked, NotNegative, Whole, check_fields, raised_at, require
+from posttrain.errors import STOPS, Checked, NotNegative, Whole, check_fields, raised, require
 from posttrain.rewards._loop import no_running_loop, step_ends
 from posttrain.rewards.compose import as_score
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
-MAX_FAILURE = 500  # the number of characters kept of an error in reward code
 FAULTS = (Exception, SystemExit, CancelledError)  # what a task's code may raise
 
 Given = Sequence[Message] | str | Sequence[int]  # the input of a turn: messages, text or ids
@@ -278,11 +277,7 @@ def failed(error: BaseException) -> Score:
     run or the step is raised again."""
     if isinstance(error, STOPS) or step_ends(error):
         raise error
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # the error's text may be user code, too
-        text = f"{type(error).__name__}: "
-    return Score.failed(text[:MAX_FAILURE] + raised_at(error))
+    return Score.failed(raised(error))
 
 
 def validate(task: Task, split: str = "test", count: int = 50) -> None:

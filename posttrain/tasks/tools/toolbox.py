@@ -15,7 +15,7 @@ from inspect import isawaitable
 from typing import Any
 
 from posttrain.data.calls import Call, Format, calls, explained, format_of, observation, shows_tools
-from posttrain.errors import STOPS, require
+from posttrain.errors import STOPS, named, require
 from posttrain.rewards._loop import step_ends
 from posttrain.tasks.base import FAULTS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
@@ -105,18 +105,12 @@ class Toolbox:
             kind = "timeout" if limit.expired() else "error"
             self.generate.count(f"tool/{kind}")
             late = f"error: no result within {tool.seconds:g} s"
-            return late if limit.expired() else _named(error)
+            return late if limit.expired() else f"error: {named(error)}"
         except FAULTS as error:  # a tool may be user code
             if step_ends(error):
                 raise
             self.generate.count("tool/error")
-            return _named(error)
-
-
-def _named(error: BaseException) -> str:
-    with suppress(Exception):  # its text may be user code too
-        return f"error: {type(error).__name__}: {error}"
-    return f"error: {type(error).__name__}"
+            return f"error: {named(error)}"
 
 
 def _as_text(value: object) -> str:
