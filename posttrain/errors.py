@@ -241,7 +241,10 @@ def check_fields(settings: Any, where: str = "") -> None:
     unread = f"{where}{kind.__name__} sets {ignored} in a way that dataclasses do not read"
     hint = "write @dataclass(frozen=True) above the class, and NAME: TYPE = VALUE"
     require(not ignored, f"{unread}: {hint}")
-    for name, hint in field_types(kind):
+    types: tuple[tuple[str, Any], ...] = ()
+    with suppress(NameError):  # a user's annotation may name a type imported for type checking only
+        types = field_types(kind)
+    for name, hint in types:
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
         if hint is int and not own and isinstance(value, int) and abs(value) < 2**63:

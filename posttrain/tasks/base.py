@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import isawaitable
@@ -108,9 +107,7 @@ class Task(ABC):
             cls.problems = _checked(cls.problems)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        # a user's annotation may name a type imported for type checking only
-        with suppress(NameError):
-            check_fields(self, f"{self.known_as()}: ")
+        check_fields(self, f"{self.known_as()}: ")
 
     @classmethod
     def known_as(cls) -> str:

@@ -7,7 +7,6 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
@@ -51,10 +50,6 @@ class Tool(Checked, ABC):
     """A frozen dataclass whose fields are its settings; every episode begins its own."""
 
     blocks: ClassVar[bool] = True  # it may take long, so it is called in its own thread
-
-    def __post_init__(self) -> None:
-        with suppress(NameError):  # a type that is imported for type checking only
-            super().__post_init__()
 
     @abstractmethod
     def begin(self) -> Callable[..., Any]:

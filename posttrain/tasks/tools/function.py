@@ -63,13 +63,12 @@ def _tool(found: Any) -> Tool:
 
 def give(function: Any) -> Function:
     """Register a function, or a tool, of this process and return it as a setting."""
-    if isinstance(made := _tool(function), Plain):
-        made.ready()
     place = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "")
     name = known_as(
         _given, f"{module}.{place}", lambda one: one == function or same_function(one, function)
     )
     _given[name] = function
+    made = Function(name)  # or it is refused
     note(name, [function])
-    return Function(name)
+    return made
