@@ -46,7 +46,7 @@ def call(function: Function, *arguments: Any) -> tuple[Any, str]:
         return function(*arguments), text
     except NotImplementedError:
         raise Wrong(f"{function.__name__} is not written yet") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Wrong(f"{text} raised {type(error).__name__}: {error}") from None
 
 
@@ -233,7 +233,7 @@ def check(name: str, file: Path) -> Iterator[str]:
     wanted, checks = LESSONS[name]
     try:
         found = runpy.run_path(str(file))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Wrong(f"{file} cannot be run: {type(error).__name__}: {error}") from None
     if not callable(found.get(wanted)):
         raise Wrong(f"{file} has no function {wanted}")

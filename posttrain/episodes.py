@@ -23,13 +23,14 @@ from posttrain.data.text import Decoder
 from posttrain.engine.random import derive
 from posttrain.errors import require
 from posttrain.rewards._loop import run_to_end
+from posttrain.rewards.compose import as_score
 from posttrain.system.files import same_folder
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import current
 from posttrain.tasks import _rollouts
 from posttrain.tasks._remote import Host
 from posttrain.tasks._rollouts import as_rollouts, thinking_tokens, with_score
-from posttrain.tasks.base import STOPS, EpisodeEnd, Given, Limits, Task, failed, score_group
+from posttrain.tasks.base import FAULTS, EpisodeEnd, Given, Limits, Task, failed, score_group
 from posttrain.turns import Seconds, Turns
 from posttrain.types import JSON, Group, Problem, Rollout, Sampler, Sampling, Score, Segment
 
@@ -200,7 +201,7 @@ class Episode:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
     def rollout(
-        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+        self, score: Score | float | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that the policy has sampled")
@@ -209,7 +210,7 @@ class Episode:
         made = Rollout(
             self.problem, self.sample, segments, pending, self.role, answer, counts, self.routes
         )
-        return made if score is None else with_score(made, score)
+        return made if score is None else with_score(made, as_score(score))
 
     def session(self, role: str) -> Episode:
         seed = derive(self.siblings[0].seed, 0, len(self.siblings))
@@ -314,13 +315,11 @@ class Episodes:
         try:
             run = self.run_isolated if self.task.isolates_run(problem) else self.task.run
             rollouts = as_rollouts(await _timed(run(problem, generate), limits.seconds))
-        except STOPS:
-            raise
         except EpisodeEnd as end:
             began = [e for e in generate.siblings if e.segments]
             rollouts = [e.rollout(end.score, end.outcome) for e in began]
             score = Score.pending(end.outcome)
-        except (Exception, SystemExit) as error:
+        except FAULTS as error:
             score = replace(failed(error), outcome=EPISODE_FAILED)
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:

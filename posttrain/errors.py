@@ -7,8 +7,10 @@ import difflib
 import importlib
 import json
 import math
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from numbers import Integral, Real
@@ -17,6 +19,7 @@ from types import MemberDescriptorType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST_LINE = 2000  # characters of an error
+PACKAGES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 
 
 class UserError(Exception):
@@ -31,6 +34,10 @@ class UserError(Exception):
 
 class GuardStop(Exception):
     """A guard stopped a run that would have wasted compute. Exit code 3; the checkpoint before it is intact."""
+
+
+# errors in a task's code that end the run: a missing option, a judge that prefers a canary
+STOPS = (UserError, GuardStop)
 
 
 class Interrupted(Exception):
@@ -154,6 +161,20 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
+def named(error: BaseException) -> str:
+    """The type of an error and its text, which may be a user's code and raise another."""
+    with suppress(Exception):
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: "
+
+
+def raised(error: BaseException) -> str:
+    """The same with the place where a user's own code raised it: "at FILE line N"; without one if only code of packages ran."""
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(PACKAGES)]
+    return named(error)[:500] + (f" at {own[-1][0]} line {own[-1][1]}" if own else "")
+
+
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
     """Prefix the message of a user's error with the stage or key that it is about, unless it begins with it."""
@@ -230,7 +251,10 @@ def check_fields(settings: Any, where: str = "") -> None:
     unread = f"{where}{kind.__name__} sets {ignored} in a way that dataclasses do not read"
     hint = "write @dataclass(frozen=True) above the class, and NAME: TYPE = VALUE"
     require(not ignored, f"{unread}: {hint}")
-    for name, hint in field_types(kind):
+    types: tuple[tuple[str, Any], ...] = ()
+    with suppress(NameError):  # a user's annotation may name a type imported for type checking only
+        types = field_types(kind)
+    for name, hint in types:
         value = getattr(settings, name)
         accepted = _accepted(hint, value)
         if hint is int and not own and isinstance(value, int) and abs(value) < 2**63:

@@ -95,7 +95,10 @@ def start(settings: Settings, on_step: OnStep | None = None, write: Write | None
                 writer.event("config", {"config": tree})
 
             _run(settings, writer, interrupt, on_step, begin)
-    except UserError:
+    except Exception as error:
+        # a user's code may raise other errors before the first stage
+        if not isinstance(error, UserError) and (started or isinstance(error, Interrupted)):
+            raise
         for put_back in undo if continued and not started else ():
             put_back()
         found = {*directory.iterdir()} if os.path.isdir(directory) else set()

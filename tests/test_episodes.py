@@ -236,9 +236,10 @@ def test_an_error_of_a_task_is_a_named_failure_of_what_was_sampled() -> None:
         return generate.rollout()
 
     found, _ = groups(Scripted(run), lambda r: says("x"))
+    line = run.__code__.co_firstlineno
     assert [[r.score.failure for r in g.rollouts] for g in found] == [
-        ["ConnectionError: no environment"] * 2,
-        ["ConnectionError: it went away"] * 2,
+        [f"ConnectionError: no environment at {__file__} line {line + 2}"] * 2,
+        [f"ConnectionError: it went away at {__file__} line {line + 5}"] * 2,
         [None] * 2,
     ]
     assert [g.rollouts[0].length for g in found] == [0, 2, 2]
@@ -459,6 +460,9 @@ def test_an_answer_is_scored_in_place_of_all_turns() -> None:
         ("x" * 1_000_001, "ValueError: the task gives 1,000,001 characters at once"),
         ({"a": 1}, "TypeError: generate takes messages, text or ids"),
         (None, "TypeError: generate takes messages, text or ids"),
+        (b"abc", "TypeError: generate takes messages, text or ids"),
+        ([1, 999_999], "ValueError: the task gives an id outside of 0 to "),
+        ([-1], "ValueError: the task gives an id outside of 0 to "),
     ],
 )
 def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: str) -> None:
@@ -469,6 +473,40 @@ def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: 
 
     rollout, _ = one_group(Scripted(run), lambda r: says("x"))
     assert str(rollout.score.failure).startswith(failure) and rollout.score.outcome == "episode failed"
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_an_episode_awaits_may_be_cancelled(isolated: bool) -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        if problem.id == "p0":
+            raise asyncio.CancelledError
+        return generate.rollout()
+
+    async def score(problem: Problem, response: str) -> Score:
+        raise asyncio.CancelledError
+
+    with WorkerPool([task := Isolated(run) if isolated else Scripted(run, score)], 1) as workers:  # type: ignore[arg-type]
+        found, _ = groups(task, lambda r: says("x"), samples=1, workers=workers)
+    failed = [str(g.rollouts[0].score.failure).split(":")[0] for g in found]
+    assert failed == ["CancelledError"] + ["None" if isolated else "CancelledError"] * 2
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_an_episode_may_be_scored_by_a_number(isolated: bool) -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        if problem.id == "p0":
+            raise EpisodeEnd("lost", 0.25)
+        if problem.id == "p1":
+            raise EpisodeEnd("lost", "much")  # type: ignore[arg-type]
+        return generate.rollout(0.5)
+
+    with WorkerPool([task := (Isolated if isolated else Scripted)(run)], 1) as workers:
+        found, _ = groups(task, lambda r: says("x"), samples=1, workers=workers)
+    scores = [g.rollouts[0].score for g in found]
+    assert scores[0] == Score(0.25, outcome="lost") and scores[2] == Score(0.5)
+    assert str(scores[1].failure).startswith("TypeError: a reward must be a number")
 
 
 @pytest.mark.parametrize("made", [None, 3, "text", [], [None]])
@@ -604,7 +642,7 @@ def test_an_isolated_episode_is_the_same_in_a_process_of_its_own(run: Run) -> No
     if run is spoils:
         scores = [g.rollouts[0].score for g in found]
         assert [s.outcome for s in scores] == ["illegal move", "episode failed", "turn limit"]
-        assert scores[1].failure == "ConnectionError: it went away"
+        assert str(scores[1].failure).startswith(f"ConnectionError: it went away at {__file__} line ")
 
 
 def test_an_endless_episode_and_one_whose_process_dies_are_ended_and_counted() -> None:

@@ -16,9 +16,7 @@ import asyncio
 import inspect
 import re
 import sys
-import sysconfig
 import textwrap
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import GuardStop, UserError, require
+from posttrain.errors import STOPS, UserError, raised, require
 from posttrain.rewards._loop import run_to_end, step_ends
 from posttrain.rewards.compose import as_score, combined
 from posttrain.trust import PREFIX, elsewhere, known_as
@@ -37,7 +35,6 @@ TEXTS = ("prompt", "response", "answer")
 LISTS = ("prompts", "completions")
 # other names of the same texts, in functions written for TRL and verl
 SAME = {"completion": "response", "solution_str": "response", "ground_truth": "answer"}
-LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 COLUMNS = "columns"  # the key of a problem's facts that holds its row
 _prints: dict[str, JSON] = {}  # fingerprints of this process's rewards and tools
 _given: dict[str, Mix] = {}  # this process's functions, by their name in settings
@@ -150,8 +147,6 @@ class Function:
         try:
             value = await found
         except (Exception, asyncio.CancelledError) as error:
-            if step_ends(error):
-                raise
             return self._failed(error, len(problems))
         return self._read(value, problems)
 
@@ -208,14 +203,9 @@ class Function:
 
     def _failed(self, error: BaseException, count: int) -> list[Score | None]:
         """Turn an error in the function into a failure, with the line in the user's file where it happened."""
-        if isinstance(error, UserError | GuardStop):
+        if isinstance(error, STOPS) or step_ends(error):
             raise error
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename != __file__]
-        own = [frame for frame in own if not frame.filename.startswith(LIBRARIES)] or own
-        at = f" at {own[-1].filename} line {own[-1].lineno}" if own else ""
-        text = f"{type(error).__name__}: {error}{at} (reward {self.label})"
-        return [Score.failed(text[:500])] * count
+        return [Score.failed(f"{raised(error)} (reward {self.label})")] * count
 
 
 @dataclass(frozen=True, eq=False)

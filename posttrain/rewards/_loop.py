@@ -28,8 +28,8 @@ def no_running_loop() -> Iterator[None]:
 def step_ends(error: BaseException) -> bool:
     """Whether the error means that this task is cancelled. Otherwise only what it awaits was cancelled, by the code that was
     called."""
-    own = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling() > 0
+    own = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
+    return own is not None and own.cancelling() > 0
 
 
 @cache

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from posttrain import catalogue
@@ -42,6 +43,7 @@ class Jobs:
 
     root: Path
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
+    stopped: dict[Path, int] = field(default_factory=dict)  # processes that were asked to stop
 
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
@@ -52,9 +54,17 @@ class Jobs:
             named = key in REFUSED or ".py" in value or "://" in value or _names_file(value)
             where = f"{key}: the page cannot name files, programs or addresses"
             require(not named, f"{where}; use the command line")
-        numbers = (n for n in range(1, 10_000) if not (self.root / f"{recipe}-{n}").exists())
-        directory = self.root / f"{recipe}-{next(numbers)}"
-        return self._open(directory, "run", recipe, f"out={directory}", *settings)
+        # made at once: a run makes its own only after seconds, in which another may be started
+        for directory in (self.root / f"{recipe}-{number}" for number in count(1)):
+            with suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
+        try:
+            return self._open(directory, "run", recipe, f"out={directory}", *settings)
+        except UserError:
+            with suppress(OSError):  # it is not empty
+                directory.rmdir()
+            raise
 
     def resume(self, directory: Path) -> Path:
         """Resume a run, if no process writes to it."""
@@ -66,6 +76,10 @@ class Jobs:
         process = live_owner(directory / layout.LOCK)
         if not process:
             raise UserError(f"{directory.name} is not running on this machine")
+        # a second signal would end it at once, without a checkpoint
+        asked = self.stopped.get(directory) == process
+        require(not asked, f"{directory.name} stops after its current step")
+        self.stopped[directory] = process
         os.kill(process, signal.SIGINT)
 
     def replay(self, words: list[str], result: Path) -> None:
@@ -99,7 +113,8 @@ class Jobs:
 
     def _make_room(self) -> None:
         """Forget processes that have ended. Refuse if too many are running."""
-        self.started = {path: job for path, job in self.started.items() if job.poll() is None}
+        for path in [path for path, job in [*self.started.items()] if job.poll() is not None]:
+            self.started.pop(path, None)
         many = f"{MAX_PROCESSES} processes were started from this page; wait for one"
         require(len(self.started) < MAX_PROCESSES, many)
 

@@ -28,7 +28,7 @@ from functools import cache
 from time import monotonic
 from typing import BinaryIO, Protocol
 
-from posttrain.errors import GuardStop, UserError, require
+from posttrain.errors import STOPS, UserError, require
 from posttrain.system import machine, processes, wire
 from posttrain.types import JSON, Problem, Score
 
@@ -38,8 +38,6 @@ START_SECONDS = 60.0  # to start a worker
 IMPORT_SECONDS = 300.0  # to import a user's file, which may load a model
 END_SECONDS = 10.0  # for the fork server to end its workers
 DIED = "the process that starts reward workers died; resume the run"
-# errors of a reward that end the run
-STOPS: dict[str, type[Exception]] = {"UserError": UserError, "GuardStop": GuardStop}
 
 
 # sends a message from an episode in a worker process to the parent, and returns the reply
@@ -394,9 +392,9 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
                     *parts, response = parts
                     score = runner.run(tasks[number].scored(Problem(*parts), response))
                     answer = [score.value, score.parts, score.steps, score.outcome, score.failure]
-            except (UserError, GuardStop) as error:
-                kind = next(name for name, kind in STOPS.items() if isinstance(error, kind))
-                answer = {"stop": kind, "text": str(error)}
+            except STOPS as error:
+                kinds = [isinstance(error, kind) for kind in STOPS]
+                answer = {"stop": kinds.index(True), "text": str(error)}
             processes.write_all(scores, _encode(answer))
 
 

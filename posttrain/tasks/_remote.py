@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.rewards.compose import as_score
 from posttrain.tasks._rollouts import as_rollouts, score_row
-from posttrain.tasks.base import STOPS, ContextFull, EpisodeEnd, Generate, Given, Task, failed
+from posttrain.tasks.base import FAULTS, ContextFull, EpisodeEnd, Generate, Given, Task, failed
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
 
@@ -68,11 +69,11 @@ class Remote:
         return replace(self, number=len(self.siblings), role=role, segments=[])
 
     def rollout(
-        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+        self, score: Score | float | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that the policy has sampled")
-        found = Score.pending(outcome) if score is None else score
+        found = Score.pending(outcome) if score is None else as_score(score)
         return Rollout(self.problem, self.number, tuple(self.segments), found, self.role, answer)
 
 
@@ -84,13 +85,11 @@ async def run(task: Task, problem: Problem, exchange: Callable[[JSON], JSON]) ->
         made = as_rollouts(await task.run(problem, generate))
         rows = [[one.sample, score_row(one.score), one.answer] for one in made]
         return {"notes": notes, "rollouts": rows}
-    except STOPS:
-        raise
     except EpisodeEnd as end:
         full = isinstance(end, ContextFull)
         score = None if end.score is None else score_row(end.score)
         return {"notes": notes, "end": end.outcome, "score": score, "text": str(end), "full": full}
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         name, _, text = str(failed(error).failure).partition(": ")
         return {"notes": notes, "raised": name, "text": text}
 

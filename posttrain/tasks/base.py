@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import isawaitable
 from typing import Any, ClassVar, Protocol
 
-from posttrain.errors import Checked, GuardStop, NotNegative, UserError, Whole, check_fields
-from posttrain.rewards._loop import no_running_loop
+from posttrain.errors import STOPS, Checked, NotNegative, Whole, check_fields, raised, require
+from posttrain.rewards._loop import no_running_loop, step_ends
 from posttrain.rewards.compose import as_score
 from posttrain.types import JSON, Message, Problem, Rollout, Score, Segment
 
-MAX_FAILURE = 500  # the number of characters kept of an error in reward code
-# errors that end the run: a missing option, a judge that prefers a canary
-STOPS = (UserError, GuardStop)
+FAULTS = (Exception, SystemExit, CancelledError)  # what a task's code may raise
 
 Given = Sequence[Message] | str | Sequence[int]  # the input of a turn: messages, text or ids
 
@@ -26,9 +24,9 @@ class EpisodeEnd(Exception):
     """Ends an episode because of what the policy did: it reached a limit or made an illegal move, for example. Unless `run` catches it,
     the episode ends there. Its rollouts get `score` or, without one, the task's score; `outcome` names the end."""
 
-    def __init__(self, outcome: str, score: Score | None = None) -> None:
+    def __init__(self, outcome: str, score: Score | float | None = None) -> None:
         super().__init__(outcome)
-        self.outcome, self.score = outcome, score
+        self.outcome, self.score = outcome, None if score is None else as_score(score)
 
 
 class ContextFull(EpisodeEnd):
@@ -90,7 +88,7 @@ class Generate(Protocol):
         """Count an event. The mean over all rollouts becomes a metric."""
 
     def rollout(
-        self, score: Score | None = None, outcome: str = "", answer: str | None = None
+        self, score: Score | float | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         """Return the conversation so far as a rollout. Without `score`, the task's `score` or `score_group` scores it later, by
         `answer` or else the text of all turns; `outcome` then replaces the outcome of that score."""
@@ -109,9 +107,7 @@ class Task(ABC):
             cls.problems = _checked(cls.problems)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        # a user's annotation may name a type imported for type checking only
-        with suppress(NameError):
-            check_fields(self, f"{self.known_as()}: ")
+        check_fields(self, f"{self.known_as()}: ")
 
     @classmethod
     def known_as(cls) -> str:
@@ -121,8 +117,7 @@ class Task(ABC):
 
     def check(self, condition: bool, message: str) -> None:
         """Raise an error about the settings unless `condition` holds."""
-        if not condition:
-            raise UserError(f"{self.known_as()}: {message}")
+        require(condition, f"{self.known_as()}: {message}")
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -173,9 +168,7 @@ class Task(ABC):
                 found: Any = self.score(problem, response)
             # a user's reward may be a coroutine
             return as_score(await found if isawaitable(found) else found)
-        except STOPS:
-            raise
-        except (Exception, SystemExit) as error:  # reward code is not ours
+        except FAULTS as error:  # reward code is not ours
             return failed(error)
 
     def final(self, response: str) -> str | None:
@@ -268,9 +261,7 @@ async def score_group(task: Task, problem: Problem, responses: Sequence[str]) ->
             given: Any = task.score_group(problem, responses)
         given = await given if isawaitable(given) else given
         found = None if given is None else [as_score(score) for score in given]
-    except STOPS:
-        raise
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         return [failed(error)] * len(responses)
     if found is None or len(found) == len(responses):
         return found
@@ -279,12 +270,11 @@ async def score_group(task: Task, problem: Problem, responses: Sequence[str]) ->
 
 
 def failed(error: BaseException) -> Score:
-    """The failed score for an error in a task's code."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # the error's text may be user code, too
-        text = type(error).__name__
-    return Score.failed(text[:MAX_FAILURE])
+    """The failed score for an error in a task's code, with the line in the user's file where it happened. An error that ends the
+    run or the step is raised again."""
+    if isinstance(error, STOPS) or step_ends(error):
+        raise error
+    return Score.failed(raised(error))
 
 
 def validate(task: Task, split: str = "test", count: int = 50) -> None:

@@ -94,7 +94,10 @@ class ToolUse(Nested):
         return (OPEN, CLOSE) if self._form(template) == "hermes" else ()
 
     def ready(self) -> tuple[str, ...]:
-        return (*super().ready(), *(line for tool in self.tools for line in tool.ready()))
+        lines = (*super().ready(), *(line for tool in self.tools for line in tool.ready()))
+        names = [_signature(tool).name for tool in self.tools]
+        self.check(len({*names}) == len(names), f"tools need other names than {', '.join(names)}")
+        return lines
 
 
 def _signature(tool: Tool) -> Signature:

@@ -23,10 +23,10 @@ from itertools import islice
 from types import ModuleType
 from typing import Any, ClassVar
 
-from posttrain.errors import Count, Positive, UserError
+from posttrain.errors import STOPS, Count, Positive, UserError
 from posttrain.tasks._packaged import packaged
 from posttrain.tasks._procedural import TEST_BUCKETS, require_split
-from posttrain.tasks.base import STOPS, Generate, Task
+from posttrain.tasks.base import Generate, Task
 from posttrain.trust import active
 from posttrain.types import JSON, Problem, Rollout, Score
 

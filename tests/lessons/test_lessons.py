@@ -86,6 +86,8 @@ MISTAKES = [
     ("mask", "def policy_loss(p, a, m):\n    pass", "is there a `return`?"),
     ("mask", "x = 1", "has no function policy_loss"),
     ("mask", "1 / 0", "cannot be run: ZeroDivisionError"),
+    ("mask", "raise SystemExit", "cannot be run: SystemExit"),
+    ("kl_bug", KL + "raise SystemExit", "raised SystemExit"),
 ]
 
 

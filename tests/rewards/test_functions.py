@@ -137,11 +137,21 @@ def test_what_a_function_may_return(returned: Any, value: float | None) -> None:
     assert called(later).value == value
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError
+
+
+def mute(response: str) -> float:
+    raise Mute
+
+
 def test_failures_have_names_and_wrong_types_end_the_run() -> None:
     assert called(lambda response: None).failure == "not scored: lambda returned None"
     assert "nan" in str(called(lambda response: float("nan")).failure)
     failure = str(called(lambda response: 1 / 0).failure)
     assert failure.startswith("ZeroDivisionError: division by zero at ") and "test_functions.py line" in failure
+    assert str(called(mute).failure).startswith("Mute:  at ")
     inside = str(called(lambda response: json.loads(response)).failure)  # the line that called the library
     assert inside.startswith("JSONDecodeError: ") and "test_functions.py line" in inside
     with pytest.raises(

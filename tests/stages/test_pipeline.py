@@ -301,6 +301,19 @@ def test_two_stages_of_one_name_are_refused(name: str, tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
+def test_a_task_that_raises_before_the_first_stage_leaves_no_run(tmp_path: Path) -> None:
+    """Otherwise the corrected command would find its directory taken."""
+    (tmp_path / "own.py").write_text(
+        "from posttrain.tasks.arithmetic import Arithmetic\n\n"
+        "class Own(Arithmetic):\n    def ready(self):\n        raise OSError('no server')\n"
+    )
+    stage = f"{{stage: rl, model: 'tiny:nano', task: {{name: '{tmp_path}/own.py:Own'}}}}"
+    (tmp_path / "own.yaml").write_text(f"stages:\n- {stage}\n")
+    with pytest.raises(OSError, match="no server"):
+        cli.main(["run", str(tmp_path / "own.yaml"), "--allow-code", f"out={tmp_path / 'new' / 'run'}"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_stage_does_not_take_the_name_of_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "quickstart", "sft.name=rl"]) == 2
     assert "stage names must differ: rl, before, rl, after" in capsys.readouterr().err

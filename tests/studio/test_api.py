@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import pytest
 from runs_for_tests import add_step, make_run, rollout
 from studio_for_tests import Studio
 
+from posttrain.errors import UserError
 from posttrain.runs.write import RunWriter
-from posttrain.studio import pages_review, pages_rollouts, pages_runs
+from posttrain.studio import jobs, pages_review, pages_rollouts, pages_runs
 from posttrain.studio.library import path_id
 
 
@@ -311,6 +313,7 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
     for setting in ("out=/tmp/x", "checkpoint_hook=[rm]", "rl.reward=evil.py:f", "rl.model=http://evil", *files):
         assert "command line" in studio.post("/api/runs", 400, recipe="quickstart", settings=[setting])["error"]
     assert "no such key" in studio.post("/api/runs", 400, recipe="quickstart", settings=["bad=1"])["error"]
+    assert not (root / "quickstart-1").exists()
     made = studio.post("/api/runs", 201, recipe="quickstart", settings=["seed=1"])["run"]
     events = root / "quickstart-1" / "events.jsonl"
     until(lambda: events.is_file() and "ready" in events.read_text())
@@ -321,6 +324,31 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
     studio.post(f"/api/runs/{made}/resume")
     assert studio.get(f"/api/runs/{made}")["status"]["kind"] == "live"
     studio.post(f"/api/runs/{made}/stop")
+
+
+def test_two_starts_at_once_get_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run makes its directory seconds after it was started: a second start, also of another studio, got the first one's."""
+    done = subprocess.Popen(["true"])
+    done.wait()
+    (tmp_path / "runs" / ".studio").mkdir(parents=True)
+    monkeypatch.setattr(jobs, "_run_apart", lambda words, log: log.touch() or done)
+    made = [jobs.Jobs(tmp_path / "runs").start("quickstart", [f"seed={n}"]).name for n in (1, 2)]
+    assert made == ["quickstart-1", "quickstart-2"]
+
+
+def test_stop_that_is_pressed_twice_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal would end the run at once, without a checkpoint."""
+    sent: list[int] = []
+    owner = [7]
+    monkeypatch.setattr(jobs, "live_owner", lambda path: owner[-1])
+    monkeypatch.setattr(jobs.os, "kill", lambda process, number: sent.append(process))
+    studio = jobs.Jobs(tmp_path)
+    studio.stop(tmp_path / "one")
+    with pytest.raises(UserError, match="one stops after its current step"):
+        studio.stop(tmp_path / "one")
+    owner.append(8)  # it was resumed
+    studio.stop(tmp_path / "one")
+    assert sent == [7, 8]
 
 
 def test_tags_are_kept(studio: Studio, one: str) -> None:

@@ -58,6 +58,7 @@ def test_whatever_may_change_something_needs_the_token(client: TestClient, metho
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
         ({"origin": "http://127.0.0.1:1"}, 403),
+        ({"origin": "http://["}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"}, 403),
         ({"content-type": "text/plain"}, 415),

@@ -176,7 +176,7 @@ def test_a_score_that_came_while_this_process_was_busy_does_not_end_the_next_one
 def test_an_error_is_named_and_a_death_is_retried(tmp_path: Path) -> None:
     with WorkerPool([Obedient(tmp_path)], 2) as pool:
         found = scores(pool, of(["raise no such file", "die", "die-once mark", "ok"]))
-    assert found[0].failure == "ValueError: no such file"
+    assert str(found[0].failure).startswith(f"ValueError: no such file at {__file__} line ")
     assert found[1].failure == "the process that computed the reward died"
     assert found[2].valid and found[3].valid
 

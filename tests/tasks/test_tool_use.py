@@ -93,6 +93,15 @@ def test_a_task_with_episodes_of_its_own_is_refused() -> None:
         ToolUse(ToolUse(Sum(), (Calculator(),)), (Calculator(),))
 
 
+def test_two_tools_of_one_name_are_refused_before_the_first_stage() -> None:
+    def calculator(text: str) -> str:
+        """Compute."""
+        return text
+
+    with pytest.raises(UserError, match="tools need other names than calculator, calculator"):
+        ToolUse(Sum(), (Calculator(), give(calculator))).ready()
+
+
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 

@@ -13,7 +13,8 @@ from posttrain.tasks.tools.base import Tool
 class Answer(Tool):
     """Without it, the first turn that calls no tool is the answer."""
 
-    ends: ClassVar[bool] = True
+    ends = True
+    blocks: ClassVar[bool] = False
 
     def begin(self) -> Callable[..., Any]:
         def answer(text: str) -> str:

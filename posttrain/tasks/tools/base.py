@@ -7,7 +7,6 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
@@ -50,17 +49,17 @@ class Malformed(Exception):
 class Tool(Checked, ABC):
     """A frozen dataclass whose fields are its settings; every episode begins its own."""
 
-    ends: ClassVar[bool] = False  # a call ends the episode, and its result is the answer
-    blocks: ClassVar[bool] = False  # it may take long, so it is called in its own thread
-
-    def __post_init__(self) -> None:
-        with suppress(NameError):  # a type that is imported for type checking only
-            super().__post_init__()
+    blocks: ClassVar[bool] = True  # it may take long, so it is called in its own thread
 
     @abstractmethod
     def begin(self) -> Callable[..., Any]:
         """Return the function that an episode calls, by its name, with type hints and a docstring. It may keep state between
         calls. If it raises `ToolError`, the model reads that instead of a result."""
+
+    @property
+    def ends(self) -> bool:
+        """Return whether a call ends the episode, with its result as the answer."""
+        return False
 
     @property
     def seconds(self) -> float:
@@ -95,8 +94,8 @@ class Signature:
         >>> Signature.of(add).parameters["a"]
         {'type': 'integer', 'description': 'the first'}
         """
-        name = getattr(function, "__name__", type(function).__name__)
-        text = inspect.getdoc(function) or ""
+        require(inspect.isroutine(function), f"a tool is a function (def), not {function!r}")
+        name, text = function.__name__, inspect.getdoc(function) or ""
         where = f"tool {name}"
         require(text.strip(), f"{where}: the model reads its docstring; give it one")
         parsed = inspect.signature(function).parameters.values()
@@ -136,7 +135,9 @@ class Signature:
 
     def bind(self, given: Mapping[str, JSON] | str) -> dict[str, JSON]:
         """Return the arguments of a call; plain text is the first parameter. Raises `Malformed` if they do not fit."""
-        if isinstance(given, str):
+        if not given and not self.required:
+            given = {}
+        elif isinstance(given, str):
             if len(self.required) > 1 or not self.parameters:
                 raise Malformed(f"{self.name} takes {', '.join(self.parameters) or 'nothing'}")
             first = (*self.required, *self.parameters)[0]
@@ -150,6 +151,17 @@ class Signature:
             if problem := _unlike(value, self.parameters[name]):
                 raise Malformed(f"{name} of {self.name} must be {problem}")
         return dict(given)
+
+
+@dataclass(frozen=True)
+class Plain(Tool):
+    """A function, which all episodes call."""
+
+    function: Any
+
+    def begin(self) -> Callable[..., Any]:
+        begun: Callable[..., Any] = self.function
+        return begun
 
 
 def _schema(hint: Any, where: str) -> dict[str, JSON]:

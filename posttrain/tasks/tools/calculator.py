@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from posttrain.rewards._expression import Unparseable, evaluate
 from posttrain.tasks.tools.base import Tool, ToolError
@@ -13,6 +13,8 @@ from posttrain.tasks.tools.base import Tool, ToolError
 @dataclass(frozen=True)
 class Calculator(Tool):
     """`called` is the tool's name for the model; short ones suit tiny models."""
+
+    blocks: ClassVar[bool] = False
 
     called: Literal["calculator", "calc"] = "calculator"
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from posttrain.errors import Range
 from posttrain.rewards.code import blocks, run_cells
@@ -25,8 +25,6 @@ class Python(Tool):
     """An interpreter lives for one call: the earlier cells of the episode run again before the new one, within `wall` seconds
     altogether. So no process is kept between turns; random or slow cells are random or slow again. A cell that exceeded a limit
     is not run again."""
-
-    blocks: ClassVar[bool] = True
 
     sandbox: str = "auto"  # as in the code reward
     wall: Annotated[float, Range(gt=0, le=600)] = 5.0  # seconds

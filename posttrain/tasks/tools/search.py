@@ -18,6 +18,7 @@ class Search(Tool):
     """`file` holds the texts: JSON lines with a text (and optionally a title) each, or plain text split into paragraphs."""
 
     shorthand: ClassVar[str] = "file"
+    blocks: ClassVar[bool] = False
 
     file: str
     results: Count = 3

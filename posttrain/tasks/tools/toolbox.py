@@ -15,9 +15,9 @@ from inspect import isawaitable
 from typing import Any
 
 from posttrain.data.calls import Call, Format, calls, explained, format_of, observation, shows_tools
-from posttrain.errors import require
+from posttrain.errors import STOPS, named, require
 from posttrain.rewards._loop import step_ends
-from posttrain.tasks.base import STOPS, Generate
+from posttrain.tasks.base import FAULTS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
 from posttrain.tasks.tools.function import give
 from posttrain.types import JSON, Message
@@ -42,9 +42,10 @@ class Toolbox:
         self.generate, self.max_output = generate, max_output
         self.form: Format = form or format_of(generate.template)
         own = [tool if isinstance(tool, Tool) else give(tool) for tool in tools]
-        self.functions = {f.__name__: (tool, f) for tool in own for f in (tool.begin(),)}
-        require(len(self.functions) == len(tools), "tools need different names")
-        self.signatures = {name: Signature.of(f) for name, (_, f) in self.functions.items()}
+        begun = [tool.begin() for tool in own]
+        self.signatures = {one.name: one for one in map(Signature.of, begun)}
+        require(len(self.signatures) == len(own), "tools need different names")
+        self.functions = dict(zip(self.signatures, zip(own, begun, strict=True), strict=True))
         self.final: str | None = None  # the final answer, once it is given
 
     @property
@@ -82,8 +83,6 @@ class Toolbox:
             self.generate.count("tool/malformed")
             return f"error: {problem}"
         text = await self.result(tool, function, arguments)
-        if tool.ends:
-            self.final = text
         if len(text) <= self.max_output:
             return text
         self.generate.count("tool/cut")
@@ -94,7 +93,9 @@ class Toolbox:
         try:
             async with asyncio.timeout(tool.seconds) as limit:
                 found = _in_thread(function, arguments) if tool.blocks else function(**arguments)
-                return _as_text(await found if isawaitable(found) else found)
+                text = _as_text(await found if isawaitable(found) else found)
+                self.final = text if tool.ends else self.final
+                return text
         except (*STOPS, ToolFailure):
             raise
         except ToolError as error:
@@ -104,18 +105,12 @@ class Toolbox:
             kind = "timeout" if limit.expired() else "error"
             self.generate.count(f"tool/{kind}")
             late = f"error: no result within {tool.seconds:g} s"
-            return late if limit.expired() else _named(error)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a tool may be user code
+            return late if limit.expired() else f"error: {named(error)}"
+        except FAULTS as error:  # a tool may be user code
             if step_ends(error):
                 raise
             self.generate.count("tool/error")
-            return _named(error)
-
-
-def _named(error: BaseException) -> str:
-    with suppress(Exception):  # its text may be user code too
-        return f"error: {type(error).__name__}: {error}"
-    return f"error: {type(error).__name__}"
+            return f"error: {named(error)}"
 
 
 def _as_text(value: object) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +22,7 @@ from posttrain.errors import UserError
 from posttrain.rewards.sandbox import pool
 from posttrain.tasks.tools import python as python_tool
 from posttrain.tasks.tools.answer import Answer
-from posttrain.tasks.tools.base import Malformed, Signature, ToolFailure
+from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolFailure
 from posttrain.tasks.tools.calculator import Calculator
 from posttrain.tasks.tools.function import Function, give
 from posttrain.tasks.tools.python import Python
@@ -105,11 +107,13 @@ def several(*x: int) -> str:
         (silent, "tool silent: the model reads its docstring; give it one"),
         (strange, "tool strange: the parameter x is Path; str, int, float, bool, list, dict and Literal"),
         (several, "tool several: *args, **kwargs and positional-only"),
-        (3, "a tool is a function, not 3"),
+        (3, "a tool is a function (def), not 3"),
+        (dict, "a tool is a function (def), not <class 'dict'>"),
+        (partial(weather, unit="kelvin"), "a tool is a function (def), not functools.partial"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(function: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said.replace("*", "\\*")):
+    with pytest.raises(UserError, match=re.escape(said)):
         give(function)
 
 
@@ -231,6 +235,46 @@ def test_the_calculator_is_exact() -> None:
 def doubled(number: int) -> int:
     """Twice a number."""
     return 2 * number
+
+
+def today() -> str:
+    """The day."""
+    return "Monday"
+
+
+def shift(days: int = 1) -> str:
+    """A later day."""
+    return f"in {days}"
+
+
+def test_a_tool_that_needs_nothing_is_called_with_nothing() -> None:
+    found, _ = said([today, shift], "<today></today>", "<shift></shift>", "<shift>2</shift>", "<today>x</today>")
+    assert found == [["Monday"], ["in 1"], ["in 2"], ["error: today takes nothing"]]
+    assert said([today], "today()=", form="call")[0] == [["Monday"]]
+
+
+class Slow(Tool):
+    """A tool of one's own, which says what it is."""
+
+    ends = True
+    seconds = 0.2
+
+    def begin(self) -> Callable[..., Any]:
+        return blocks
+
+    def ready(self) -> tuple[str, ...]:
+        return ("it is ready",)
+
+
+@pytest.mark.parametrize("given", [Slow, Slow(), give(Slow), give(Slow())])
+def test_a_tool_of_ones_own_keeps_what_it_says_of_itself(given: Any) -> None:
+    tool = given if isinstance(given, Tool) else give(given)
+    assert (tool.ends, tool.seconds, tool.ready()) == (True, 0.2, ("it is ready",))
+    assert Function(give(Slow).function, limit=3.0).seconds == 3.0
+    began = time.perf_counter()
+    found, _ = said([given], "<blocks>30</blocks>", "<blocks>0.01</blocks>")
+    assert found == [["error: no result within 0.2 s"], []], "only a result ends the episode"
+    assert time.perf_counter() - began < 5.0, "in its own thread"
 
 
 def test_a_toolbox_takes_plain_functions() -> None:
