@@ -80,8 +80,8 @@ def generation(results: list[dict[str, Any]]) -> list[str]:
         for key in (key for key in r if key.startswith("ahead_")):
             _, staleness, way = key.split("_")
             share = f"{100 * r[key]['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
-            lines.append(row(f"{r['case']}, the same lengths, max_staleness={staleness}, in_flight={way}", f"**{r[key]['tokens_s']:,.0f}**",
-                             "", share, "", "", "", r["date"]))  # fmt: skip
+            title = f"{r['case']}, the same lengths, max_staleness={staleness}, in_flight={way}"
+            lines.append(row(title, f"**{r[key]['tokens_s']:,.0f}**", "", share, "", "", "", r["date"]))
         if "fp8" in r:
             one, off = r["fp8"], r["fp8"]["logprob_difference"]
             lines.append(row(f"{r['case']}, MLP in fp8", f"**{one['tokens_s']:,.0f}**", spread(one, "seconds"), "", "",
