@@ -254,7 +254,7 @@ class Sampler(Protocol):
 
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Sample with these weights from now on, as `version`. Without `weights`, use the parameters shared with the trainer as
-        they are now. Kept caches and rows in flight are recomputed from their ids."""
+        they are now. Kept caches and rows in flight are recomputed from their ids, unless the sampler was told to keep them."""
 
     def release(self) -> None:
         """Free memory, for example before training."""
