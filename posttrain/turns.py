@@ -93,11 +93,11 @@ class Turns:
         self.seconds.generate += time.perf_counter() - now
 
     def submit_batch(self, turns: Sequence[Turn]) -> None:
-        """Submit turns together. If a turn is too long for the context, its episode ends; but if the task's own prompt is too long,
-        the error ends the run."""
+        """Submit turns together. If a turn is too long for the context, its episode ends, and if it has ids that are none, it fails;
+        but if the task's own prompt is wrong, the error ends the run."""
         try:
             self.sampler.submit([turn.request for turn in turns])
-        except UserError as error:
+        except (UserError, ValueError) as error:
             if len(turns) > 1:
                 for turn in turns:
                     self.submit_batch([turn])
@@ -106,7 +106,8 @@ class Turns:
             if turns[0].own:
                 raise
             del self.submitted[request.session, request.turn]
-            self.deliver(turns[0], ContextFull(str(error)))
+            full = isinstance(error, UserError)
+            self.deliver(turns[0], ContextFull(str(error)) if full else error)
 
     def poll(self) -> None:
         """Let the sampler decode one burst."""
@@ -126,11 +127,11 @@ class Turns:
                 return
             self.deliver(self.submitted.pop(key), self.completed.pop(key))
 
-    def deliver(self, turn: Turn, found: Completion | ContextFull) -> None:
+    def deliver(self, turn: Turn, found: Completion | Exception) -> None:
         self.running += 1
         if turn.completion.done():  # its episode was cancelled
             return
-        if isinstance(found, ContextFull):
+        if isinstance(found, Exception):
             turn.completion.set_exception(found)
         else:
             turn.completion.set_result(found)

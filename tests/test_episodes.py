@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from material_for_tests import small_policy
 from sampler_for_tests import ScriptedSampler, completion
 
 from posttrain import catalogue
@@ -21,6 +23,7 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import rate_groups
 from posttrain.data.chat import render_prompt
 from posttrain.data.text import Decoder
+from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
 from posttrain.episodes import rollout_groups
 from posttrain.errors import GuardStop, UserError
@@ -461,8 +464,6 @@ def test_an_answer_is_scored_in_place_of_all_turns() -> None:
         ({"a": 1}, "TypeError: generate takes messages, text or ids"),
         (None, "TypeError: generate takes messages, text or ids"),
         (b"abc", "TypeError: generate takes messages, text or ids"),
-        ([1, 999_999], "ValueError: the task gives an id outside of 0 to "),
-        ([-1], "ValueError: the task gives an id outside of 0 to "),
     ],
 )
 def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: str) -> None:
@@ -473,6 +474,22 @@ def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: 
 
     rollout, _ = one_group(Scripted(run), lambda r: says("x"))
     assert str(rollout.score.failure).startswith(failure) and rollout.score.outcome == "episode failed"
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(999_999, "an id is outside of 0 to "), (-1, "the task gives an id that is none")])
+def test_ids_that_the_model_does_not_have_fail_their_episode_alone(wrong: int, said: str) -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate()
+        await generate([4, wrong if problem.id == "p1" else len(TOKENIZER) + 3])
+        return generate.rollout()
+
+    size = len(TOKENIZER) + 8  # a model may have more ids than its tokenizer, and sample them
+    engine = Engine(small_policy(dtype=torch.float32, vocab_size=size), processes=1)
+    task = Scripted(run)
+    found = rollout_groups(task, engine, DECODER, task.problems("train"), 2, Sampling(4), 0)
+    failed = [[str(r.score.failure) for r in group.rollouts] for group in found]
+    assert failed[0] == failed[2] == ["None"] * 2 and not engine.sessions
+    assert all(one.startswith(f"ValueError: {said}") for one in failed[1])
 
 
 @pytest.mark.parametrize("isolated", [False, True])

@@ -54,8 +54,8 @@ class Renderer:
         items: tuple[Any, ...] = () if isinstance(given, str | bytes) else tuple(given)
         # check the set of types: checking each of many ids takes as long as decoding a turn
         if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
-            if min(items) < 0 or max(items) >= len(tokenizer):
-                raise ValueError(f"the task gives an id outside of 0 to {len(tokenizer) - 1:,}")
+            if min(items) < 0:
+                raise ValueError(f"the task gives an id that is none: {min(items)}")
             return self.segment([*map(int, items)])
         messages = tuple(item for item in items if isinstance(item, Message))
         size = len(given) if isinstance(given, str) else sum(len(m.content) for m in messages)

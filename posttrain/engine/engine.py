@@ -44,7 +44,8 @@ class Session:
 def check_requests(
     requests: Sequence[Request], sessions: Mapping[int, Session], policy: Policy
 ) -> None:
-    """Raise an error for requests that do not continue their sessions, or that may need more tokens than the model has positions."""
+    """Raise an error for requests that do not continue their sessions, that may need more tokens than the model has positions, or
+    whose ids the model does not have."""
     longest = 0
     for request in requests:
         key, turn, session = request.session, request.turn, sessions.get(request.session)
@@ -56,6 +57,10 @@ def check_requests(
         before = 0 if session is None else len(session.ids)
         longest = max(longest, before + len(request.ids) + request.sampling.max_new_tokens)
     policy.check_length(longest)
+    vocabulary = policy.head.weight_VH.shape[0]
+    for ids in {id(r.ids): r.ids for r in requests}.values():  # a group has them once
+        if min(ids, default=0) < 0 or max(ids, default=0) >= vocabulary:
+            raise ValueError(f"an id is outside of 0 to {vocabulary - 1:,}, which the model has")
     sessions_asked = {request.session for request in requests}
     same = "requests submitted together must be of different sessions"
     require(len(sessions_asked) == len(requests), same)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli, config, pipeline
-from posttrain.errors import UserError
+from posttrain.errors import UserError, many
 from posttrain.runs.layout import FORMAT
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
@@ -374,7 +374,9 @@ def test_evaluations_of_different_problems_are_compared_on_those_they_share(
     (tmp_path / "x.yaml").write_text("before: b\nafter: a\nstages:\n" + "".join(f"- {stage}\n" for stage in stages))
     assert cli.main(["run", str(tmp_path / "x.yaml"), f"out={tmp_path / 'run'}", "device=cpu", "threads=1"]) == 0
     said = capsys.readouterr().out
-    line = f"of the {same} problems in both evaluations; {sum(counts) - 2 * same} that only one of them has are left out"
+    line = (
+        f"of the {many(same, 'problem')} in both evaluations; {sum(counts) - 2 * same} that only one of them has are left out"
+    )
     assert (line in said) == (counts != (same, same)) and "Held-out problems" in said
 
 
