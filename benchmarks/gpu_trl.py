@@ -7,7 +7,7 @@
     python benchmarks/gpu_trl.py gsm8k --model DIR --data FOLDER --lr 3e-6 --dtype float32 --steps 280 --stop 60 --save OUT \
         --after 6 --between 'python benchmarks/real_models.py run gsm8k OURS model=DIR data=FOLDER held_out=0 seconds=90 \
         rl.evaluate_every=10 rl.optimizer.token_budget=32768'
-    posttrain eval OUT/20 --task gsm8k task.data=FOLDER       # how its saved models are evaluated
+    posttrain eval OUT/20 --task gsm8k task.data=FOLDER problems=1319 sampling.max_new_tokens=320    # its saved models
     python benchmarks/gpu_trl.py sft --tiny                   # a tiny model on a CPU: does the script work?
 
 Weights in bfloat16 (with --dtype float32, autocast to bfloat16: at a rate of 3e-6 an update is less than bfloat16 can hold), sdpa

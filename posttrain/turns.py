@@ -93,7 +93,7 @@ class Turns:
         self.seconds.generate += time.perf_counter() - now
 
     def submit_batch(self, turns: Sequence[Turn]) -> None:
-        """Submit turns together. If a turn is too long for the context, its episode ends, and if it has ids that are none, it fails;
+        """Submit turns together. If a turn is too long for the context, its episode ends; with unknown token ids, it fails;
         but if the task's own prompt is wrong, the error ends the run."""
         try:
             self.sampler.submit([turn.request for turn in turns])

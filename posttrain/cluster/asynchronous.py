@@ -257,10 +257,8 @@ class Asynchronous(Rollouts):
         if batch.sequences:
             metrics.append(Metric("staleness/max", age_T.max(), None, largest=True))
         if self.in_flight == "keep":  # tokens after older ones have read their cache
-            old_N = age_T.new_zeros(batch.sequences).scatter_reduce_(
-                0, batch.sequence_T, age_T, "amax"
-            )
-            age_T = old_N[batch.sequence_T].where(batch.mask_T, 0)
+            old_N, of_T = age_T.new_zeros(batch.sequences), batch.sequence_T
+            age_T = old_N.scatter_reduce(0, of_T, age_T, "amax")[of_T].where(batch.mask_T, 0)
         if self.ahead:
             batch = batch.replace(stale_T=age_T > 0)
         if self.changing is not None:

@@ -394,7 +394,7 @@ def lines(shape: Shape, work: Work, name: str, gpus: int) -> list[str]:
     size = f"{shape.weights / 1e9:g}B weights"
     if shape.active < shape.weights:
         size += f", {shape.active / 1e9:g}B a token"
-    sampled = f"{many(work.prompts, 'pair')}"
+    sampled = many(work.prompts, "pair")
     if work.models.samples:
         sampled = f"{many(work.prompts, 'prompt')} x {work.group}"
     assumed = f"{TRAIN:.0%} of the peak FLOP/s in training ({TRAIN_EXPERTS:.0%} with experts), {READ:.0%} of the bandwidth in decoding"

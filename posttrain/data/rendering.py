@@ -55,7 +55,7 @@ class Renderer:
         # check the set of types: checking each of many ids takes as long as decoding a turn
         if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
             if min(items) < 0:
-                raise ValueError(f"the task gives an id that is none: {min(items)}")
+                raise ValueError(f"the task gives a negative token id, {min(items)}")
             return self.segment([*map(int, items)])
         messages = tuple(item for item in items if isinstance(item, Message))
         size = len(given) if isinstance(given, str) else sum(len(m.content) for m in messages)

@@ -104,9 +104,8 @@ class CPUBackend:
 
     def resume(self, works: Sequence[Work], first: int) -> None:
         prefix, count = (self.rows.live(name, first) for name in ("prefix", "count"))
-        longest = int((prefix + self.rows.live("limit", first)).max())
-        self._reserve(int((prefix + count).max()), longest)
-        row = first
+        limit, row = self.rows.live("limit", first), first
+        self._reserve(int((prefix + count).max()), int((prefix + limit).max()))
         for part in portions([len(work.ids) for work in works], PREFILL_TOKENS):
             groups = [len(work.requests) for work in works[part]]
             self._extend([work.ids for work in works[part]], [0] * len(groups), row, groups)
@@ -134,7 +133,10 @@ class CPUBackend:
         """The decoder stays one: the keys of its caches have another order than the module's."""
         if self.decoder is not None:
             self.decoder = cpu_decoder(self.policy, pack=True)
+            assert self.decoder is not None, "the model has changed its kind"
             self._reserve(0, 0)
+        if self.precision.products:
+            self.products = fp8.Emulation(self.policy)
 
     def launch(self) -> None:
         """Decode one token for every live row."""

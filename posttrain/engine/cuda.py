@@ -154,9 +154,8 @@ class CUDABackend:
         pages_R = np.cumsum([w.pages for w in works])
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
         begun = works[: int(fitting.sum())]
-        ahead = [
-            min(limit, n + AHEAD) for w in begun for limit, n in zip(w.limits, w.done, strict=True)
-        ]
+        pairs = (pair for w in begun for pair in zip(w.limits, w.done, strict=True))
+        ahead = [min(limit, done + AHEAD) for limit, done in pairs]
         pool = 1 + sum(map(pages_of, (*ahead, *(len(w.ids) for w in begun))))
         pages = pages_of(max(max(w.limits) for w in works))
         positions = max(len(w.ids) + max(w.limits) for w in works)

@@ -60,7 +60,9 @@ def check_requests(
     vocabulary = policy.head.weight_VH.shape[0]
     for ids in {id(r.ids): r.ids for r in requests}.values():  # a group has them once
         if min(ids, default=0) < 0 or max(ids, default=0) >= vocabulary:
-            raise ValueError(f"an id is outside of 0 to {vocabulary - 1:,}, which the model has")
+            raise ValueError(
+                f"a token id is outside the model's vocabulary, 0 to {vocabulary - 1:,}"
+            )
     sessions_asked = {request.session for request in requests}
     same = "requests submitted together must be of different sessions"
     require(len(sessions_asked) == len(requests), same)

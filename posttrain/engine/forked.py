@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import torch
@@ -120,7 +119,7 @@ class EngineWorkers:
     def publish(self, version: int) -> None:
         self._send("publish", version)
 
-    def pause(self, how: Literal["pause", "release"] = "pause") -> None:
+    def pause(self, how: str = "pause") -> None:
         """Make the workers stop, for `release` without their caches, and wait until they have. They continue at the next poll."""
         self._send(how)
         while waiting := [w for w in self.workers if w.seen < w.sent]:

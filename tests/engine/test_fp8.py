@@ -12,7 +12,7 @@ from kernels_for_tests import decode_in_pages
 from material_for_tests import small_policy
 from torch import Tensor
 
-from posttrain.collect import Prompt, generate_groups
+from posttrain.collect import Prompt, generate_groups, group_requests
 from posttrain.engine import fp8
 from posttrain.engine.engine import Engine
 from posttrain.engine.fp8 import E4M3, Emulation, Precision
@@ -23,7 +23,7 @@ from posttrain.models.layers import describe, distance
 from posttrain.models.lora import Lora, add_adapters
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
-from posttrain.types import Completion, Sampling
+from posttrain.types import Completion, Request, Sampling
 
 PRODUCTS = Precision("fp8")
 REQUESTS = [Prompt((5, 6, 7), 2, 0, Sampling(66, min_new_tokens=66)), Prompt((9,), 2, 1, Sampling(20, 0.7))]
@@ -100,6 +100,26 @@ def test_updated_weights_are_quantised_anew() -> None:
         answers = sampled(policy, PRODUCTS, engine)
         with Emulation(policy):
             assert gap(policy, answers) < 1e-3
+
+
+def test_updated_weights_are_quantised_anew_while_caches_are_kept() -> None:
+    """A request after the publish, while an older one is in flight."""
+    policy = policy_of()
+    engine = Engine(policy, processes=1, precision=PRODUCTS, keep_caches=True)
+    engine.submit([Request((3, 4, 5), 0, Sampling(250, min_new_tokens=250), 99)])
+    engine.poll()
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.3)
+    engine.publish(1)
+    late = group_requests(REQUESTS)
+    engine.submit(late)
+    found: dict[int, Completion] = {}
+    while engine.sessions:
+        found |= {request.session: completion for request, completion in engine.poll()}
+    assert engine.statistics.recomputed == 0 and set(found[99].versions.tolist()) == {0, 1}
+    with Emulation(policy):
+        assert gap(policy, [found[request.session] for request in late]) < 1e-3
 
 
 def test_adapters_are_added_unrounded() -> None:
