@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "system": "types",
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
-    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine",
+    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine system.wire",
     "runs": f"{LEAVES} data.safe_readers system.files system.processes system.sqlite",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops system.files system.sqlite",
