@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "api": f"{LOOP} runs collect loop stages recipes config config_tree pipeline commands.compare "
     "commands.evaluate commands.models commands.probe commands.replay commands.sample",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes turns runs.layout runs.console __version__",
-    "serve": f"{MODELS} engine train.rating",
+    "serve": f"{MODELS} trust engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.agreement evals.statistics system.files "
     "runs.read runs.layout runs.index runs.status "
