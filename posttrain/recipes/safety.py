@@ -7,11 +7,10 @@ from dataclasses import replace
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes._feedback import REAL_RATES, Scale, compare, fit, optimise
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, evaluate
 from posttrain.stages._material import Data
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_sources import MixedReward, RewardModels, Weighted
 from posttrain.tasks.requests import Requests
 from posttrain.types import Sampling
@@ -62,13 +61,7 @@ def safety(
     """
     usual = replace(REAL, start=model, sampling=Sampling(tokens)) if model else TOY
     scale = usual.changed(steps, prompts, problems, compared, beta, lr)
-    one = EvaluateStage(
-        name="before",
-        model=scale.start,
-        task=scale.task,
-        problems=scale.problems,
-        sampling=scale.sampling,
-    )
+    one = evaluate("before", scale.start, scale.task, scale.problems, scale.sampling)
     harm = replace(compare(scale, "harms", Requests(rule="harmless")), skip=ELSEWHERE)
     people: list[Stage] = []
     if pairs:
