@@ -67,13 +67,9 @@ def safety(
     if pairs:
         fitted = AgreementStage(name="agreement", data=pairs, reward_model="harmless", pairs=2000)
         people.append(fitted)
-    parts = [("helpful", 1.0), ("harmless", harmless_weight)]
-    reward = MixedReward(
-        parts=tuple(
-            Weighted(reward=RewardModels(models=(name,)), weight=weight, label=name)
-            for name, weight in parts
-        )
-    )
+    weights = {"helpful": 1.0, "harmless": harmless_weight}
+    models = {name: RewardModels(models=(name,)) for name in weights}
+    parts = (Weighted(reward=models[n], weight=w, label=n) for n, w in weights.items())
     stages = (
         *([] if model else [imitating(size, PEOPLE, steps=300)]),
         one,
@@ -83,7 +79,7 @@ def safety(
         # half of its pairs are about harmless requests, where the preference is almost random
         fit(scale, "harmless", "harms", min_accuracy=0.53),
         *people,
-        optimise(scale, reward, critic="helpful"),
+        optimise(scale, MixedReward(parts=tuple(parts)), critic="helpful"),
         replace(one, name="after", model="rl"),
     )
     again = f"model={model} " if model else ""
