@@ -26,6 +26,12 @@ def given(value: Given | None, default: Given) -> Given:
     return default if value is None else value
 
 
+def with_given(settings: Given, **values: Any) -> Given:
+    """Return a dataclass with the values that the user gave; None keeps the one that is there."""
+    chosen = {name: value for name, value in values.items() if value is not None}
+    return replace(settings, **chosen)  # type: ignore[type-var]
+
+
 def falling(lr: float, warmup: int = 10, final: float = 0.1, **more: Any) -> Optimization:
     """A learning rate that falls in a line, to the share `final` of it at the last step."""
     return Optimization(lr=lr, warmup=warmup, schedule="linear", final=final, **more)

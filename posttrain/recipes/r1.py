@@ -7,7 +7,7 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import require
 from posttrain.recipes._r1_sizes import Scale, nano, real
-from posttrain.recipes.base import Recipe, evaluate, given
+from posttrain.recipes.base import Recipe, evaluate, with_given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
@@ -47,12 +47,8 @@ def r1(
     harmless ones only.
     """
     scale = real(model) if model else nano(size)
-    scale = replace(
-        scale,
-        reasoning_steps=given(reasoning_steps, scale.reasoning_steps),
-        final_steps=given(final_steps, scale.final_steps),
-        explore=replace(scale.explore, lr=given(lr, scale.explore.lr)),
-    )
+    scale = with_given(scale, reasoning_steps=reasoning_steps, final_steps=final_steps)
+    scale = replace(scale, explore=with_given(scale.explore, lr=lr))
     if harmless:
         scale = with_requests(scale, toy=not model)
     made = [*scale.before, *measures(scale, "base", problems)]
