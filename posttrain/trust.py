@@ -49,6 +49,20 @@ def elsewhere(what: str, name: str, kind: str, instead: str = "") -> str:
     return f"{gone}: {again}; or {instead}"
 
 
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host is written as; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, and no other can reach it."""
+    ip = ip_of(host)
+    return host == "localhost" or (ip is not None and ip.is_loopback)
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """The parts of an address that decide which server is asked."""
@@ -70,10 +84,7 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def listed(self) -> bool:

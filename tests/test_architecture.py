@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 580, 70, 46_900  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 580, 70, 46_850  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a part may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a part, add a line.
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "system": "types",
     "ops": LEAVES,
     "rewards": f"{LEAVES} catalogue",
-    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine",
+    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine system.wire",
     "runs": f"{LEAVES} data.safe_readers system.files system.processes system.sqlite",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops system.files system.sqlite",
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "api": f"{LOOP} runs collect loop stages recipes config config_tree pipeline commands.compare "
     "commands.evaluate commands.models commands.probe commands.replay commands.sample",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes turns runs.layout runs.console __version__",
-    "serve": f"{MODELS} engine train.rating",
+    "serve": f"{MODELS} trust engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.agreement evals.statistics system.files "
     "runs.read runs.layout runs.index runs.status "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from pathlib import Path
 
 from posttrain.cli.base import add_address
 from posttrain.errors import UserError, require
+from posttrain.trust import ip_of
 
 EXAMPLE = "posttrain studio runs"
 
@@ -37,13 +37,6 @@ def call(options: argparse.Namespace) -> None:
         require(root.is_dir(), f"{root} is not a folder; give one that holds runs")
     address = Address(options.host, options.port, hosts=options.name)
     every = f"--host {options.host} listens at every address: say by which name browsers reach it, with --name"
-    require(not unspecified(options.host) or options.name, every)
+    ip = ip_of(options.host)
+    require(ip is None or not ip.is_unspecified or options.name, every)
     serve(roots, address, options.serve, options.demo, options.open)
-
-
-def unspecified(host: str) -> bool:
-    """Whether an address stands for all addresses of this machine."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -237,8 +237,7 @@ def _run_member(
     except (Interrupted, KeyboardInterrupt):
         raise
     except Exception as error:
-        directory.mkdir(parents=True, exist_ok=True)
-        atomic_write(directory / FAILURE, traceback.format_exc())
+        atomic_write(directory / FAILURE, traceback.format_exc(), folder=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         write_text(f"failed: {printable(reason)}\n", sys.stderr)
         return replace(member, outcome="failed", reason=reason)
@@ -295,7 +294,6 @@ def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
     found = aggregate(summaries)
     table = {s: {name: asdict(value) for name, value in of.items()} for s, of in found.items()}
     tree = {**asdict(record), "members": list(map(asdict, made)), "aggregate": table}
-    directory.mkdir(parents=True, exist_ok=True)
     measured = {
         f"{name}.{key}"
         for _, summary in summaries
@@ -303,7 +301,7 @@ def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
         for key, value in result.items()
         if interval_of(value)
     }
-    atomic_write(directory / TABLE, markdown(record, made, found, measured))
+    atomic_write(directory / TABLE, markdown(record, made, found, measured), folder=True)
     atomic_write(directory / RECORD, json.dumps(encode(tree), indent=2) + "\n")
 
 

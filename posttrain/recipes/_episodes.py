@@ -9,9 +9,9 @@ from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, falling
+from posttrain.recipes.base import Recipe, evaluate, falling
 from posttrain.stages._material import Data
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.base import Stage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
@@ -45,17 +45,9 @@ def episodes(
         prompts, lr, critic = prompts // 2, lr / 2, Optimization(lr=1e-3)
     policy = falling(lr)
 
-    def evaluations(when: str, model: str) -> list[EvaluateStage]:
-        return [
-            EvaluateStage(
-                name=when + suffix,
-                model=model,
-                task=environment,
-                problems=1000,
-                sampling=Sampling(tokens),
-            )
-            for suffix, environment in (measured or {"": task}).items()
-        ]
+    def evaluations(when: str, model: str) -> list[Stage]:
+        tasks = (measured or {"": task}).items()
+        return [evaluate(when + end, model, one, 1000, Sampling(tokens)) for end, one in tasks]
 
     stages = (
         imitating(size, Data(task=task, counts={0: shown}), steps=sft_steps),

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, given, with_given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
@@ -65,15 +65,9 @@ class Scale:
         lr: float | None,
     ) -> Self:
         """Return these settings with the values that the user gave; None keeps a value."""
-        return replace(
-            self,
-            steps=given(steps, self.steps),
-            prompts=given(prompts, self.prompts),
-            problems=given(problems, self.problems),
-            compared=given(compared, self.compared),
-            algorithm=replace(self.algorithm, beta=given(beta, self.algorithm.beta)),
-            policy=replace(self.policy, lr=given(lr, self.policy.lr)),
-        )
+        algorithm, policy = with_given(self.algorithm, beta=beta), with_given(self.policy, lr=lr)
+        counts = {"steps": steps, "prompts": prompts, "problems": problems, "compared": compared}
+        return with_given(self, algorithm=algorithm, policy=policy, **counts)
 
 
 def imitate_file(model: str, file: str, steps: int) -> SFTStage:

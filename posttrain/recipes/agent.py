@@ -7,9 +7,8 @@ from typing import Literal
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import pretrained
-from posttrain.recipes.base import Recipe, falling, given
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -62,9 +61,7 @@ def agent(
     first, before = model or "pretrain", "sft" if shown else model or "pretrain"
     tokens, problems = given(tokens, 320 if real else 24), given(problems, 600 if real else 100)
     greedy = Sampling(tokens, temperature=0.0)
-    measured = EvaluateStage(
-        name="alone", model=first, task=alone, problems=problems, sampling=greedy
-    )
+    measured = evaluate("alone", first, alone, problems, greedy)
     stages = [
         *made,
         measured,

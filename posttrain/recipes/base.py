@@ -10,7 +10,9 @@ from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
+from posttrain.types import Sampling
 
 PREVIOUS = "previous "
 MAX_ROUNDS = 1000  # a line of a file must not produce a billion stages
@@ -24,9 +26,24 @@ def given(value: Given | None, default: Given) -> Given:
     return default if value is None else value
 
 
+def with_given(settings: Given, **values: Any) -> Given:
+    """Return a dataclass with the values that the user gave; None keeps the one that is there."""
+    chosen = {name: value for name, value in values.items() if value is not None}
+    return replace(settings, **chosen)  # type: ignore[type-var]
+
+
 def falling(lr: float, warmup: int = 10, final: float = 0.1, **more: Any) -> Optimization:
     """A learning rate that falls in a line, to the share `final` of it at the last step."""
     return Optimization(lr=lr, warmup=warmup, schedule="linear", final=final, **more)
+
+
+def evaluate(
+    name: str, model: str, task: Task, problems: int, sampling: Sampling, samples: int = 1
+) -> EvaluateStage:
+    """Measure a model on held-out problems: with several samples of each, pass@1 to pass@`samples`."""
+    return EvaluateStage(
+        name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
+    )
 
 
 @dataclass(frozen=True)

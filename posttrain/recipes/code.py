@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, falling, given
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.humaneval import HumanEval
@@ -60,9 +59,7 @@ def code(
         made = [imitating(size, Data(task=task, counts={0: 8000}), steps=1000)]
     first, tokens = model or "sft", given(tokens, 384 if real else 48)
     problems, greedy = given(problems, 164 if real else 50), Sampling(tokens, temperature=0.0)
-    once = EvaluateStage(
-        name="before_greedy", model=first, task=held_out, problems=problems, sampling=greedy
-    )
+    once = evaluate("before_greedy", first, held_out, problems, greedy)
     measured = replace(once, name="before", samples=samples, sampling=Sampling(tokens))
     algorithm = GRPO(group=group, beta=0.0, clip_high=0.28, reduction="token_mean")
     rl = RLStage(

@@ -7,10 +7,9 @@ from dataclasses import replace
 from posttrain.algorithms.distillation import Distillation, Divergence
 from posttrain.errors import require
 from posttrain.recipes._toys import SUMS, imitating
-from posttrain.recipes.base import Recipe, falling, given
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
@@ -74,7 +73,7 @@ def compared(
 ) -> list[Stage]:
     """SFT on the teacher's samples and distillation on the student's own, from the same start, with their evaluations."""
     sampling, alone = Sampling(tokens), Sampling(tokens, temperature=0.0)
-    greedy = EvaluateStage(name="before", model=start, task=task, problems=problems, sampling=alone)
+    greedy = evaluate("before", start, task, problems, alone)
     samples = SampleStage(
         name="samples",
         model=teacher,

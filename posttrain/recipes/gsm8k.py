@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
-from posttrain.recipes.base import Recipe, falling
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, evaluate, falling
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.types import Sampling
@@ -43,7 +42,7 @@ def gsm8k(
     task = Gsm8k(data=data, format_weight=format_weight)
     greedy = Sampling(tokens, temperature=0.0)
     stages = [
-        EvaluateStage(name="before", model=model, task=task, problems=problems, sampling=greedy),
+        evaluate("before", model, task, problems, greedy),
         RLStage(
             name="rl",
             model=model,
@@ -66,6 +65,6 @@ def gsm8k(
             evaluate_problems=problems,
             checkpoint_every=50,
         ),
-        EvaluateStage(name="after", model="rl", task=task, problems=problems, sampling=greedy),
+        evaluate("after", "rl", task, problems, greedy),
     ]
     return Recipe(tuple(stages), "before", "after", "posttrain run gsm8k steps=500")

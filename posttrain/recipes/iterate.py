@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, best_round, falling, repeat
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, best_round, evaluate, falling, repeat
 from posttrain.stages.mine import MineStage
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -25,7 +24,7 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
     greedy = Sampling(40, temperature=0.0)
     stages = [
         imitating(size, *SHOWN, steps=1000),
-        EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
+        evaluate("before", "sft", task, 1000, greedy),
         *repeat(
             [
                 MineStage(
@@ -49,13 +48,13 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
                     evaluate_every=0,
                     optimizer=falling(1e-4),
                 ),
-                EvaluateStage(name="check", model="train", task=apart, sampling=greedy),
+                evaluate("check", "train", apart, 500, greedy),
             ],
             rounds,
             first={"train": "sft", "mine": ""},
             advance={"mine.skip": PROMPTS},
         ),
         best_round("train", "check", rounds, "accuracy"),
-        EvaluateStage(name="after", model="best", task=task, problems=1000, sampling=greedy),
+        evaluate("after", "best", task, 1000, greedy),
     ]
     return Recipe(tuple(stages), "before", "after", "posttrain run iterate rounds=5")

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, falling, given
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.gsm8k import Gsm8k
@@ -47,9 +46,7 @@ def nanochat_rl(
     steps, prompts, lr = chosen
     problems = given(problems, 400 if model else 200)
     sampling = Sampling(tokens)
-    measured = EvaluateStage(
-        name="before", model=before, task=task, problems=problems, samples=8, sampling=sampling
-    )
+    measured = evaluate("before", before, task, problems, sampling, samples=8)
     stages = [
         *made,
         measured,

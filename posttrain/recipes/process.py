@@ -7,8 +7,7 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, evaluate
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import ProcessRewardModels
 from posttrain.stages.rl import RLStage
@@ -54,14 +53,7 @@ def process(
       `outcome_longer` has as many more steps as cost the same number of samples as the completions of the labels.
     """
     labels = _labels(solutions // 2, completions)
-    measured = EvaluateStage(
-        name="before",
-        model="sft",
-        task=TASK,
-        problems=problems,
-        samples=samples,
-        sampling=Sampling(TOKENS),
-    )
+    measured = evaluate("before", "sft", TASK, problems, Sampling(TOKENS), samples)
     outcome = _trained(steps, lr, problems)
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, falling
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, evaluate, falling
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Sampling
@@ -24,7 +23,7 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     """
     task = Arithmetic(level=3)
     sft, greedy = imitating(size, *SHOWN, steps=1500), Sampling(40, temperature=0.0)
-    before = EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy)
+    before = evaluate("before", "sft", task, 1000, greedy)
     stages = [
         sft,
         before,

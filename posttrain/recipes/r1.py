@@ -7,11 +7,10 @@ from dataclasses import replace
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import require
 from posttrain.recipes._r1_sizes import Scale, nano, real
-from posttrain.recipes.base import Recipe, given
+from posttrain.recipes.base import Recipe, evaluate, with_given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels
@@ -48,12 +47,8 @@ def r1(
     harmless ones only.
     """
     scale = real(model) if model else nano(size)
-    scale = replace(
-        scale,
-        reasoning_steps=given(reasoning_steps, scale.reasoning_steps),
-        final_steps=given(final_steps, scale.final_steps),
-        explore=replace(scale.explore, lr=given(lr, scale.explore.lr)),
-    )
+    scale = with_given(scale, reasoning_steps=reasoning_steps, final_steps=final_steps)
+    scale = replace(scale, explore=with_given(scale.explore, lr=lr))
     if harmless:
         scale = with_requests(scale, toy=not model)
     made = [*scale.before, *measures(scale, "base", problems)]
@@ -167,9 +162,7 @@ def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
     if stage not in MODELS:
         return []
     model, general = scale.base if stage == "base" else stage, 29 * problems // 50
-    judged = EvaluateStage(
-        name=f"{stage}_sums", model=model, task=scale.sums, problems=problems, sampling=scale.think
-    )
+    judged = evaluate(f"{stage}_sums", model, scale.sums, problems, scale.think)
     compared = VersusStage(
         name=f"{stage}_general",
         model=model,

@@ -6,11 +6,9 @@ from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.errors import require
 from posttrain.recipes._toys import SHOWN, pretrained
-from posttrain.recipes.base import Recipe, falling, given
-from posttrain.stages.evaluate import EvaluateStage
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.tasks.base import Task
 from posttrain.tasks.sums import Sums
 from posttrain.types import Sampling
 
@@ -41,11 +39,11 @@ def r1_zero(
         sums = Sums(level=DIGITS, min_level=DIGITS, examples=given(examples, 2))
         asked = given(samples, 256), given(problems, 200)
         return real(model, sums, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
-    asked = given(samples, 32), given(problems, 500)
+    measured = given(problems, 500), Sampling(40), given(samples, 32)
     task = Arithmetic(level=3, format_weight=0.1)
     stages = [
         pretrained(size, *SHOWN, steps=1000),
-        measured("base", "pretrain", task, 40, *asked),
+        evaluate("base", "pretrain", task, *measured),
         RLStage(
             name="rl",
             model="pretrain",
@@ -58,7 +56,7 @@ def r1_zero(
             watch_kl=True,
             optimizer=falling(given(lr, 3e-4)),
         ),
-        measured("trained", "rl", task, 40, *asked),
+        evaluate("trained", "rl", task, *measured),
     ]
     return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=400")
 
@@ -69,17 +67,17 @@ def real(
     """Train a real model, on one GPU: greedy accuracy on held-out sums, and pass@k on two in five of them, before and after."""
     # without an example to copy, the model reasons in its own words, which takes more tokens
     tokens, whole = 48 if task.examples else 160, 5 * problems // 2
-    greedy = Sampling(tokens, temperature=0.0)
+    sampling, greedy = Sampling(tokens), Sampling(tokens, temperature=0.0)
     stages = [
-        EvaluateStage(name="before", model=model, task=task, problems=whole, sampling=greedy),
-        measured("base", model, task, tokens, samples, problems),
+        evaluate("before", model, task, whole, greedy),
+        evaluate("base", model, task, problems, sampling, samples),
         RLStage(
             name="rl",
             model=model,
             task=task,
             steps=steps,
             prompts=prompts,
-            sampling=Sampling(tokens),
+            sampling=sampling,
             algorithm=GRPO(group=16, beta=0.0, reduction="token_mean"),
             watch_kl=True,
             optimizer=falling(lr, 5, token_budget=32768),
@@ -87,18 +85,8 @@ def real(
             evaluate_problems=whole,
             checkpoint_every=50,
         ),
-        measured("trained", "rl", task, tokens, samples, problems),
-        EvaluateStage(name="after", model="rl", task=task, problems=whole, sampling=greedy),
+        evaluate("trained", "rl", task, problems, sampling, samples),
+        evaluate("after", "rl", task, whole, greedy),
     ]
     again = f"posttrain run r1_zero model={model} lr=1e-5 steps=150"
     return Recipe(tuple(stages), "before", "after", again)
-
-
-def measured(
-    name: str, model: str, task: Task, tokens: int, samples: int, problems: int
-) -> EvaluateStage:
-    """Measure pass@1 to pass@`samples` on held-out problems."""
-    sampling = Sampling(tokens)
-    return EvaluateStage(
-        name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
-    )

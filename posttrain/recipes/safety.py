@@ -7,11 +7,10 @@ from dataclasses import replace
 from posttrain.algorithms.ppo import PPO
 from posttrain.recipes._feedback import REAL_RATES, Scale, compare, fit, optimise
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe
+from posttrain.recipes.base import Recipe, evaluate
 from posttrain.stages._material import Data
 from posttrain.stages.agreement import AgreementStage
 from posttrain.stages.base import Stage
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.reward_sources import MixedReward, RewardModels, Weighted
 from posttrain.tasks.requests import Requests
 from posttrain.types import Sampling
@@ -62,25 +61,15 @@ def safety(
     """
     usual = replace(REAL, start=model, sampling=Sampling(tokens)) if model else TOY
     scale = usual.changed(steps, prompts, problems, compared, beta, lr)
-    one = EvaluateStage(
-        name="before",
-        model=scale.start,
-        task=scale.task,
-        problems=scale.problems,
-        sampling=scale.sampling,
-    )
+    one = evaluate("before", scale.start, scale.task, scale.problems, scale.sampling)
     harm = replace(compare(scale, "harms", Requests(rule="harmless")), skip=ELSEWHERE)
     people: list[Stage] = []
     if pairs:
         fitted = AgreementStage(name="agreement", data=pairs, reward_model="harmless", pairs=2000)
         people.append(fitted)
-    parts = [("helpful", 1.0), ("harmless", harmless_weight)]
-    reward = MixedReward(
-        parts=tuple(
-            Weighted(reward=RewardModels(models=(name,)), weight=weight, label=name)
-            for name, weight in parts
-        )
-    )
+    weights = {"helpful": 1.0, "harmless": harmless_weight}
+    models = {name: RewardModels(models=(name,)) for name in weights}
+    parts = (Weighted(reward=models[n], weight=w, label=n) for n, w in weights.items())
     stages = (
         *([] if model else [imitating(size, PEOPLE, steps=300)]),
         one,
@@ -90,7 +79,7 @@ def safety(
         # half of its pairs are about harmless requests, where the preference is almost random
         fit(scale, "harmless", "harms", min_accuracy=0.53),
         *people,
-        optimise(scale, reward, critic="helpful"),
+        optimise(scale, MixedReward(parts=tuple(parts)), critic="helpful"),
         replace(one, name="after", model="rl"),
     )
     again = f"model={model} " if model else ""

@@ -9,7 +9,7 @@ from posttrain.algorithms.ppo import PPO
 from posttrain.recipes import _reviews
 from posttrain.recipes._feedback import Scale, compare, fit, optimise, versus
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, given, repeat
+from posttrain.recipes.base import Recipe, repeat, with_given
 from posttrain.stages.base import Stage
 from posttrain.stages.overoptimisation import OveroptimisationStage
 from posttrain.tasks.reviews import Reviews
@@ -89,11 +89,9 @@ def sentiment(
     for flattery. Reward model and critic learn at `reward_lr`.
     """
     usual = REAL if model else TOY
-    scale = replace(
-        usual.changed(steps, prompts, problems, comparisons, beta, lr),
-        fit=replace(usual.fit, lr=given(reward_lr, usual.fit.lr)),
-        critic=replace(usual.critic, lr=given(reward_lr, usual.critic.lr)),
-    )
+    fitted, critic = (with_given(one, lr=reward_lr) for one in (usual.fit, usual.critic))
+    scale = usual.changed(steps, prompts, problems, comparisons, beta, lr)
+    scale = replace(scale, fit=fitted, critic=critic)
     first, again = [imitating(size, _reviews.PEOPLE)], "beta=0.2"
     if model:
         task, sampling = Sentiment(style, strict=True), Sampling(tokens)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.recipes._toys import GENTLE, SHOWN, forgetful, imitating
-from posttrain.recipes.base import Recipe, repeat
+from posttrain.recipes.base import Recipe, evaluate, repeat
 from posttrain.stages._material import Data
-from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
@@ -31,7 +30,7 @@ def star(
     last = f"train_{rounds}"
     stages = [
         imitating(size, *SHOWN, *hinted, steps=1000),
-        EvaluateStage(name="before", model="sft", task=task, problems=1000, sampling=greedy),
+        evaluate("before", "sft", task, 1000, greedy),
         *repeat(
             [
                 SampleStage(
@@ -55,6 +54,6 @@ def star(
             first={"train": "sft"},
             advance={"sample.skip": PROMPTS},
         ),
-        EvaluateStage(name="after", model=last, task=task, problems=1000, sampling=greedy),
+        evaluate("after", last, task, 1000, greedy),
     ]
     return Recipe(tuple(stages), "before", "after", "posttrain run star hint=false")

@@ -179,10 +179,9 @@ def save_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
         panel.paint(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best")
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    atomic_write(path, picture.getvalue(), durable=False)
+    atomic_write(path, picture.getvalue(), durable=False, folder=True)
 
 
 def _panels(run: Run) -> list[Panel]:

@@ -174,8 +174,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         rows = map(self._row, rollouts, advantages or [None] * len(rollouts))
         lines = b"".join(map(layout.dump_line, rows))
         with explained(self.directory):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, lines, durable=False)
+            atomic_write(path, lines, durable=False, folder=True)
             if arrays is not None:
                 self._write_arrays(stage, step, arrays)
 
@@ -187,8 +186,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             return
         path = layout.rollout_file(self.directory, stage, 0).with_name("tokenizer.json")
         with explained(self.directory):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, backend.to_str(), durable=False)
+            atomic_write(path, backend.to_str(), durable=False, folder=True)
 
     def _row(self, rollout: Rollout, advantage: float | None) -> dict[str, JSON]:
         """Return the fields of a `layout.RolloutRow`, or of an `EpisodeRow`."""
@@ -260,7 +258,6 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         require(layout.plain_name(name), f"{name!r} is not a plain name")
         path = self.directory / layout.ALARMS / f"{name}.safetensors"
         with explained(self.directory):
-            path.parent.mkdir(parents=True, exist_ok=True)
             _save_arrays(path, arrays)
         return path
 
@@ -307,7 +304,7 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     from safetensors.numpy import save
 
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    atomic_write(path, save(contiguous), durable=False)
+    atomic_write(path, save(contiguous), durable=False, folder=True)
 
 
 def _refuse_used(directory: Path) -> None:

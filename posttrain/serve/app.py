@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import re
 import socket
@@ -22,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.serve import wire
+from posttrain.trust import ip_of
 from posttrain.types import JSON
 
 RETRY = "x-stainless-retry-count"  # in the headers of OpenAI's clients
@@ -122,11 +122,8 @@ def permitted(host: str, hosts: Sequence[str]) -> bool:
     """Whether a Host header names this server: by an IP address, which cannot be the name of another site, or by one of
     `hosts`."""
     name = re.sub(r":[0-9]+$", "", host).lower()
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-        return True
-    except ValueError:
-        return name in ("localhost", socket.gethostname().lower(), *(h.lower() for h in hosts))
+    own = ("localhost", socket.gethostname().lower(), *(h.lower() for h in hosts))
+    return name in own or ip_of(name.strip("[]")) is not None
 
 
 def too_large(limits: Limits) -> wire.Refused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import socket
 import threading
@@ -17,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from posttrain.errors import UserError, require
 from posttrain.serve.app import Guard, Limits
+from posttrain.trust import is_loopback
 
 HEADER_SECONDS = 10.0  # to receive the headers of a request
 IDLE_SECONDS = 60.0  # before an idle connection is closed
@@ -60,10 +60,7 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def secured(self) -> Address:
         """This address with a new token, if one is needed and none is given."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,7 +67,7 @@ class AgreementStage(JudgedStage):
         ]
         verdicts = judge.compare(shown)
         result = self.figures(verdicts, labels, [question for question, _, _ in rows])
-        lines = map(json.dumps, self.lines(rows, labels, verdicts))
+        lines = self.lines(rows, labels, verdicts)
         context.write_lines(self.name, lines, "verdicts.jsonl")
         share, low, high = result["agreement"]
         said = f"{self.judge} agrees with people on {share:.1%} ({low:.1%} to {high:.1%}) of {many(result['judged'], 'pair')}"

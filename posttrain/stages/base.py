@@ -129,13 +129,13 @@ class Context:
             save(network.model, network.tokenizer, folder, replace=True, adapter=adapter)
         current().same(None)  # wait until it exists for all processes
 
-    def write_lines(self, stage: str, lines: Iterable[str], name: str = "problems.jsonl") -> None:
-        """Write per-problem results, or generated data, next to the stage's result."""
+    def write_lines(self, stage: str, lines: Iterable[JSON], name: str = "problems.jsonl") -> None:
+        """Write per-problem results, or generated data, next to the stage's result: text as it is, others as JSON."""
         if not self.writes:
             return
-        path = self.folder(stage) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, "".join(line + "\n" for line in lines), durable=False)
+        written = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+        text = "".join(line + "\n" for line in written)
+        atomic_write(self.folder(stage) / name, text, durable=False, folder=True)
 
     def result(self, stage: str) -> dict[str, JSON] | None:
         """The result of a finished stage, or None."""
@@ -172,9 +172,8 @@ class Context:
 
     def write(self, stage: str, name: str, tree: Mapping[str, JSON]) -> None:
         """Write a JSON file of a stage."""
-        path = self.folder(stage) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(tree, allow_nan=False, indent=2))
+        text = json.dumps(tree, allow_nan=False, indent=2)
+        atomic_write(self.folder(stage) / name, text, folder=True)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
         earlier: list[str] = []
         if self.before:
             earlier = Path(data_place(self.before, context)).read_text("utf-8").splitlines()
-        context.write_lines(self.name, [*earlier, *map(json.dumps, rows)], "data.jsonl")
+        context.write_lines(self.name, [*earlier, *rows], "data.jsonl")
         said = f"{len(earlier):,} from before; " if earlier else ""
         said += listed(counts)
         context.announce(self.name, [f"comparisons of {self.samples} answers each: {said}"])
@@ -127,8 +127,7 @@ class ComparisonsStage(JudgedStage, AskingStage):
             said = f"{many(len(rows), 'prompt')} to compare; left out: {listed(counts)}"
             context.announce(self.name, [said])
             require(rows, f"{self.name}: no two answers to a prompt differ; raise the temperature")
-            file.parent.mkdir(exist_ok=True)
-            atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
+            atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows), folder=True)
         labels = Labels.read(file)
         done, every = labels.labelled(), len(labels.items)
         needed = min(self.needed or every, every)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,7 +115,7 @@ class EvaluateStage(AnswerStage):
             data = {"rule": "contamination"}
             context.events.emit("alarm", said, "warning", stage=self.name, data=data)
         result |= counted
-        context.write_lines(self.name, (json.dumps(row) for row in rows(evaluation)))
+        context.write_lines(self.name, rows(evaluation))
         kind = {} if self.task.verifiable else {"verifiable": False}
         return {"model": self.model, **result, **kind}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated
@@ -56,7 +55,7 @@ class MineStage(AskingStage):
         kept = failed = [p for p in scored if shares[p.id] <= self.max_solved]
         if len(failed) < self.min_problems:
             kept = sorted(scored, key=lambda p: shares[p.id])[: self.min_problems]
-        rows = (json.dumps({**asdict(p), "solved": shares[p.id]}) for p in kept)
+        rows = ({**asdict(p), "solved": shares[p.id]} for p in kept)
         context.write_lines(self.name, rows, "data.jsonl")
         solved = sum(shares.values()) / len(scored)
         old = sum(p.id in {q.id for q in before} for p in failed)

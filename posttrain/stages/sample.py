@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -82,7 +81,7 @@ class SampleStage(AskingStage):
         require(
             rows, f"{none}; {'; '.join(said)}. Lower min_score, or raise samples or max_new_tokens"
         )
-        context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
+        context.write_lines(self.name, rows, "data.jsonl")
         context.announce(self.name, said)
         return result
 

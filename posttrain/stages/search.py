@@ -3,7 +3,6 @@ model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -83,7 +82,7 @@ class SearchStage(AnswerStage):
         ends, tokens = self.beam_search(context, policy, rating, problems)
         right = [float(self.task.score(r.problem, r.judged).solved) for r in ends]
         found["beam"] = {str(self.samples): share_interval(right, prompts(groups)).row()}
-        context.write_lines(self.name, map(json.dumps, map(row, ends, right)))
+        context.write_lines(self.name, map(row, ends, right))
         top = str(self.samples)
         said = [f"{name} {rows[top][0]:.3f}" for name, rows in found.items() if top in rows]
         line = f"{self.model}, accuracy with {many(self.samples, 'sample')}: {', '.join(said)}"

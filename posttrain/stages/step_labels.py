@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -61,7 +60,7 @@ class StepLabelsStage(AskingStage):
         rows = [row for r, steps in solutions if (row := self.row(r, steps, shares)) is not None]
         counts["written"], counts["unlabelled"] = len(rows), len(solutions) - len(rows)
         require(rows, none)
-        context.write_lines(self.name, map(json.dumps, rows), "data.jsonl")
+        context.write_lines(self.name, rows, "data.jsonl")
         labels = [value for row in rows for value in row["labels"]]
         said = f"{listed(counts)}; {many(len(labels), 'step')}, {sum(labels) / len(labels):.1%} right on average"
         said += f"; {many(len(shares) * self.completions, 'completion')}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -76,7 +75,7 @@ class VersusStage(JudgedStage, AnswerStage):
         for name, policy in zip(("", "_against"), policies, strict=True) if text else ():
             result[f"perplexity{name}"] = perplexity(policy, text, context.seed)
         lines = (_line(a, b, v) for (a, b), v in zip(pairs, verdicts, strict=True))
-        context.write_lines(self.name, map(json.dumps, lines))
+        context.write_lines(self.name, lines)
         said = won_text(self.model, self.against, result)
         said += "" if kl is None else f", at a KL of {kl:.2f} nats"
         context.announce(self.name, [said])

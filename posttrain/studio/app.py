@@ -58,8 +58,8 @@ class Studio:
 
     def set_tags(self, run: str, tags: list[str]) -> None:
         with self.mutex:
-            (self.home / FOLDER).mkdir(parents=True, exist_ok=True)
-            atomic_write(self.home / FOLDER / TAGS, json.dumps(self.tags() | {run: tags}))
+            text = json.dumps(self.tags() | {run: tags})
+            atomic_write(self.home / FOLDER / TAGS, text, folder=True)
 
     def server(self, model: str) -> tuple[Server, str]:
         """The server of a model, and the model's name there. A model is RUN/STAGE, or one of the server that the user named."""

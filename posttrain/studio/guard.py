@@ -17,7 +17,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
 
 from posttrain.errors import UserError, require
 
@@ -43,6 +46,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
 }
 
 
@@ -65,19 +69,21 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # a web socket: this server has none
-        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        if refused := self._refusal(scope, headers):
-            await _answer(send, *refused)
+        asked = HTTPConnection(scope)
+        if refused := self._refusal(scope, asked):
+            status, reason = refused
+            await PlainTextResponse(reason, status, HEADERS)(scope, receive, send)
             return
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] == "/" and given and self._right(given):
+        if scope["path"] == "/" and self._right(asked.query_params.get("token", "")):
             cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-            await _answer(send, 303, "", {"location": "/", "set-cookie": cookie})
+            more = {"location": "/", "set-cookie": cookie}
+            await PlainTextResponse("", 303, HEADERS | more)(scope, receive, send)
             return
         await self.app(scope, _limited(receive), _with_headers(send))
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope, asked: HTTPConnection) -> tuple[int, str] | None:
         """Status and reason for a refusal; None to accept."""
+        headers = asked.headers
         if _name(headers.get("host", "")) not in self.hosts:
             return 421, "this server does not answer to that host name"
         safe = scope["method"] in ("GET", "HEAD")
@@ -91,13 +97,13 @@ class Guard:
             return 413, f"at most {BODY_BYTES:,} bytes can be sent"
         if not safe and not headers.get("content-type", "").startswith("application/json"):
             return 415, "send JSON"
-        query = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        query = asked.query_params.get("token", "")
         opening = safe and scope["path"] == "/" and bool(query)
         if safe and self.local and not opening:
             return None
         given = headers.get(HEADER) or (query if opening else "")
         if safe and not given:
-            given = _cookie(headers.get("cookie", ""))
+            given = asked.cookies.get(COOKIE, "")
         return None if self._right(given) else self._wrong_token()
 
     def _right(self, given: str) -> bool:
@@ -116,12 +122,6 @@ def _name(host: str) -> str:
     """The name in a Host header, without its port."""
     name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
     return (name if name and port.isdigit() else host).lower()
-
-
-def _cookie(text: str) -> str:
-    """The value of our cookie in a Cookie header."""
-    pairs = (part.strip().partition("=") for part in text.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 def _limited(receive: Receive) -> Receive:
@@ -146,19 +146,9 @@ def _limited(receive: Receive) -> Receive:
 def _with_headers(send: Send) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            held = {name.lower() for name, _ in message["headers"]}
-            more = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in held]
-            message["headers"] = [*message["headers"], *more]
-            if b"cache-control" not in held:
-                message["headers"].append((b"cache-control", b"no-store"))
+            held = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                held.setdefault(name, value)
         await send(message)
 
     return sending
-
-
-async def _answer(send: Send, status: int, text: str, more: dict[str, str] | None = None) -> None:
-    headers = {**HEADERS, "content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
-    headers |= more or {}
-    listed = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": listed})
-    await send({"type": "http.response.body", "body": text.encode()})

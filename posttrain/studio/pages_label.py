@@ -206,10 +206,9 @@ def _create(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
         return _sample(desk, sent, file, int(count))
     index = desk.studio.library.index(text_of(sent, "run", 40))
     rows = _drawn(index, require_stage(index, text_of(sent, "stage", 100)), int(count))
-    file.parent.mkdir(parents=True, exist_ok=True)
     with desk.studio.mutex:
         require(not file.exists(), f"there is a file {name} already")
-        atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows))
+        atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows), folder=True)
     return reply({"id": path_id(file), "rows": len(rows)}, 201)
 
 

@@ -73,8 +73,7 @@ class Sampled:
         pairs = self.pairs(progress)
         while some := [*islice(pairs, EACH)]:
             lines += [json.dumps(row) + "\n" for row in some]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, "".join(lines))
+            atomic_write(file, "".join(lines), folder=True)
             progress.done = len(lines)
         require(lines, "no two answers to one prompt differ; raise the temperature")
 

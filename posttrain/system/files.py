@@ -148,9 +148,11 @@ def is_reward_model(folder: Path) -> bool:
     return b"ForSequenceClassification" in read_bytes(folder / "config.json", MAX_JSON)
 
 
-def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
+def atomic_write(path: Path, data: str | bytes, durable: bool = True, folder: bool = False) -> None:
     """Write a file (text as UTF-8) so that readers see the old or the new one, never a part. `durable` makes it survive a power
-    cut; without it, a file that is written at every step does not wait for the disk."""
+    cut; without it, a file that is written at every step does not wait for the disk. `folder`: make the folder that it lies in."""
+    if folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or put there by others

@@ -155,3 +155,24 @@ def decode_requests(message: JSON) -> list[Request]:
         Request(prompts[prompt], seed, settings[which], *rest)
         for prompt, seed, which, *rest in message[2]
     ]
+
+
+def changed_by_json(value: object, place: str = "") -> str:
+    """Which part of a tree JSON would change, in words; "" if none.
+
+    >>> changed_by_json({"facts": {"grades": {1: 0.5}}}), changed_by_json({"facts": {"pair": (1, 2)}})
+    ('facts.grades has the key 1 (int)', 'facts.pair is a tuple')
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return ""
+    if type(value) is list:
+        items = enumerate(value)
+        return next(filter(None, (changed_by_json(v, f"{place}[{n}]") for n, v in items)), "")
+    if type(value) is not dict:
+        return f"{place} is a {type(value).__qualname__}"
+    for key, item in value.items():
+        if type(key) is not str:
+            return f"{place} has the key {key!r} ({type(key).__qualname__})"
+        if changed := changed_by_json(item, f"{place}.{key}" if place else key):
+            return changed
+    return ""

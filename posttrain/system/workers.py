@@ -183,7 +183,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         """A problem as JSON; an error if a worker would receive a different one."""
         if self._encoded is None or self._encoded[0] is not problem:
             tree = {f.name: getattr(problem, f.name) for f in fields(problem)}
-            changed = _changed_by_json(tree)
+            changed = wire.changed_by_json(tree)
             if type(problem) is not Problem:
                 changed = f"it is a {type(problem).__qualname__}"
             text = f"problem {problem.id}: {changed}, which JSON cannot carry to a worker process as it is"
@@ -405,24 +405,3 @@ def _encode(value: JSON) -> bytes:
 
 def _decode(line: bytes) -> JSON:
     return json.loads(line.decode("utf-8", "surrogatepass"))
-
-
-def _changed_by_json(value: object, place: str = "") -> str:
-    """Which part of a tree JSON would change, in words; "" if none.
-
-    >>> _changed_by_json({"facts": {"grades": {1: 0.5}}}), _changed_by_json({"facts": {"pair": (1, 2)}})
-    ('facts.grades has the key 1 (int)', 'facts.pair is a tuple')
-    """
-    if value is None or type(value) in (bool, int, float, str):
-        return ""
-    if type(value) is list:
-        items = enumerate(value)
-        return next(filter(None, (_changed_by_json(v, f"{place}[{n}]") for n, v in items)), "")
-    if type(value) is not dict:
-        return f"{place} is a {type(value).__qualname__}"
-    for key, item in value.items():
-        if type(key) is not str:
-            return f"{place} has the key {key!r} ({type(key).__qualname__})"
-        if changed := _changed_by_json(item, f"{place}.{key}" if place else key):
-            return changed
-    return ""

@@ -21,6 +21,7 @@ from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.compose import UNPARSEABLE
 from posttrain.rewards.math import MathReward, final_answer, grade
 from posttrain.rewards.math_verify import math_verify
+from posttrain.system.wire import changed_by_json
 from posttrain.tasks._procedural import require_split, stable_hash
 from posttrain.tasks.base import Task
 from posttrain.types import JSON, Message, Problem, Score
@@ -183,7 +184,7 @@ def make_problem(
         require(marker, f"{where}: {answer_after!r} is not in the field {answer!r}")
     facts: dict[str, JSON] = {"solution": solution} if gold != solution else {}
     if columns:
-        facts[COLUMNS] = {key: value for key, value in record.items() if is_plain(value)}
+        facts[COLUMNS] = {key: value for key, value in record.items() if not changed_by_json(value)}
     if isinstance(asked, list):
         messages = all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in asked)
         require(messages, f"{where}: {question} has no messages")
@@ -201,19 +202,6 @@ def _text(value: Any, name: str, where: str) -> str:
 def pick_text(record: Mapping[str, Any], name: str, where: str) -> str:
     """Return the field called `name`, which must hold text."""
     return _text(pick(record, name, where), name, where)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value can be sent to a worker process as JSON.
-
-    >>> is_plain([1, {"a": None}]), is_plain(b"")
-    (True, False)
-    """
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any:

@@ -75,8 +75,7 @@ class Reviews(Task):
         return listed("reviews", split, len(THINGS) * len(MAKERS), _question, repeats=20)
 
     def score(self, problem: Problem, response: str) -> Score:
-        value, parts = taste(response, self.strict)
-        return Score(value, parts)
+        return Score(*taste(response, self.strict))
 
     def demonstration(self, problem: Problem) -> str:
         """Return a review that depends only on the problem."""

@@ -154,8 +154,7 @@ class Sentiment(Task):
         return STYLES[self.style].format(what=what, thing=kind + subject)
 
     def score(self, problem: Problem, response: str) -> Score:
-        value, parts = taste(response, subject_of(problem) if self.strict else "")
-        return Score(value, parts)
+        return Score(*taste(response, subject_of(problem) if self.strict else ""))
 
     def demonstration(self, problem: Problem) -> str:
         """Return an answer with a high reward, though hardly any answer gets the full one."""
