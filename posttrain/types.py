@@ -113,9 +113,9 @@ class Score:
             raise ValueError("a score has either a value or a failure")
         value, parts, steps = self.value, self.parts, self.steps
         plain = type(value) is float and type(parts) is dict and type(steps) is tuple
-        if plain and not parts and not steps and math.isfinite(value or 0.0):
+        bare = not parts and not steps and type(self.outcome) is str
+        if plain and bare and math.isfinite(value or 0.0):
             object.__setattr__(self, "parts", {})  # its own
-            object.__setattr__(self, "outcome", _as_text(self.outcome, "an outcome"))
             return
         put = partial(object.__setattr__, self)
         if self.value is not None:
