@@ -184,10 +184,10 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self._update()
-        with torch.no_grad():
-            for name, part in self.parts.items():
-                if self.masters[name] is not part:
-                    part.copy_(self.masters[name])
+        parts, masters = list(self.parts.values()), list(self.masters.values())
+        if parts[0] is not masters[0]:  # all or none are copies; at once, because the device waits
+            with torch.no_grad():
+                torch._foreach_copy_(parts, masters)
         self.zero()
         return norm
 

@@ -199,6 +199,18 @@ def test_bf16_weights_have_float32_masters() -> None:
     assert min(moved) > 1e-4
 
 
+def test_all_bf16_weights_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call: the norm has been read, and a GPU waits for the host here."""
+    own, written = torch._foreach_copy_, list[int]()
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, source: (written.append(len(to)), own(to, source))[1])
+    for dtype in (torch.bfloat16, torch.float32):  # whose masters are the weights
+        module = Small(dtype)
+        optimizer = Optimizer(module, Optimization(lr=0.1))
+        backward(module, random_gradients(1))
+        optimizer.step(0.1)
+    assert written == [len(list(module.parameters()))]
+
+
 def test_a_second_stage_takes_over_bf16_gradients() -> None:
     """Two stages train the same model one after the other: the first one's optimizer must not swallow the gradients."""
     module = Small(torch.bfloat16)
