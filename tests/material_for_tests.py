@@ -380,3 +380,16 @@ def assert_same_gradients(
     for name, gradient in one[1].items():
         worst = float((gradient - other[1][name]).abs().max())
         assert worst <= tolerance * max(1.0, norm), f"{name} differs by {worst}"
+
+
+def copies_that_wait(patch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the tensors that are copied to a device from now on by a copy that would wait for a GPU."""
+    own, found = Tensor.to, list[torch.Size]()
+
+    def to(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
+        if any(isinstance(one, (torch.device, str)) for one in given) and not options.get("non_blocking"):
+            found.append(tensor.shape)
+        return own(tensor, *given, **options)
+
+    patch.setattr(Tensor, "to", to)
+    return found

@@ -23,7 +23,7 @@ from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
 from posttrain.models.routing import routers
-from posttrain.ops.device import MARGIN, device_bytes, free_bytes, usable_bytes
+from posttrain.ops.device import MARGIN, device_bytes, free_bytes, sent, usable_bytes
 from posttrain.ops.fused import power_of_two
 
 PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
@@ -274,7 +274,7 @@ class CUDABackend:
             self._copy(old, np.concatenate([s[:n] for s, n in zip(slots, cached, strict=True)]))
         hidden_PH = self._hidden([work.ids for work in works], slots, cached)
         self._upload(self.rows.count, 0)
-        which_N = torch.from_numpy(np.repeat(np.arange(len(groups)), groups)).to(self.device)
+        which_N = sent(np.repeat(np.arange(len(groups)), groups), self.device)
         assert self.state is not None
         state = self.state.after(first)
         state.step.zero_()
@@ -304,7 +304,7 @@ class CUDABackend:
                 self._hidden(*zip(*every[part], strict=True))
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        source_T, target_T = (torch.from_numpy(a).to(self.device) for a in (source, target))
+        source_T, target_T = sent(source, self.device), sent(target, self.device)
         for store in (side for pair in self.stores for side in pair):
             store[target_T] = store[source_T]
         if self.choices is not None:
@@ -319,9 +319,8 @@ class CUDABackend:
         new = [length - skip for length, skip in zip(every, cached, strict=True)]
         columns = (ids, [np.arange(length) for length in every], slots)
         skipped = ([a[n:] for a, n in zip(column, cached, strict=True)] for column in columns)
-        joined = (torch.from_numpy(np.concatenate(column)) for column in skipped)
-        id_T, position_T, slot_T = (column.to(self.device) for column in joined)
-        slot_L = torch.from_numpy(np.concatenate(slots)).to(self.device) if any(cached) else None
+        id_T, position_T, slot_T = (sent(np.concatenate(column), self.device) for column in skipped)
+        slot_L = sent(np.concatenate(slots), self.device) if any(cached) else None
         within = attend_packed(tuple(every), self.device, tuple(new) if any(cached) else None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -332,7 +331,7 @@ class CUDABackend:
 
         given = (id_T, position_T, slot_T, self.stores, attend, self.choices)
         hidden_TH = self.decoder.hidden(*given)
-        return hidden_TH[torch.from_numpy(np.cumsum(new) - 1).to(self.device)]
+        return hidden_TH[sent(np.cumsum(new) - 1, self.device)]
 
     def launch(self) -> None:
         rows = self.rows
@@ -399,7 +398,7 @@ class CUDABackend:
             assert self.state is not None
             table = np.zeros((size, self.table.shape[1]), np.int32)
             table[before] = self.table[: len(before)]
-            self.state.table[:size].copy_(self._sent(table))
+            self.state.table[:size].copy_(sent(table, self.device))
         self.changed |= changed
         self.shape = shape
         self._replay(steps)
@@ -410,7 +409,7 @@ class CUDABackend:
         """Move the device's state of these rows, which is newer than the host's, to its first rows."""
         state, count = self.state, len(stay)
         assert state is not None
-        at = self._sent(self.order[stay])
+        at = sent(self.order[stay], self.device)
         for part in (state.integers, state.floats):
             part[:, :count] = part[:, at]
         state["done"][count:size], state["slot"][count:size] = 1, 0
@@ -436,18 +435,16 @@ class CUDABackend:
 
     def _upload(self, size: int, tiles: int) -> None:
         """Copy the state of the first `size` rows and of `tiles` tiles to the device. Rows after the live ones are marked done."""
-        state, rows, device = self.state, self.rows, self.device
+        state, rows = self.state, self.rows
         assert state is not None
         written = rows.live("count") - 1
         page = np.clip(written // PAGE, 0, self.table.shape[1] - 1)
         own = self.table[np.arange(rows.count), page].astype(np.int64)
         rows.live("position")[:] = rows.live("prefix") + written
         rows.live("slot")[:] = np.where(written < 0, 0, own * PAGE + written % PAGE)
-        for target, source in (
-            (state.integers[:, :size], rows.integers[: len(INTEGERS), :size]),
-            (state.floats[:, :size], rows.floats[:, :size]),
-        ):
-            target.copy_(torch.from_numpy(source).to(device))
+        pairs = (state.integers, rows.integers[: len(INTEGERS)]), (state.floats, rows.floats)
+        for target, source in pairs:
+            target[:, :size].copy_(sent(np.ascontiguousarray(source[:, :size]), self.device))
         self._place(np.arange(rows.count), size, tiles)
         self.changed, self.order = not tiles, np.arange(rows.count)
 
@@ -457,21 +454,15 @@ class CUDABackend:
         assert state is not None
         table = np.zeros((size, state.pages), np.int32)
         table[: len(which)] = self.table[which]
-        state.table[:size].copy_(self._sent(table))
+        state.table[:size].copy_(sent(table, self.device))
         if tiles:
             made = self._tiles(which)
             tile = np.zeros((3, tiles), np.int32)
             prompt = np.zeros((tiles, state.prompt_pages), np.int32)
             tile[:, : made.shape[1]] = made
             prompt[: made.shape[1]] = self.prompt_table[which[made[0]]]
-            state.tile[:, :tiles].copy_(self._sent(tile))
-            state.prompt_table[:tiles].copy_(self._sent(prompt))
-
-    def _sent(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device in stream order, from pinned memory, so that the host does not wait for the steps before it."""
-        tensor = torch.from_numpy(array)
-        on_cuda = self.device.type == "cuda"
-        return (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=True)
+            state.tile[:, :tiles].copy_(sent(tile, self.device))
+            state.prompt_table[:tiles].copy_(sent(prompt, self.device))
 
     def _step(self, size: int, tiles: int) -> None:
         """Decode one token for each of the first rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +17,11 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device without waiting for the device. The copy is from pinned memory: CUDA may copy other memory
+def sent(data: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy host data to a device without waiting for the device. The copy is from pinned memory: CUDA may copy other memory
     synchronously, after everything that was launched before."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+    tensor = torch.as_tensor(data)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def device_bytes(device: torch.device) -> float:

@@ -34,7 +34,7 @@ def forward(policy: Policy, batch: Batch) -> Outputs:
 def _forward(policy: Policy, batch: Batch) -> Outputs:
     routes, learning = routes_of(policy, batch), torch.is_grad_enabled()
     hidden_KH, source_T = states(policy, batch, routes)
-    at = _sent(np.flatnonzero(host_mask(batch)), batch)
+    at = sent(np.flatnonzero(host_mask(batch)), batch.ids_T.device)
     before = at - 1 if source_T is None else source_T[at - 1]
     hidden_MH, head = hidden_KH.index_select(0, before), policy.head
     logprob_M, entropy_M = token_logprobs(hidden_MH, batch.ids_T[at], head, batch.temperature)
@@ -77,11 +77,8 @@ PASSES: dict[str, Callable[[Any, Batch], Outputs]] = {"policy": forward, "scorer
 def positions(batch: Batch) -> Tensor:
     """Positions that start at 0 in every sequence."""
     edges = np.array(batch.starts)
-    return _sent(np.arange(batch.tokens) - np.repeat(edges[:-1], np.diff(edges)), batch)
-
-
-def _sent(array: np.ndarray, batch: Batch) -> Tensor:
-    return sent(torch.from_numpy(array), batch.ids_T.device)
+    at = np.arange(batch.tokens) - np.repeat(edges[:-1], np.diff(edges))
+    return sent(at, batch.ids_T.device)
 
 
 def scores(scorer: Scorer, batch: Batch) -> Tensor:
@@ -110,7 +107,7 @@ def states(
     ids_K, position_K, source_T, sharing = batch.ids_T, positions(batch), None, None
     shared = len(kept) < batch.tokens
     if shared:
-        at_K, source_T = _sent(kept, batch), _sent(source, batch)
+        at_K, source_T = sent(kept, device), sent(source, device)
         ids_K, position_K = ids_K[at_K], position_K[at_K]
         sharing = Sharing.of(source_T, at_K, batched)
         if routes is not None:
@@ -118,10 +115,8 @@ def states(
     if body is not None:
         attend = attend_packed(tuple(lengths), device, None if batched else tuple(queries), batched)
         return body.hidden(ids_K, position_K, max(lengths), attend, routes, sharing), source_T
-    layout = Packed(batch.starts, device)
-    if shared:
-        layout = Packed(batch.starts, device, torch.from_numpy(kept), torch.from_numpy(source))
-    given: dict[str, Any] = {LAYOUT: layout, ROUTES: routes}
+    whole = (torch.from_numpy(kept), torch.from_numpy(source)) if shared else ()
+    given: dict[str, Any] = {LAYOUT: Packed(batch.starts, device, *whole), ROUTES: routes}
     return model.hidden(ids_K[None], position_K[None], **given)[0], source_T
 
 

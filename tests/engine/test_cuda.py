@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from kernels_for_tests import decode_in_pages, merge
-from material_for_tests import small_policy
+from material_for_tests import copies_that_wait, small_policy
 
 from posttrain.collect import Prompt, generate_groups
 from posttrain.engine import cuda
@@ -525,3 +525,19 @@ def test_other_families_take_the_plain_path_and_say_so_once(
         "warning: engine: the model generates on the plain path, without CUDA graphs, several times slower: "
     )
     assert any(part in said[0] for part in reason.split("|"))
+
+
+def test_nothing_that_is_sent_to_the_device_waits_for_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, the state of the rows, what a second turn copies, and rows that go on after new weights."""
+    engine, waited = Engine(policy, 4), copies_that_wait(monkeypatch)
+    for turn in range(2):
+        engine.submit([Request((5, 6, 7), n, Sampling(9, min_new_tokens=9), n, turn, keep=True) for n in range(3)])
+        while len(engine.poll()) < 3:
+            pass
+    engine.submit([Request((5, 6), 9, Sampling(90, min_new_tokens=90), 9)])
+    engine.poll()
+    engine.publish(1)
+    while not engine.poll():
+        pass
+    engine.close()
+    assert not waited
