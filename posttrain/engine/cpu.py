@@ -156,8 +156,8 @@ class CPUBackend:
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         return self.drawn
 
-    def routes(self, row: int) -> np.ndarray | None:
-        return None
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray | None]:
+        return [None] * len(rows)
 
     def keep(self, row: int, number: int) -> KeptRow:
         length = int(self.rows["prefix"][row] + self.rows["count"][row]) - 1

@@ -496,29 +496,38 @@ class CUDABackend:
         torch.cuda.synchronize(self.device)
         return graph
 
-    def routes(self, row: int) -> np.ndarray | None:
-        """Of the slot of its last input, see `keep`."""
+    def _stored(self, row: int) -> np.ndarray:
+        """The slots of a row's tokens. That of its last input is left out: the rest of the burst in which the row ended has
+        overwritten it."""
+        pages, count = self.prompts[int(self.rows["prompt"][row])][1], int(self.rows["count"][row])
+        own = slots_of(self.table[row], max(0, count - 2))
+        return np.concatenate([slots_of(pages, int(self.rows["prefix"][row])), own])
+
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray | None]:
+        """Copied for many rows at once, because each copy waits for the device."""
         if self.choices is None:
-            return None
-        count, prefix = int(self.rows["count"][row]), int(self.rows["prefix"][row])
-        pages, stored = self.prompts[int(self.rows["prompt"][row])][1], max(0, count - 2)
-        slots = np.concatenate([slots_of(pages, prefix), slots_of(self.table[row], stored)])
-        found = self.choices[torch.from_numpy(slots).to(self.device)].cpu().numpy()
-        return np.pad(found, ((0, count - stored), (0, 0)), constant_values=-1)
+            return [None] * len(rows)
+        slots, found = list(map(self._stored, rows)), list[np.ndarray | None]()
+        lengths = (self.rows["prefix"] + self.rows["count"])[rows].tolist()
+        for part in portions(lengths, PREFILL_TOKENS):
+            joined = self.choices[sent(np.concatenate(slots[part]), self.device)].cpu().numpy()
+            ends = np.cumsum([len(own) for own in slots[part]])
+            for own, length in zip(np.split(joined, ends[:-1]), lengths[part], strict=True):
+                rest = ((0, length - len(own)), (0, 0))
+                found.append(np.pad(own, rest, constant_values=-1))
+        return found
 
     def keep(self, row: int, number: int) -> KeptPages:
-        """Keep the row's pages, without unused ones, and a reference to its prompt. The slot of its last input is left out: the
-        rest of the burst in which the row ended has overwritten it."""
-        rows, prompt = self.rows, int(self.rows["prompt"][row])
-        stored, prefix = max(0, int(rows["count"][row]) - 2), int(rows["prefix"][row])
-        own, used = self.table[row, : rows["pages"][row]].copy(), pages_of(stored)
+        """Keep the row's pages, without unused ones, and a reference to its prompt."""
+        rows, prompt, slots = self.rows, int(self.rows["prompt"][row]), self._stored(row)
+        own = self.table[row, : rows["pages"][row]].copy()
+        used = pages_of(len(slots) - int(rows["prefix"][row]))
         self.pages.give(own[used:])
         rows["pages"][row] = 0
         references, pages = self.prompts[prompt]
         self.prompts[prompt] = (references + 1, pages)
         self.promised += used
-        slots = np.concatenate([slots_of(pages, prefix), slots_of(own, stored)])
-        return KeptPages(number, prefix + stored, prompt, slots, own[:used])
+        return KeptPages(number, len(slots), prompt, slots, own[:used])
 
     def drop(self, kept: KeptPages) -> None:
         self.promised -= len(kept.own)

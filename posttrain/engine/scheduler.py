@@ -96,8 +96,8 @@ class Backend(Protocol):
     def collect(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids and log-probs of the burst, [S, N]. Entries after the end of a row are undefined."""
 
-    def routes(self, row: int) -> np.ndarray | None:
-        """The experts of the tokens of a row, [prompt and response, L K], -1 where unknown. None if not recorded."""
+    def routes(self, rows: Sequence[int]) -> list[np.ndarray | None]:
+        """The experts of the tokens of each row, [prompt and response, L K], -1 where unknown. None if not recorded."""
 
     def keep(self, row: int, number: int) -> Kept:
         """Keep the cache of a finished row, which is removed next."""
@@ -367,17 +367,17 @@ class Scheduler:
         gone = np.flatnonzero(rows.live("done"))
         if not len(gone):
             return
-        slots, ends = (rows[name][gone].tolist() for name in ("output", "done"))
+        leaving, slots, ends = gone.tolist(), *(rows[n][gone].tolist() for n in ("output", "done"))
         self.free += slots
         self.counts["sampled"] += int(rows["count"][gone].sum())
-        every = zip(gone.tolist(), slots, ends, self._tokens(gone), strict=True)
-        for row, slot, end, tokens in every:
+        made = (self._tokens(gone), self.backend.routes(leaving))
+        for row, slot, end, tokens, routes in zip(leaving, slots, ends, *made, strict=True):
             work, member = self.members.pop(slot)
             if end == CANCELLED:
                 continue
             request = work.requests[member]
             finish = "stop" if end == STOPPED else "length"
-            self.finished.append((request, Completion(*tokens, finish, self.backend.routes(row))))
+            self.finished.append((request, Completion(*tokens, finish, routes)))
             if request.keep:
                 self.kept[request.session] = self.backend.keep(row, work.number)
         rows.take(self.backend.remove(gone))

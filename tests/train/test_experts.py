@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.sft import SFT
 from posttrain.collect import Prompt, generate, generate_groups
+from posttrain.engine import cuda
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.policy import Policy
@@ -123,6 +124,20 @@ def test_the_sampler_records_the_experts_of_prompts_and_answers_also_of_a_second
             assert found is not None and found.shape == (len(ids), 4) and found.dtype == np.int16
             np.testing.assert_array_equal(found[:-2], own_routes(replaying, ids)[:-2])
             assert (found[-2:] == -1).all()
+
+
+def test_the_experts_of_many_rows_are_read_in_few_copies(replaying: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy waits for the device. In as many portions as it takes, they are the same."""
+    requests = [Request((5, 6, 7), n, Sampling(4 + n, min_new_tokens=4 + n), n, group=0) for n in range(6)]
+    own, made, copied = torch.Tensor.cpu, [], list[int]()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (copied.append(len(t)) if t.dtype == torch.int16 else 0, own(t))[1])
+    for tokens in (cuda.PREFILL_TOKENS, 16):
+        copied.clear()
+        made.append(list(generate(Engine(replaying, 6), requests)))
+        monkeypatch.setattr(cuda, "PREFILL_TOKENS", 16)
+        assert len(copied) == 1 if tokens > 16 else 1 < len(copied) < 6
+    for one, other in zip(*made, strict=True):
+        np.testing.assert_array_equal(np.array(one.routes), np.array(other.routes))
 
 
 def test_the_trainer_takes_the_experts_of_the_sampler_and_counts_those_it_would_not_have_taken(replaying: Policy) -> None:
