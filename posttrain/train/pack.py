@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posttrain.data.stream import permutation
 from posttrain.errors import require
+from posttrain.ops.device import sent
 from posttrain.types import Batch, Example, Group, Rollout, Segment, part_column
 
 # the tensor fields of a batch, which are all cut alike; `sequence_T` is renumbered
@@ -198,7 +199,7 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 
 def _sequences(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     """The index of each token's sequence, computed on the device: lengths are quicker to copy."""
-    length_N = _column(lengths, np.int64, device)
+    length_N = sent(np.array(lengths, np.int64), torch.device(device))
     return torch.repeat_interleave(length_N, output_size=sum(lengths))
 
 
@@ -230,17 +231,17 @@ def with_loss(batch: Batch) -> Batch:
 
 def gather(batch: Batch, sequences: Sequence[int]) -> Batch:
     """The given sequences of a batch, in that order."""
-    lengths = [batch.starts[n + 1] - batch.starts[n] for n in sequences]
-    at = _joined([np.arange(batch.starts[n], batch.starts[n + 1]) for n in sequences], np.int64)
-    device = batch.ids_T.device
+    starts, chosen = np.array(batch.starts), np.array(sequences, np.int64)
+    first, length_N, device = starts[chosen], np.diff(starts)[chosen], batch.ids_T.device
+    at = np.arange(length_N.sum()) + np.repeat(first - np.cumsum(length_N) + length_N, length_N)
     return _select(
         batch,
-        torch.from_numpy(at).to(device),
-        torch.tensor(sequences, dtype=torch.int64, device=device),
+        sent(at, device),
+        sent(chosen, device),
         at,
-        starts=_starts(lengths),
+        starts=_starts(length_N.tolist()),
         unit_N=tuple(batch.unit_N[n] for n in sequences),
-        sequence_T=_sequences(lengths, device),
+        sequence_T=_sequences(length_N.tolist(), device),
     )
 
 
@@ -302,7 +303,7 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
 def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
     """Split a step into up to `count` mini-batches with nearly equal numbers of whole groups. `seed` decides which groups share a
     mini-batch; within it they keep their order."""
-    ends = _run_ends(batch.group_N.tolist())
+    ends = _run_ends(batch.group_N.tolist()) if count > 1 else [batch.sequences]
     count = min(count, len(ends))
     if count == 1:
         return [batch]

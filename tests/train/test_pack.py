@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from material_for_tests import group, rollout, segment
+from material_for_tests import copies_that_wait, group, rollout, segment
 
 from posttrain.algorithms.rloo import RLOO
 from posttrain.train.pack import gather, micro_batches, mini_batches, pack_examples, pack_groups, take, with_loss
@@ -94,6 +94,12 @@ def test_host_copies_follow_every_cut() -> None:
     assert kept.mask is not None and kept.mask.tolist() == kept.mask_T.tolist() and kept.starts == (0, 6)
 
 
+def test_cutting_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, waited = two_groups(), copies_that_wait(monkeypatch)
+    gather(batch, [2, 0]), micro_batches(batch, 6), with_loss(batch.replace(mask_T=batch.mask_T & (batch.sequence_T == 1)))
+    assert not waited
+
+
 def test_examples_of_one_item_are_a_unit_only_where_the_algorithm_needs_them_together() -> None:
     examples = [example([1, 2], [0, 1], unit) for unit in (0, 0, 1)]
     assert pack_examples(examples).unit_N == (0, 0, 1)
@@ -156,6 +162,12 @@ def test_mini_batches_are_whole_groups() -> None:
         pieces = [m.group_N.tolist() for m in mini_batches(batch, count, 7)]
         assert len(pieces) == min(count, 5) and all(piece == sorted(piece) for piece in pieces), "groups keep their order"
         assert sorted(n for piece in pieces for n in piece) == [0, 0, 0, 1, 2, 2, 3, 4, 4], "each goes once, and whole"
+
+
+def test_a_step_that_is_not_split_is_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = two_groups()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("this waits for the device"))
+    assert mini_batches(batch, 1, 0) == [batch]
 
 
 def test_which_groups_go_together_depends_on_the_seed_alone() -> None:
