@@ -263,6 +263,9 @@ class Sampler(Protocol):
         """End its processes. The sampler cannot be used afterwards."""
 
 
+TURNS = "turns"  # the part of a score that its turns were paid
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """Consecutive tokens that were either all sampled by the policy or all given to it (prompt, tool output)."""
@@ -337,6 +340,10 @@ class Rollout:
     def paid(self) -> float:
         """The sum of the rewards of single turns."""
         return sum(s.reward for s in self.segments)
+
+    def part(self, name: str) -> float | None:
+        """The named part of the score, if it has one. An episode whose turns earned nothing has earned 0 in its turns."""
+        return self.score.parts.get(name, 0.0 if name == TURNS and self.score.valid else None)
 
     @property
     def turns(self) -> int:

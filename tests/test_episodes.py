@@ -27,12 +27,13 @@ from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
 from posttrain.episodes import rollout_groups
 from posttrain.errors import GuardStop, UserError
+from posttrain.evals.evaluate import Evaluation
 from posttrain.models.tiny import character_tokenizer
 from posttrain.rewards.math import grade
 from posttrain.runs.metrics import group_metrics
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks.base import ContextFull, EpisodeEnd, Generate, Limits, Task
-from posttrain.train.pack import pack_groups
+from posttrain.train.pack import pack_groups, part_values
 from posttrain.turns import Seconds
 from posttrain.types import Completion, Group, Message, Problem, Request, Rollout, Sampling, Score
 
@@ -435,6 +436,10 @@ def test_what_turns_were_paid_is_a_part_of_the_return() -> None:
     first = len(found[0].rollouts[0].segments[0].ids)
     assert batch.paid_T.nonzero()[0].item() == first + 1 and batch.paid_T.sum() == 1.5, "at the token that ends the turn"
     assert {m.name: m.value for m in group_metrics(found)}["moves"] == 2.0
+    idle, _ = groups(Scripted(), lambda r: says("x"), samples=1)  # nothing was paid in these: 0, in every mean
+    assert {m.name: m.value for m in group_metrics([*found, *idle])}["reward/turns"] == 0.25
+    assert (part := Evaluation((*found, *idle)).part("turns")) is not None and part.value == 0.25
+    assert part_values([g.rollouts[0] for g in (found[0], idle[0])], "turns") == [0.5, 0.0]
     assert "paid_T" not in pack_groups(groups(Scripted(), lambda r: says("x"))[0], 1.0).columns
 
     class Rates:

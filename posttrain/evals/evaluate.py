@@ -107,9 +107,9 @@ class Evaluation:
     def part(self, name: str) -> Interval | None:
         """The mean of one named part of the score, such as format, over problems or, if it is a share of several items of each
         problem (IFEval's instructions), over the items."""
-        parts = [[r.score.parts for r in group.rollouts] for group in self.groups]
+        parts = [[r.part(name) for r in group.rollouts] for group in self.groups]
         counts = [int(g.problem.facts.get(COUNTED, {}).get(name, 1)) for g in self.groups]
-        return self._averaged([[own[name] for own in ps if name in own] for ps in parts], counts)
+        return self._averaged([[own for own in ps if own is not None] for ps in parts], counts)
 
     def _averaged(
         self, values: Sequence[Sequence[float]], counts: Sequence[int] | None = None

@@ -152,7 +152,7 @@ def group_metrics(groups: Sequence[Group], greedy: Collection[int] = ()) -> tupl
     for name in sorted({name for r in rollouts for name in r.counts}):
         metrics.append(Metric(name, sum(r.counts.get(name, 0.0) for r in rollouts), count))
     for part in sorted({name for r in scored for name in r.score.parts}):
-        values = [r.score.parts[part] for r in scored if part in r.score.parts]
+        values = [value for r in scored if (value := r.part(part)) is not None]
         metrics.append(Metric(f"reward/{part}", sum(values), len(values)))
     for role in sorted({r.role for r in rollouts} - {""}):
         metrics.append(_mean_reward(f"role/{role}/reward", [r for r in scored if r.role == role]))

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from posttrain.types import JSON, THINK, THINK_END, Group, Problem, Rollout, Score, Segment
+from posttrain.types import JSON, THINK, THINK_END, TURNS, Group, Problem, Rollout, Score, Segment
 
 # the fields of a rollout that need no conversion
 PLAIN = [f.name for f in fields(Rollout) if f.name not in ("problem", "segments", "score")]
@@ -43,7 +43,7 @@ def with_score(rollout: Rollout, score: Score) -> Rollout:
         moved = [(p - len(THINK) * sum(s < p for s in starts), v) for p, v in score.steps]
         score = replace(score, steps=tuple((max(0, p), v) for p, v in moved))
     if paid and score.value is not None:
-        score = replace(score, value=score.value + paid, parts={**score.parts, "turns": paid})
+        score = replace(score, value=score.value + paid, parts={**score.parts, TURNS: paid})
     score = replace(score, outcome=named) if named else score
     return replace(rollout, score=score)
 

@@ -86,10 +86,11 @@ def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor |
 
 def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
     """The part `name` of each score, NaN for a rollout without a score. An error if a score has no such part."""
-    for score in (r.score for r in rollouts if r.score.valid):
-        known = ", ".join(score.parts) or "none"
-        require(name in score.parts, f"parts: {name!r} is no part of the reward; it has {known}")
-    return [r.score.parts[name] if r.score.valid else float("nan") for r in rollouts]
+    found = [r.part(name) if r.score.valid else float("nan") for r in rollouts]
+    for rollout, value in zip(rollouts, found, strict=True):
+        known = ", ".join(rollout.score.parts) or "none"
+        require(value is not None, f"parts: {name!r} is no part of the reward; it has {known}")
+    return [float(value) for value in found if value is not None]
 
 
 def _paid(segments: Sequence[Segment]) -> np.ndarray:
