@@ -10,7 +10,7 @@ from posttrain.errors import require
 from posttrain.evals import statistics
 from posttrain.evals.statistics import Comparison, Interval
 from posttrain.rewards.compose import JUDGED
-from posttrain.types import COUNTED, JSON, Group
+from posttrain.types import COUNTED, JSON, Group, Rollout
 
 Row = Mapping[str, JSON]  # the saved result of one problem
 Pair = tuple[Row, Row]
@@ -84,12 +84,11 @@ class Evaluation:
 
     def headlines(self, verifiable: bool) -> dict[str, Interval]:
         """The figures that a stage reports while it trains: accuracy if scores tell right from wrong, and the mean reward if a task
-        does not, or has scores between and beyond 0 and 1. The first decides which step is the best: the reward if scores without
-        an outcome have other values, of which the accuracy tells only how many reach 1."""
+        does not, or has scores between and beyond 0 and 1. The first decides which step is the best: the reward if scores are
+        points, of which the accuracy tells only how many reach 1."""
         found = {"accuracy": self.accuracy} if self.tells(verifiable) else {}
-        scores = [r.score for g in self.groups for r in g.rollouts if r.score.valid]
-        plain = verifiable and all(s.outcome or s.value in (0, 1) for s in scores)
-        if plain or self.reward is None:
+        rollouts = [r for g in self.groups for r in g.rollouts if r.score.valid]
+        if (verifiable and not any(map(_points, rollouts))) or self.reward is None:
             return found
         both = {"reward": self.reward, **found}
         return both if verifiable else {**found, **both}
@@ -131,6 +130,14 @@ class Evaluation:
         values = [solved(g) if verifiable else g.rewards for g in self.groups]
         pairs = zip(self.groups, values, strict=True)
         return [sum(own) / len(own) if scored(group) else nan for group, own in pairs]
+
+
+def _points(rollout: Rollout) -> bool:
+    """Whether a score is not a mark of right and wrong: neither 0 nor 1, nor a grade beside such an outcome. An outcome that an episode
+    named when it ended is none, if turns were paid or the value is beyond 0 and 1."""
+    value, outcome = rollout.score.value, rollout.score.outcome
+    graded = outcome in JUDGED or (outcome and value is not None and 0 <= value <= 1)
+    return value not in (0, 1) and (bool(rollout.paid) or not graded)
 
 
 def _mean_interval(

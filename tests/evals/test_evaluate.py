@@ -12,7 +12,7 @@ from posttrain.errors import UserError
 from posttrain.evals.evaluate import Evaluation, compare_rows, same_problems, solved_share
 from posttrain.evals.statistics import share_interval, wilson
 from posttrain.stages.evaluate import rows, summarise
-from posttrain.types import Group, Problem
+from posttrain.types import Group, Problem, Score
 
 
 def group(name: str, values: list[float | None]) -> Group:
@@ -70,6 +70,22 @@ def test_scores_that_are_more_than_right_or_wrong_are_also_averaged() -> None:
     for value in (6.0, 0.5, -1.0):
         found = evaluation([[value, value], [value, None]], []).headlines(True)
         assert [*found] == ["reward", "accuracy"] and found["reward"].value == value
+
+
+def test_an_episode_that_ends_by_name_does_not_hide_its_points() -> None:
+    """An illegal move for -1, or turns that paid 0.4: the accuracy, 0, is not the mean reward, and must not decide alone."""
+    one, right = group("p", [-1.0]), group("q", [0.7])
+    for outcome, paid, value, names in (
+        ("illegal move", 0.0, -1.0, ["reward", "accuracy"]),
+        ("illegal move", 0.4, 0.4, ["reward", "accuracy"]),
+        ("illegal move", 0.0, 0.0, ["accuracy"]),
+        ("wrong answer", 0.0, 0.5, ["accuracy"]),  # the share of tests passed
+    ):
+        (first, turn), score = one.rollouts[0].segments, Score(value, outcome=outcome)
+        ended = replace(one.rollouts[0], score=score, segments=(first, replace(turn, reward=paid)))
+        assert [*Evaluation((replace(one, rollouts=(ended,)),)).headlines(True)] == names
+    graded = replace(right.rollouts[0], score=Score(0.7, outcome="correct"))
+    assert [*Evaluation((replace(right, rollouts=(graded,)),)).headlines(True)] == ["accuracy"]
 
 
 def test_leaving_problems_out() -> None:
