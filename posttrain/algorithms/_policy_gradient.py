@@ -108,8 +108,10 @@ class PolicyGradient(ReusedSamples, Algorithm):
 
     @property
     def only_advantages(self) -> bool:
-        """Whether the loss has only the advantage term, so that a response with advantage 0 has no gradient."""
-        return not self.kl_in_loss and self.entropy == 0
+        """Whether the loss has only the advantage term, so that a response with advantage 0 has no gradient. A subclass with `terms` of
+        its own may have others."""
+        own = type(self).terms is not PolicyGradient.terms
+        return not (own or self.kl_in_loss or self.entropy)
 
     @property
     def clip(self) -> tuple[float, float]:

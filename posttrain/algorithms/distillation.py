@@ -77,7 +77,7 @@ class Distillation(PolicyGradient):
 
     @property
     def only_advantages(self) -> bool:
-        return self.teacher_by_token and super().only_advantages
+        return self.teacher_by_token and not (self.kl_in_loss or self.entropy)
 
     @property
     def roles(self) -> frozenset[str]:

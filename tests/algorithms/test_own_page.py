@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import sys
@@ -21,7 +22,7 @@ BLOCK = re.compile(r"^```(?:python|yaml)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def test_the_algorithm_of_the_page_runs_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    file, program, stages, _ = BLOCK.findall(PAGE.read_text())
+    file, program, stages, *_ = BLOCK.findall(PAGE.read_text())
     for name, text in (("median.py", file), ("program.py", program), ("mine.yaml", stages)):
         Path(name).write_text(text)
     run = runpy.run_path("program.py")["run"]
@@ -43,9 +44,22 @@ def test_the_algorithm_of_the_page_runs_in_every_way(tmp_path: Path, monkeypatch
 
 def test_the_schedule_of_the_page_changes_beta_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    *_, fading = BLOCK.findall(PAGE.read_text())
+    *_, fading, _ = BLOCK.findall(PAGE.read_text())
     Path("fading.py").write_text(fading)
     settings = {"steps": 3, "batch": 4, "max_new_tokens": 4, "held_out": 0}
     run = pt.rl("tiny:nano", ["1", "2", "3", "4"], len, algorithm="fading.py:FadingPPO", fade=0.5, beta=0.4, **settings).train()
     assert [row["beta"] for row in run.metrics if "beta" in row] == pytest.approx([0.4, 0.2, 0.1])
     assert [e for e in Run(run.directory).events() if e.kind == "alarm" and "fade" in str(e)] == []
+
+
+def test_the_term_of_the_page_acts_on_responses_without_an_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rewards are equal here, so that the term is the whole loss. Masked with their advantages, it would be 0."""
+    monkeypatch.chdir(tmp_path)
+    *_, curious = BLOCK.findall(PAGE.read_text())
+    Path("curious.py").write_text(curious)
+    settings = {"steps": 1, "batch": 2, "max_new_tokens": 4, "held_out": 0, "group": 2, "beta": 0.0, "bonus": 0.5}
+    run = pt.rl("tiny:nano", ["1", "2"], lambda response: 1.0, algorithm="curious.py:CuriousGRPO", **settings).train()
+    last = run.metrics[-1]
+    # a model of random weights is nearly uniform over its tokens
+    uniform = math.log(len(run.tokenizer)) ** 2
+    assert last["loss/bonus"] == pytest.approx(-0.5 * uniform, rel=0.1) and last["updates"] == 1 and last["grad_norm"] > 0
