@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 from material_for_tests import algorithm_class
@@ -14,6 +15,7 @@ from scripts_for_tests import load_script
 
 import posttrain
 from posttrain import catalogue, cli, config, errors
+from posttrain.algorithms._policy_gradient import Reduction
 from posttrain.commands import keys
 from posttrain.errors import UserError
 
@@ -79,6 +81,8 @@ def test_the_page_for_users_of_trl_is_generated_and_names_what_exists(make: Modu
     for name, new in errors.ELSEWHERE.items():
         first = re.match(r"[\w.]+", new)
         assert new.startswith("left out") or (first and first[0] in known), f"{name}: {new}"
+    losses = errors.ELSEWHERE["loss_type"]  # TRL's dapo is a mean over tokens, not the algorithm with its dynamic sampling
+    assert "token_mean for its dapo" in losses and {*re.findall(r"\w+_mean", losses)} < {*get_args(Reduction)}
     for call in make.TRAINERS.values():
         function = re.match(r"pt\.(\w+)", call)
         assert function and hasattr(posttrain, function[1]), call
