@@ -98,7 +98,8 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
     lines = (text for _, text in _lines(path, file, blank=True))
     csv.field_size_limit(2**31 - 1)  # of all of Python; a long text is no mistake
     first = next(lines, "")
-    if delimiter == "," and ";" in first and "," not in first:
+    plain = re.sub(r'"[^"]*"', "", first)  # without quoted names
+    if delimiter == "," and plain.count(";") > plain.count(","):
         delimiter = ";"  # of spreadsheets in countries with a decimal comma
     reader = csv.DictReader(chain([first], lines), delimiter=delimiter, strict=True)
     try:

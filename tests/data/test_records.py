@@ -101,6 +101,10 @@ def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
         list(read_jsonl(table))
     table.write_text("prompt;answer\na, b;1\n")
     assert list(read_jsonl(table)) == [(f"{table} line 2", {"prompt": "a, b", "answer": "1"})]
+    table.write_text('prompt;answer, short;"x;,,"\na;1,5;b\n')
+    assert [row for _, row in read_jsonl(table)] == [{"prompt": "a", "answer, short": "1,5", "x;,,": "b"}]
+    table.write_text('"a;b;c",d\n1,2\n')
+    assert [row for _, row in read_jsonl(table)] == [{"a;b;c": "1", "d": "2"}]
     table.write_text("prompt,answer\na,1\n,\n,,\n\nb,2\n,\n")
     with pytest.raises(UserError, match=r"a.csv line 4: expected 2 cells, as in the first line"):
         list(read_jsonl(table))
