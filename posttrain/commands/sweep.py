@@ -29,6 +29,7 @@ from posttrain.evals.statistics import mean_interval
 from posttrain.events import printable
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, encode
+from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
 from posttrain.system.files import atomic_write, check_tree, read_json, read_text
 from posttrain.types import JSON
@@ -288,9 +289,18 @@ def aggregate(
     return {s: {name: estimate(v) for name, v in of.items()} for s, of in collected.items()}
 
 
+def _results(run: Run) -> Mapping[str, JSON]:
+    """A run's summary, with the last held-out scores of its training stages, whose results name only the best one."""
+    stages = dict((run.summary or {}).get("stages", {}))
+    for row in run.metrics():
+        if scores := {name: row.figures[name] for name in SCORES if name in row.figures}:
+            stages[row.stage] = {**stages.get(row.stage, {}), "last": scores}
+    return {**(run.summary or {}), "stages": stages}
+
+
 def _write(directory: Path, record: Record, made: Sequence[Member]) -> None:
     done = [member for member in made if member.outcome == "done"]
-    summaries = [(member.setting, Run(member.directory).summary or {}) for member in done]
+    summaries = [(member.setting, _results(Run(member.directory))) for member in done]
     found = aggregate(summaries)
     table = {s: {name: asdict(value) for name, value in of.items()} for s, of in found.items()}
     tree = {**asdict(record), "members": list(map(asdict, made)), "aggregate": table}

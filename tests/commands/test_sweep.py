@@ -12,6 +12,7 @@ from posttrain import cli
 from posttrain.commands import sweep
 from posttrain.commands.sweep import Estimate, aggregate, axes, estimate, members
 from posttrain.errors import UserError
+from posttrain.runs.read import Run
 
 RECIPE = """
 import os
@@ -174,3 +175,19 @@ def test_a_mistake_is_found_before_the_first_run(
     assert "draw.scale" in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
     assert cli.main([*command, "only=draw"]) == 2
+
+
+def test_the_last_held_out_score_of_training_is_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an evaluate stage, the best of several noisy scores was the only result."""
+    monkeypatch.chdir(tmp_path)
+    task = "{name: jsonl, question: prompt, file: p.jsonl, held_out: 0.4, reward: mine.py:brief}"
+    stage = f"{{stage: rl, name: rl, model: tiny:nano, task: {task},"
+    more = "steps: 2, prompts: 2, algorithm: {name: grpo, group: 2}, sampling: {max_new_tokens: 4}, evaluate_every: 1}"
+    Path("s.yaml").write_text(f"stages:\n- {stage} {more}\n")
+    Path("p.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": ""}}\n' for n in range(6)))
+    Path("mine.py").write_text("def brief(response):\n    return -len(response)\n")
+    assert cli.main(["run", "s.yaml", "seeds=0,1", "--sweep", "rl.lr=1e-2", "out=o", "--allow-code"]) == 0
+    last = [Run(path.parent).metrics("rl")[-1].figures["reward/test"] for path in sorted(Path("o").glob("*/config.yaml"))]
+    found = json.loads(Path("o/sweep.json").read_text())["aggregate"]["rl.lr=1e-2"]
+    assert len(last) == 2 and found["rl.last.reward/test"]["mean"] == pytest.approx(sum(last) / 2)
+    assert "| rl.lr=1e-2 | rl.last.reward/test | " in Path("o/sweep.md").read_text()
