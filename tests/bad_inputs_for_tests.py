@@ -247,6 +247,12 @@ DATA = [
         questions_jsonl=lines({"question": "a", "answer": "1"}, {"answer": "1"}),
     ),
     case(
+        "answer-missing",
+        [RL | {"task": QUESTIONS}],
+        "it has question; the task's key answer names the field; rows without answers are for the task prompts",
+        questions_jsonl=lines({"question": "a"}),
+    ),
+    case(
         "answer-after",
         [RL | {"task": QUESTIONS | {"answer_after": "####"}}],
         "questions.jsonl line 1: '####' is not in the field 'answer'",

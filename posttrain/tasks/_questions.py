@@ -213,6 +213,7 @@ def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any
         there = isinstance(found, Mapping) and part in found
         has = ", ".join(sorted(record)) or "nothing"
         hint = f"; the task's key {key} names the field" if key else ""
+        hint += "; rows without answers are for the task prompts" if key == "answer" else ""
         require(there, f"{where}: no field {name!r}; it has {has}{hint}")
         found = found[part]
     return found
