@@ -45,7 +45,7 @@ REASONS = {
     "empty": "a response is empty",
     "overlong": "longer than max_length tokens",
     "single": "a ranking of one",
-    "tied": "scores prefer none of the responses",
+    "tied": "scores, or a margin of 0, prefer none of the responses",
     "contradictory": "scores or margin contradict chosen and rejected",
     "boundary": "the tokenizer cuts the prompt differently before different responses",
 }
@@ -85,7 +85,8 @@ class Preferences:
         examples = [example for unit in self.units for example in unit]
         tokens, loss = (sum(len(e.ids) for e in examples), sum(int(e.mask.sum()) for e in examples))
         longest = max(len(e.ids) for e in examples)
-        more = ", with margins" if self.margins and self.kind != "steps" else ""
+        read = ", with margins (for margin=true of a reward model, labels=soft of dpo)"
+        more = read if self.margins and self.kind != "steps" else ""
         good = sum(example.reward == 1.0 for example in examples)
         labels = f"; {good:,} desirable, {kept - good:,} not" if self.kind == "unpaired" else ""
         return [

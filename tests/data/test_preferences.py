@@ -107,6 +107,8 @@ def test_margins_and_scores_of_pairs(tmp_path: Path, extra: dict[str, Any], rewa
     found = read(tmp_path, {**PAIRS[0], **extra})
     assert [e.reward for e in found.units[0]] == rewards
     assert found.margins == (rewards != [1.0, 0.0])
+    # a reward model ignores them by default; TRL's reads them
+    assert found.margins == ("with margins (for margin=true of a reward model, labels=soft of dpo)" in found.lines()[0])
 
 
 @pytest.mark.parametrize(
