@@ -297,17 +297,28 @@ def _ignored(kind: type) -> list[str]:
     return [f.name for f, v in values if v is not f.default and not isinstance(v, slots)]
 
 
+def _mistyped(hint: Any, value: object) -> str:
+    """What a field takes in place of a fraction (int) or of a text, which would count as true (bool); None may be its default."""
+    if hint is int and value is not None and not isinstance(value, Integral):
+        return "a whole number"
+    true = type(value).__name__.startswith("bool") or value in (None, 0, 1)
+    return "true or false" if hint is bool and not true else ""
+
+
 def _accepted(hint: Any, value: object) -> str:
     """The values that a field of this type accepts, if `value` is not one of them; else ""."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         ranges = [m for m in hint.__metadata__ if isinstance(m, Range)]
         broken = [m for m in ranges if value not in m]
-        if broken or any(min(m.le, m.lt) < math.inf for m in ranges):
-            return broken[0].asked(value) if broken else ""
-        return _accepted(inner[0], value)
-    if hint is int:
-        return f"at most {LARGEST:,}" if isinstance(value, int) and abs(value) > LARGEST else ""
+        if broken:
+            return broken[0].asked(value)
+        bounded = any(min(m.le, m.lt) < math.inf for m in ranges)
+        return _mistyped(inner[0], value) if bounded else _accepted(inner[0], value)
+    if hint is int and isinstance(value, int) and abs(value) > LARGEST:
+        return f"at most {LARGEST:,}"
+    if hint in (int, bool):
+        return _mistyped(hint, value)
     if origin is Literal:
         *others, last = map(str, inner)
         choices = f"{', '.join(others)} or {last}" if others else last

@@ -32,6 +32,10 @@ class Settings(Checked):
     mode: Literal["a", "b", "c"] = "a"
     modes: tuple[Literal["x", "y"], ...] = ()
     free: str = ""
+    size: int = 2
+    several: Annotated[int, Range(ge=1, le=9)] = 1
+    last: int | None = None
+    flag: bool = False
 
 
 class Undecorated(Settings):
@@ -68,6 +72,12 @@ def test_a_default_that_dataclasses_do_not_read_is_refused(kind: type[Settings],
         ({"norm": 0.0}, "norm must be positive (inf for none), not 0.0"),
         ({"norm": math.nan}, "norm must be positive (inf for none), not nan"),
         ({"mode": "d"}, "mode must be a, b or c, not 'd'"),
+        ({"size": 2.5}, "size must be a whole number, not 2.5"),
+        ({"count": 2.5}, "count must be a whole number, not 2.5"),
+        ({"several": 2.0}, "several must be a whole number, not 2.0"),
+        ({"last": "5"}, "last must be a whole number, not '5'"),
+        ({"flag": "false"}, "flag must be true or false, not 'false'"),
+        ({"flag": 2}, "flag must be true or false, not 2"),
         ({"modes": ("x", "z")}, "modes must be x or y, not ('x', 'z')"),
     ],
 )
@@ -78,7 +88,10 @@ def test_a_value_outside_of_its_type_is_refused_in_one_line(settings: dict[str, 
 
 
 def test_values_of_their_types_pass() -> None:
-    Settings(count=np.int64(2), share=1, norm=math.inf, mode="c", modes=("x", "y"), free="anything")  # type: ignore[arg-type]
+    given: dict[str, Any] = {"count": np.int64(2), "share": 1, "norm": math.inf, "mode": "c", "modes": ("x", "y")}
+    Settings(**given, free="anything")
+    given = {"size": np.int32(3), "flag": np.True_}
+    Settings(**given, last=None, several=True)
 
 
 @pytest.mark.parametrize("name", FIRST)
