@@ -164,8 +164,10 @@ def sft_plan(stage: SFTStage, policy: Policy, context: Context, before: Stages) 
     if later and not there:
         return [f"a step: {many(stage.batch, 'example')}; {how_long(stage)}", *later]
     material = replace(stage, data=there).material(context, policy)
-    lengths = [len(e.ids) for s in material.sets for e in s]
-    total, whole = len(lengths), stage
+    lengths = [[len(e.ids) for e in s] for s in material.sets if s]
+    weights = [weight for weight, s in zip(material.weights, material.sets, strict=True) if s]
+    mean = sum(w * sum(of) / len(of) for w, of in zip(weights, lengths, strict=True)) / sum(weights)
+    total, whole = sum(map(len, lengths)), stage
     stage = stage if later else stage.counted(total)
     reports = [
         f"{source}: {line}" if n == 0 else f"  {line}"
@@ -173,12 +175,12 @@ def sft_plan(stage: SFTStage, policy: Policy, context: Context, before: Stages) 
         for n, line in enumerate(report.lines())
     ]
     return [
-        f"a step: {many(stage.batch, 'example')}, about {stage.batch * sum(lengths) // total:,} tokens; {how_long(stage, total)} "
+        f"a step: {many(stage.batch, 'example')}, about {stage.batch * mean:,.0f} tokens; {how_long(stage, total)} "
         f"{many(total, 'example')}{f', {len(material.held_out):,} held out' if material.held_out else ''}",
         *counted_warnings(whole, stage),
         *reports,
         *later,
-        memory_line(stage, policy, max(lengths)),
+        memory_line(stage, policy, max(map(max, lengths))),
     ]
 
 

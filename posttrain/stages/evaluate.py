@@ -97,7 +97,8 @@ class EvaluateStage(AnswerStage):
         return (self.reference,) if self.reference else ()
 
     def plan(self, policy: Policy, context: Context, before: Mapping[str, Stage]) -> list[str]:
-        total = f"{many(self.problems, 'held-out problem')} x {self.samples} = {many(self.problems * self.samples, 'answer')}"
+        asked = len(self.task.problems("test")[: self.problems])
+        total = f"{many(asked, 'held-out problem')} x {self.samples} = {many(asked * self.samples, 'answer')}"
         return [f"{total} of at most {self.sampling.max_new_tokens} tokens"]
 
     def run(self, context: Context) -> dict[str, JSON]:

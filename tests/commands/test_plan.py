@@ -61,6 +61,27 @@ def test_the_plan_of_rounds_follows_them_to_the_best() -> None:
     assert lines[-2].strip().startswith("model best: ") and "1,000 held-out problems x 1 = 1,000 answers" in lines[-1]
 
 
+def test_sources_by_weight_and_the_problems_that_there_are(tmp_path: Path) -> None:
+    """A source that has 1 row in 21 and 3 draws in 4; and a task with fewer held-out problems than asked for."""
+    texts = {"short": ["a"] * 20, "long": ["b" * 100]}
+    for name, own in texts.items():
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
+    sources = [{"file": str(tmp_path / "short.jsonl"), "weight": 1}, {"file": str(tmp_path / "long.jsonl"), "weight": 3}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": f"{n}", "answer": "1"}) + "\n" for n in range(10)))
+    task = {"name": "jsonl", "file": str(tmp_path / "q.jsonl"), "held_out": 0.3}
+    tree = {
+        "stages": [
+            {"stage": "sft", "name": "sft", "model": "tiny:nano", "data": sources, "steps": 2, "batch": 4},
+            {"stage": "evaluate", "name": "after", "model": "sft", "task": task},
+        ]
+    }
+    lines = "\n".join(plan.describe(config.from_config(tree, "x")))
+    lengths = [int(n) for n in re.findall(r"lengths: median (\d+)", lines)]
+    assert f"a step: 4 examples, about {lengths[0] + 3 * lengths[1]} tokens; 2 steps = 0.4 passes over 21 examples" in lines
+    held_out = int(re.findall(r"(\d+) held-out problems", lines)[0])
+    assert 1 <= held_out < 10 and f"{held_out} held-out problems x 1 = {held_out} answers" in lines
+
+
 def test_stages_that_learn_from_preferences_count_their_data(tmp_path: Path) -> None:
     rows = [{"prompt": f"say {n}", "chosen": "zzz" if n < 40 else "z" * 3000, "rejected": "xyx"} for n in range(41)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
