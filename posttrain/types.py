@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 UNSCORED = "unscored"
+COUNTED = "counted"  # the key of `Problem.facts` that says how many items each part of a score averages over
+TURNS = "turns"  # the part of a score that says what its turns were paid
 THINK, THINK_END = "<think>", "</think>"  # around a block of reasoning
 # outcomes of episodes that a limit ended
 ENDINGS = ("turn limit", "token limit", "thinking limit", "time limit", "context full")
@@ -46,14 +48,9 @@ class Message:
         return {"role": self.role, "content": self.content, **self.more}
 
 
-# The key of `Problem.facts` that says how many items each part of a score averages over.
-COUNTED = "counted"
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question and everything needed to score an answer to it. `id` is unique within the task. Groups are formed by id, never by
-    text, so two problems with the same question stay apart."""
+    """A question and everything needed to score an answer to it. Groups are formed by `id`, unique within the task, never by text."""
 
     id: str
     question: str
@@ -205,8 +202,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The sampled tokens of one request, as ids that are never decoded and re-encoded. `logprobs` are those of the distribution
-    that was sampled from."""
+    """The sampled tokens of one request, as ids that are never decoded and re-encoded, and their log-probs when they were sampled."""
 
     ids: np.ndarray  # int64 [T]
     logprobs: np.ndarray  # float32 [T]
@@ -261,9 +257,6 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """End its processes. The sampler cannot be used afterwards."""
-
-
-TURNS = "turns"  # the part of a score that its turns were paid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
