@@ -130,16 +130,20 @@ def sft(
     model: Any,
     data: Any = None,
     *,
+    weights: Any = None,
     tokenizer: Any = None,
     callback: Callback | None = None,
     out: str | Path = "",
     **settings: Any,
 ) -> Run:
-    """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion."""
+    """Supervised fine-tuning on demonstrations: rows with messages, or prompt and completion. `weights` are the shares of several
+    files in what is drawn; without them a file counts by its size."""
     _check_given("sft", data is not None, settings)
     files = _files(out, "sft")
-    columns = settings.pop("columns", {})
-    sources = tuple(Data(file=path, columns=columns) for path in files.paths(data, "data"))
+    columns, paths = settings.pop("columns", {}), files.paths(data, "data")
+    found = [0.0] * len(paths) if weights is None else inputs.numbers(weights, len(paths), "file")
+    pairs = zip(paths, found, strict=True)
+    sources = tuple(Data(file=path, weight=share, columns=columns) for path, share in pairs)
     given = {"name": "sft", "model": inputs.as_model(model, tokenizer), "data": sources}
     return _run(SFTStage, given, settings, files, callback).train()
 

@@ -18,7 +18,7 @@ from posttrain import config_tree
 from posttrain.api.run import Model, Run
 from posttrain.catalogue import UNDECORATED
 from posttrain.data.records import check_whole, load_hub
-from posttrain.errors import UserError, called_here, refuse_unknown, require, unknown
+from posttrain.errors import UserError, called_here, many, refuse_unknown, require, unknown
 from posttrain.rewards._functions import Function, Mix, give
 from posttrain.rewards.base import check, resolve
 from posttrain.runs.layout import CONFIG
@@ -246,9 +246,7 @@ def _ensemble(models: Iterable[Any], weights: Any) -> RewardModels | None:
     places = [_scorers(model) for model in models]
     if not places:
         return None
-    given = [] if weights is None else _numbers(weights)
-    fits = len(given) in (0, len(places))
-    require(fits, f"weights: {len(given)} for {len(places)} reward models")
+    given = [] if weights is None else numbers(weights, len(places), "reward model")
     shared = tuple(w / len(own) for w, own in zip(given, places, strict=False) for _ in own)
     return RewardModels(models=tuple(place for own in places for place in own), weights=shared)
 
@@ -273,16 +271,17 @@ def _named(reward: Any, weights: Any) -> dict[str, tuple[Any, float]]:
     if isinstance(weights, Mapping):
         refuse_unknown("reward in weights:", weights, labels)
         weights = [weights.get(label, 1.0) for label in labels]
-    factors = [1.0] * len(given) if weights is None else _numbers(weights)
-    require(len(factors) == len(given), f"weights: {len(factors)} for {len(given)} rewards")
+    factors = [1.0] * len(given) if weights is None else numbers(weights, len(given), "reward")
     return {label: (one, w) for label, one, w in zip(labels, given, factors, strict=True)}
 
 
-def _numbers(weights: Any) -> list[float]:
+def numbers(weights: Any, count: int, what: str) -> list[float]:
+    """Weights as given, one for each reward or file."""
     fine = isinstance(weights, Iterable) and not isinstance(weights, str | bytes)
-    require(fine, f"weights: a list of numbers, one for each reward, not {weights!r}")
+    require(fine, f"weights: a list of numbers, one for each {what}, not {weights!r}")
     found = [value_of(weight, float, "weights") for weight in weights]
     require(all(map(isfinite, found)), f"weights must be finite, not {found}")
+    require(len(found) == count, f"weights: {len(found)} for {many(count, what)}")
     return found
 
 

@@ -168,7 +168,7 @@ def summarise(evaluation: Evaluation, verifiable: bool = True) -> dict[str, JSON
     """The figures of an evaluation, each with its interval: accuracy, the parts of the score, and the accuracy of each role. Without
     accuracies if no score tells right from wrong."""
     samples, reward = len(evaluation.groups[0].rollouts), evaluation.reward
-    ks = [k for k in KS if k <= samples]
+    ks = [*(k for k in KS if k < samples), samples]
     parts = {name: evaluation.part(name) for name in evaluation.part_names} | evaluation.roles
     majorities = {k: evaluation.majority(k) for k in ks if k > 2} if evaluation.has_finals else {}
     right: dict[str, JSON] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import posttrain as pt
 from posttrain.api.inputs import Files
@@ -329,6 +330,18 @@ def test_a_list_of_texts_is_no_data_for_sft() -> None:
     for learn in (pt.dpo, pt.reward_model):  # neither reads rows of text
         with pytest.raises(pt.UserError, match="no file '1.1=2'; give rows, as 'posttrain list formats' shows them"):
             learn("tiny:nano", ["1+1=2", "2+2=4"])
+
+
+def test_files_for_sft_have_weights(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    paths = [str(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"]
+    run = pt.sft("tiny:nano", paths, weights=[3, 1], batch=4, **QUICK)
+    stages = yaml.safe_load((run.directory / "config.yaml").read_text())["stages"]
+    assert [source["weight"] for source in stages[0]["data"]] == [3.0, 1.0]
+    for weights, text in (([1], "weights: 1 for 2 files"), ("31", "weights: a list of numbers, one for each file, not '31'")):
+        with pytest.raises(pt.UserError, match=text):
+            pt.sft("tiny:nano", paths, weights=weights, **QUICK)
 
 
 def test_a_recipe_by_name_and_stages_in_a_list() -> None:

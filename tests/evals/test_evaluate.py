@@ -39,6 +39,12 @@ def test_average_pass_and_majority_by_hand() -> None:
     assert rows(found)[1]["finals"] == ["7", "5", "5", "5"] and rows(found)[0]["solved"] == [True, True, False, False]
 
 
+def test_as_many_as_were_sampled_is_among_the_ks() -> None:
+    found = summarise(evaluation([[1, 0, 0, 0, 0, 0], [0] * 6], [["7"] * 6, ["8"] * 6]))
+    assert [*found["pass_at"]] == ["1", "2", "4", "6"] and [*found["majority_at"]] == ["4", "6"]
+    assert found["pass_at"]["6"][0] == 0.5, "at least one of six: of the first problem, not of the second"
+
+
 def test_no_final_answers_no_majority() -> None:
     for finals in ([], [[None, None]]):
         found = evaluation([[1, 0]], finals)
