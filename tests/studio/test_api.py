@@ -359,6 +359,38 @@ def test_tags_are_kept(studio: Studio, one: str) -> None:
     studio.post(f"{one}/tags", 400, tags=["x" * 41])
 
 
+def test_a_review_is_of_the_response_that_was_read(tmp_path: Path) -> None:
+    """A stage that runs again writes other responses in the same places."""
+    directory = make_run(tmp_path / "run")
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(directory)}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    place = {key: first[key] for key in ("stage", "step", "number")}
+    studio.post(f"{run}/review", 201, **place, agrees=False, flagged=True)
+    file = directory / "rollouts" / first["stage"] / f"step-{first['step']:06}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["response"] = "another"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / ".studio" / "index.sqlite").unlink()
+    studio = Studio(tmp_path)
+    studio.get(f"{run}/rollouts")
+    assert studio.get(f"{run}/flagged.jsonl") == "" and studio.get(f"{run}/review/report")["reviewed"] == 0
+    asked = studio.get(f"{run}/review", order="highest")["rollout"]
+    assert {key: asked[key] for key in place} == place and asked["response"] == "another"
+
+
+def test_reviews_of_a_run_that_cannot_be_written_are_kept(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "runs" / "run")
+    (directory / ".studio").touch()  # as if there were no right to make the folder
+    studio, run = Studio(tmp_path / "runs"), f"/api/runs/{path_id(directory)}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    studio.post(f"{run}/review", 201, **{key: first[key] for key in ("stage", "step", "number")}, agrees=True)
+    assert [*(tmp_path / "runs" / ".studio").glob("reviews-*.sqlite")]
+    assert studio.get(f"{run}/review/report")["reviewed"] == 1
+
+
 def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
     assert studio.get("/api/models") == {"models": []}
     sent = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
