@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -357,6 +358,33 @@ def test_tags_are_kept(studio: Studio, one: str) -> None:
     assert again.get(one)["tags"] == ["good", "<b>seed 1</b>"]
     assert [row["name"] for row in again.get("/api/runs", text="seed 1")["runs"]] == ["one"]
     studio.post(f"{one}/tags", 400, tags=["x" * 41])
+
+
+def test_two_studios_over_one_folder_lose_no_tag(tmp_path: Path) -> None:
+    names = [f"/api/runs/{path_id(make_run(tmp_path / f'run{n}', 2))}" for n in range(4)]
+    studios = [Studio(tmp_path) for _ in names]
+
+    def tag(place: int) -> None:
+        for number in range(25):
+            studios[place].post(f"{names[place]}/tags", tags=[f"tag {number}"], seen=[f"tag {number - 1}"])
+
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(tag, range(len(names)))]
+    assert [studios[0].get(name)["tags"] for name in names] == [["tag 24"]] * len(names)
+
+
+def test_a_tag_that_another_page_has_added_stays(tmp_path: Path) -> None:
+    run, first, second = f"/api/runs/{path_id(make_run(tmp_path / 'run', 2))}", Studio(tmp_path), Studio(tmp_path)
+    first.post(f"{run}/tags", tags=["good", "old"])
+    first.post(f"{run}/tags", tags=["good", "mine"], seen=["good", "old"])
+    second.post(f"{run}/tags", tags=["good", "old", "theirs"], seen=["good", "old"])
+    assert {*first.get(run)["tags"]} >= {"good", "mine", "theirs"}
+    file = tmp_path / ".studio" / "tags.json"
+    for text in ("{", "[]", '{"run": 1}'):
+        file.write_text(text)
+        assert first.get(run)["tags"] == []
+        assert "tags.json is damaged" in first.post(f"{run}/tags", 400, tags=["new"])["error"]
+        assert file.read_text() == text
 
 
 def test_a_review_is_of_the_response_that_was_read(tmp_path: Path) -> None:
