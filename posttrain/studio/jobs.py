@@ -5,6 +5,7 @@ A run gets its own session and writes its output to a file, so that it continues
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.runs import layout
+from posttrain.runs.index import FOLDER
 from posttrain.runs.lock import live_owner
 from posttrain.types import JSON
 
@@ -43,7 +45,6 @@ class Jobs:
 
     root: Path
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
-    stopped: dict[Path, int] = field(default_factory=dict)  # processes that were asked to stop
 
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
@@ -76,11 +77,13 @@ class Jobs:
         process = live_owner(directory / layout.LOCK)
         if not process:
             raise UserError(f"{directory.name} is not running on this machine")
-        # a second signal would end it at once, without a checkpoint
-        asked = self.stopped.get(directory) == process
-        require(not asked, f"{directory.name} stops after its current step")
-        self.stopped[directory] = process
+        # a second signal would end it at once, without a checkpoint. A file, because another studio may have sent the first
+        claim = directory / f"{layout.LOCK}.holder"
+        asked = directory / FOLDER / f"stop-{hashlib.sha256(claim.read_bytes()).hexdigest()[:12]}"
+        asked.parent.mkdir(exist_ok=True)
+        require(not asked.exists(), f"{directory.name} stops after its current step")
         os.kill(process, signal.SIGINT)
+        asked.touch()
 
     def replay(self, words: list[str], result: Path) -> None:
         """Recompute a step with `posttrain replay`, which writes the file `result`. If that is already running, do nothing."""
@@ -120,7 +123,7 @@ class Jobs:
 
     def _open(self, directory: Path, *words: str) -> Path:
         self._make_room()
-        log = self.root / ".studio" / f"{directory.name}.log"
+        log = self.root / FOLDER / f"{directory.name}.log"
         job = _run_apart(list(words), log)
         self.started[directory] = job
         end = time.monotonic() + START_SECONDS

@@ -340,16 +340,29 @@ def test_two_starts_at_once_get_a_directory_each(tmp_path: Path, monkeypatch: py
 def test_stop_that_is_pressed_twice_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second signal would end the run at once, without a checkpoint."""
     sent: list[int] = []
-    owner = [7]
-    monkeypatch.setattr(jobs, "live_owner", lambda path: owner[-1])
+    monkeypatch.setattr(jobs, "live_owner", lambda path: 7)
     monkeypatch.setattr(jobs.os, "kill", lambda process, number: sent.append(process))
-    studio = jobs.Jobs(tmp_path)
-    studio.stop(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    holder = tmp_path / "one" / "lock.holder"
+    holder.write_text("7, the first attempt")
+    jobs.Jobs(tmp_path).stop(tmp_path / "one")
     with pytest.raises(UserError, match="one stops after its current step"):
-        studio.stop(tmp_path / "one")
-    owner.append(8)  # it was resumed
-    studio.stop(tmp_path / "one")
-    assert sent == [7, 8]
+        jobs.Jobs(tmp_path).stop(tmp_path / "one")  # another studio, or this one after a restart
+    holder.write_text("7, resumed: in a container processes have the same numbers again")
+    jobs.Jobs(tmp_path).stop(tmp_path / "one")
+    assert sent == [7, 7]
+
+
+def test_a_stop_that_could_not_be_sent_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: int, number: int) -> None:
+        raise PermissionError("of another user")
+
+    monkeypatch.setattr(jobs, "live_owner", lambda path: 7)
+    monkeypatch.setattr(jobs.os, "kill", refuse)
+    (tmp_path / "lock.holder").write_text("7")
+    for _ in range(2):
+        with pytest.raises(PermissionError):
+            jobs.Jobs(tmp_path).stop(tmp_path)
 
 
 def test_tags_are_kept(studio: Studio, one: str) -> None:
