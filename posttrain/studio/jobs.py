@@ -30,7 +30,7 @@ from posttrain.types import JSON
 WATCH = """import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
 """
-SETTING = re.compile(r"[a-z0-9_.]{1,80}=.{0,400}", re.IGNORECASE)
+SETTING = re.compile(r"[a-z0-9_.]{1,80}=[^\0\n]{0,400}", re.IGNORECASE)
 MAX_PROCESSES = 8  # running at once
 # settings that name a path, a program or an address: a page may not set them
 REFUSED = ("out", "checkpoint_hook", "again", "trackers")

@@ -439,6 +439,13 @@ def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
     studio.post("/api/chat", 400, model="m", messages=[{"role": "user", "content": "hi"}], temperature=99)
 
 
+def test_text_with_a_nul_is_refused_before_it_is_an_argument_of_a_program(studio: Studio, one: str) -> None:
+    said = studio.post(f"{one}/replay", 400, stage="rl", step=1, prompt="a\0b")
+    assert said["error"] == "prompt must be a text of at most 10000 characters, none of them NUL"
+    said = studio.post("/api/runs", 400, recipe="quickstart", settings=["size=\0"])
+    assert said["error"] == "'size=\\x00' is not key=value"
+
+
 @pytest.mark.parametrize(
     "sent", ["", "{", "[]", "[" * 100_000, '{"a":' * 100_000, "\xff", '{"tags": ["\\ud800"], "note": "\\ud800"}']
 )
