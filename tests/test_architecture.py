@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "serve": f"{MODELS} trust engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.agreement evals.statistics system.files "
-    "runs.read runs.layout runs.index runs.status "
+    "system.processes runs.read runs.layout runs.index runs.status "
     "runs.lock runs.metrics runs.plot runs.resume_policy runs.tokens runs.html",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",

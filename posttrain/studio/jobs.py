@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.runs import layout
 from posttrain.runs.index import FOLDER
 from posttrain.runs.lock import live_owner
+from posttrain.system.processes import PYTHON
 from posttrain.types import JSON
 
 # the first lines of a program that must end when its parent does: only the parent holds the other end of its standard input
@@ -152,7 +152,7 @@ def start_serving(directory: Path) -> subprocess.Popen[str]:
     """Start `posttrain serve RUN` at a free port. It prints its address, and ends when this process ends, even if that is
     killed."""
     program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", program, "serve", str(directory), "--port", "0"]
+    words = [*PYTHON, "-c", program, "serve", str(directory), "--port", "0"]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, stderr=both)
 
@@ -169,7 +169,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def recipe_settings(name: str) -> dict[str, JSON]:
     """Resolve the default settings of a shipped recipe, in another process because building stages imports torch."""
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
-    line = [sys.executable, "-c", program, name]
+    line = [*PYTHON, "-c", program, name]
     done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
     require(not done.returncode, f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
     return dict(json.loads(done.stdout))
@@ -179,7 +179,7 @@ def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a `posttrain` process that outlives this one."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        command = [sys.executable, "-m", "posttrain", *words]
+        command = [*PYTHON, "-m", "posttrain", *words]
         none = subprocess.DEVNULL
         return subprocess.Popen(command, stdin=none, stdout=out, stderr=out, start_new_session=True)
 

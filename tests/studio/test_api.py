@@ -292,7 +292,7 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
         "with made as writer:\n    writer.event('ready')\n    time.sleep(60)\n"
     )
     (tmp_path / "program.py").write_text(program)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(jobs, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text(
         f'#!/bin/sh\nshift 2\nexec {Path(sys.prefix) / "bin" / "python"} {tmp_path / "program.py"} "$@"\n'
     )
