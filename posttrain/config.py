@@ -73,6 +73,9 @@ class Settings(Checked):
         text = f"out={self.out!r}: the name of a run directory is UTF-8 without control characters"
         odd = re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", self.out)
         require(odd is None, f"{text}; choose another")
+        path = os.path.abspath(self.out)
+        unnamed = f"out={self.out!r} is {path!r}, which is not UTF-8; choose another, or rename the folder above it"
+        require(re.search("[\ud800-\udfff]", path) is None, unnamed)
         nobody = f"out={self.out}: there is no such user; write ./{self.out} for a directory here"
         require(not os.path.expanduser(self.out).startswith("~"), nobody)
         super().__post_init__()

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "posttrain"
 
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 580, 70, 46_850  # those of the package without blanks, comments, docstrings
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 580, 70, 46_870  # those of the package without blanks, comments, docstrings
 
 # Who may import whom: a part may import itself, `errors`, and what its line names. A name covers everything below it, so
 # "runs" covers runs/read.py and "runs.read" only that file. To add a part, add a line.
@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "serve": f"{MODELS} trust engine train.rating",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.agreement evals.statistics system.files "
-    "runs.read runs.layout runs.index runs.status "
+    "system.processes runs.read runs.layout runs.index runs.status "
     "runs.lock runs.metrics runs.plot runs.resume_policy runs.tokens runs.html",
     "cli": f"{LOOP} runs collect episodes loop stages recipes config pipeline commands cluster serve studio __version__",
     "__version__": "",

@@ -38,8 +38,8 @@ class PolicyGradient(ReusedSamples, Algorithm):
                       `reward` as -beta (log mu - log pi_ref), or in `both`
     reduction         w: token_mean 1/T, sequence_mean 1/(N |y_i|), sequence_sum 1/N, constant_mean 1/(N constant)
     truncated         responses that the length limit cut off: `keep` them, `mask` them out of the loss and its denominators, or pay
-                      them nothing (`zero`: their reward is at most 0), so that never ending does not pay; they count in the baseline in
-                      any case
+                      them nothing (`zero`: their reward is at most 0, and so is that of each of their turns), so that never ending does
+                      not pay; they count in the baseline in any case
     correction        for samplers whose policy mu is not the policy pi_prox at the start of the step (another engine, stale weights):
                       rho = pi / pi_prox and c = pi_prox / mu, `decoupled` without a bound, or cut at `cap` by `token` or by
                       `sequence`; or c = 1 (`proximal`), if mu differs by rounding alone
@@ -161,11 +161,15 @@ class PolicyGradient(ReusedSamples, Algorithm):
         return (step.reward_N - cost_N).to(step.reward_N.dtype)
 
     def paid(self, step: Batch) -> Batch:
-        """The step with the rewards that are learned from: with `truncated = "zero"`, min(r_i, 0) for a response that was cut off."""
+        """The step with the rewards that are learned from: with `truncated = "zero"`, min(r_i, 0) for a response that was cut off, and
+        for each turn of an episode that was."""
         if self.truncated != "zero":
             return step
         unpaid_N = step.truncated_N & (step.reward_N > 0)
-        return step.replace(reward_N=step.reward_N.masked_fill(unpaid_N, 0.0))
+        columns = {"reward_N": step.reward_N.masked_fill(unpaid_N, 0.0)}
+        if "paid_T" in step.columns:  # then every turn has the return of the whole episode
+            columns["paid_T"] = step.paid_T.masked_fill(step.truncated_N[step.sequence_T], 0.0)
+        return step.replace(**columns)
 
     def paid_rewards(self, group: Group) -> list[float]:
         """The same rewards of a group, of the responses that have one."""

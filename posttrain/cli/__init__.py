@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         processes.open_streams()
         end_with_parent()
+        errors.require(
+            _somewhere(), "the current directory has been removed; change to another (cd)"
+        )
         options = parse(sys.argv[1:] if arguments is None else arguments)
         return options.call(options) or 0
     except errors.UserError as error:
@@ -54,13 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.filename is None and not _somewhere():
-            return fail("the current directory has been removed; change to another (cd)", 2)
         if error.errno in (errno.EACCES, errno.EPERM) and error.filename:
             return fail(f"{error.filename}: permission denied; ask its owner to allow it", 2)
+        if error.errno == errno.EMFILE:
+            return fail("too many open files for one process; allow more (ulimit -n 1024)", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return fail(f"{error.filename or 'a file'} cannot be written: no space left on its disk", 2)
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":  # of the standard library
+            raise
+        return fail("no further thread can be started; allow this user more (ulimit -u)", 2)
 
 
 def go_on(directory: Path | None, options: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ from posttrain.runs.layout import CONFIG
 from posttrain.system import processes
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
-COMMAND = (sys.executable, "-m", "posttrain")
+COMMAND = (*processes.PYTHON, "-m", "posttrain")
 LOOPBACK = "127.0.0.1"
 POLL = 0.05  # seconds between two checks of the processes
 # seconds that the other processes have to end by themselves: after one failed, and after one ended for a reason that all share

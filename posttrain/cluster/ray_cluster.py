@@ -26,6 +26,7 @@ from posttrain.cluster.placement import LOCAL, Placement, Resources, shortage
 from posttrain.cluster.ray_host import host_class, interface
 from posttrain.errors import UserError, optional, require
 from posttrain.system import machine
+from posttrain.system.processes import PYTHON
 
 ANSWER = float(os.environ.get("POSTTRAIN_CLUSTER_WAIT", 60))  # seconds, for a cluster or a place
 # the environment variable with the address of the cluster that the parent process is connected to
@@ -237,7 +238,7 @@ def probe(address: str) -> None:
         reason = error.strerror or "no answer within 10 s"
         raise UserError(f"cluster={address} cannot be reached: {reason}; {advice}") from None
     load_ray()
-    command = [sys.executable, "-c", PROBE, address]
+    command = [*PYTHON, "-c", PROBE, address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, check=False)
     except subprocess.TimeoutExpired:

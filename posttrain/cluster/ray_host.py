@@ -8,7 +8,6 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from posttrain.cluster import placement
 from posttrain.cluster.launch import COMMAND
 from posttrain.errors import require
-from posttrain.system.processes import STARTED, write_all
+from posttrain.system.processes import PYTHON, STARTED, write_all
 
 SIOCGIFADDR = 0x8915
 
@@ -91,7 +90,7 @@ class Host:
         self.buckets = Buckets(size)
         theirs, self.into = os.pipe()
         self.out, ours = os.pipe()
-        command = [sys.executable, "-m", "posttrain.cluster.worker", str(theirs), str(ours)]
+        command = [*PYTHON, "-m", "posttrain.cluster.worker", str(theirs), str(ours)]
         pid = self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
         os.close(theirs)
         os.close(ours)

@@ -103,9 +103,10 @@ def vllm_python() -> str:
         there = Path(named).is_file() and os.access(named, os.X_OK)
         require(there, f"{VLLM_PYTHON}={named} is no program; give the path of a Python with vLLM")
         look = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+        line = [named, "-P", "-c", look]
         found = b""
         with suppress(OSError, subprocess.TimeoutExpired):  # the system cannot run it, or no Python
-            found = subprocess.run([named, "-c", look], capture_output=True, timeout=60).stdout
+            found = subprocess.run(line, capture_output=True, timeout=60).stdout
         without = f"{VLLM_PYTHON}={named} is no Python that has vLLM"
         require(found == b"True\n", f"{without}; install vLLM there, or name another")
         return named
@@ -271,7 +272,7 @@ class RemoteSampler:
         environment |= {STARTED: str(os.getpid())}
         handles = [theirs, ours, *self.buckets.handles]
         said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        command = [self.python, "-c", PROGRAM, str(theirs), str(ours), self.folder.name]
+        command = [self.python, "-P", "-c", PROGRAM, str(theirs), str(ours), self.folder.name]
         try:
             process = subprocess.Popen(
                 command,

@@ -61,4 +61,5 @@ def spell(directory: Path, stage: str, ids: Sequence[int]) -> list[str]:
 def _tokenizer(file: Path, changed: int) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file))
+    # its own reader refuses a path that is not UTF-8
+    return Tokenizer.from_str(file.read_text("utf-8"))

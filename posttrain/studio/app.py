@@ -9,11 +9,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -29,12 +31,13 @@ from posttrain.studio.jobs import Jobs
 from posttrain.studio.library import Library, stamp
 from posttrain.studio.models import Models, Server
 from posttrain.studio.replies import refused, unwritten, word
-from posttrain.system.files import atomic_write
+from posttrain.system.files import atomic_write, read_json
 
 STATIC = Path(__file__).parent / "static"
 PAGES = ("/", "/run/{rest:path}", "/compare", "/label", "/label/{rest:path}", "/play")
 POLL, PING = 1.0, 15.0  # seconds between checks of a run, and between keep-alive messages
 TAGS, ROWS = "tags.json", "rows.sqlite"
+TAGS_SECONDS = 5.0  # to wait for another writer of tags
 STREAMS = 64  # open at once
 
 
@@ -50,16 +53,26 @@ class Studio:
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def tags(self) -> dict[str, list[str]]:
-        """Users' tags of runs, by run id."""
-        try:
-            return dict(json.loads((self.home / FOLDER / TAGS).read_text("utf-8")))
-        except (OSError, ValueError):
-            return {}
+        """Users' tags of runs, by run id. Those of a damaged file are not shown."""
+        with suppress(OSError, UserError):
+            return self._tags()
+        return {}
 
-    def set_tags(self, run: str, tags: list[str]) -> None:
-        with self.mutex:
-            text = json.dumps(self.tags() | {run: tags})
-            atomic_write(self.home / FOLDER / TAGS, text, folder=True)
+    def _tags(self) -> dict[str, list[str]]:
+        file = self.home / FOLDER / TAGS
+        found = read_json(file) if file.exists() else {}
+        lists = all(isinstance(t, list) and {*map(type, t)} <= {str} for t in found.values())
+        require(lists, f"{file} is damaged: it holds something other than lists of texts")
+        return found
+
+    def set_tags(self, run: str, tags: list[str], seen: list[str]) -> None:
+        """Change the tags that a page has `seen` to `tags`. Those that another page has added since stay."""
+        folder = self.home / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "tags.lock", timeout=TAGS_SECONDS):  # there may be another studio
+            every = self._tags()
+            added = [tag for tag in every.get(run, []) if tag not in {*seen, *tags}]
+            atomic_write(folder / TAGS, json.dumps(every | {run: [*tags, *added]}))
 
     def server(self, model: str) -> tuple[Server, str]:
         """The server of a model, and the model's name there. A model is RUN/STAGE, or one of the server that the user named."""

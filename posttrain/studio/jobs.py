@@ -5,12 +5,12 @@ A run gets its own session and writes its output to a file, so that it continues
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,14 +21,16 @@ from pathlib import Path
 from posttrain import catalogue
 from posttrain.errors import UserError, refuse_unknown, require
 from posttrain.runs import layout
+from posttrain.runs.index import FOLDER
 from posttrain.runs.lock import live_owner
+from posttrain.system.processes import PYTHON
 from posttrain.types import JSON
 
 # the first lines of a program that must end when its parent does: only the parent holds the other end of its standard input
 WATCH = """import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
 """
-SETTING = re.compile(r"[a-z0-9_.]{1,80}=.{0,400}", re.IGNORECASE)
+SETTING = re.compile(r"[a-z0-9_.]{1,80}=[^\0\n]{0,400}", re.IGNORECASE)
 MAX_PROCESSES = 8  # running at once
 # settings that name a path, a program or an address: a page may not set them
 REFUSED = ("out", "checkpoint_hook", "again", "trackers")
@@ -43,7 +45,6 @@ class Jobs:
 
     root: Path
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
-    stopped: dict[Path, int] = field(default_factory=dict)  # processes that were asked to stop
 
     def start(self, recipe: str, settings: list[str]) -> Path:
         """Start a run of a shipped recipe in a new directory, and return the directory."""
@@ -76,11 +77,13 @@ class Jobs:
         process = live_owner(directory / layout.LOCK)
         if not process:
             raise UserError(f"{directory.name} is not running on this machine")
-        # a second signal would end it at once, without a checkpoint
-        asked = self.stopped.get(directory) == process
-        require(not asked, f"{directory.name} stops after its current step")
-        self.stopped[directory] = process
+        # a second signal would end it at once, without a checkpoint. A file, because another studio may have sent the first
+        claim = directory / f"{layout.LOCK}.holder"
+        asked = directory / FOLDER / f"stop-{hashlib.sha256(claim.read_bytes()).hexdigest()[:12]}"
+        asked.parent.mkdir(exist_ok=True)
+        require(not asked.exists(), f"{directory.name} stops after its current step")
         os.kill(process, signal.SIGINT)
+        asked.touch()
 
     def replay(self, words: list[str], result: Path) -> None:
         """Recompute a step with `posttrain replay`, which writes the file `result`. If that is already running, do nothing."""
@@ -120,7 +123,7 @@ class Jobs:
 
     def _open(self, directory: Path, *words: str) -> Path:
         self._make_room()
-        log = self.root / ".studio" / f"{directory.name}.log"
+        log = self.root / FOLDER / f"{directory.name}.log"
         job = _run_apart(list(words), log)
         self.started[directory] = job
         end = time.monotonic() + START_SECONDS
@@ -149,7 +152,7 @@ def start_serving(directory: Path) -> subprocess.Popen[str]:
     """Start `posttrain serve RUN` at a free port. It prints its address, and ends when this process ends, even if that is
     killed."""
     program = f"{WATCH}from posttrain import cli\nsys.exit(cli.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", program, "serve", str(directory), "--port", "0"]
+    words = [*PYTHON, "-c", program, "serve", str(directory), "--port", "0"]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     return subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, stderr=both)
 
@@ -166,7 +169,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def recipe_settings(name: str) -> dict[str, JSON]:
     """Resolve the default settings of a shipped recipe, in another process because building stages imports torch."""
     program = "import json, sys; from posttrain import config; print(json.dumps(config.to_config(config.parse(sys.argv[1], []))))"
-    line = [sys.executable, "-c", program, name]
+    line = [*PYTHON, "-c", program, name]
     done = subprocess.run(line, capture_output=True, text=True, timeout=RECIPE_SECONDS, check=False)
     require(not done.returncode, f"recipe {name} cannot be resolved: {done.stderr.strip()[-300:]}")
     return dict(json.loads(done.stdout))
@@ -176,7 +179,7 @@ def _run_apart(words: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a `posttrain` process that outlives this one."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        command = [sys.executable, "-m", "posttrain", *words]
+        command = [*PYTHON, "-m", "posttrain", *words]
         none = subprocess.DEVNULL
         return subprocess.Popen(command, stdin=none, stdout=out, stderr=out, start_new_session=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import time
@@ -16,11 +17,11 @@ from starlette.responses import Response
 from posttrain.data.stream import permutation
 from posttrain.errors import require
 from posttrain.evals.statistics import share_interval
-from posttrain.runs.index import Filter, Found, Index
+from posttrain.runs.index import FOLDER, Filter, Found, Index
 from posttrain.runs.metrics import GOLD
 from posttrain.runs.status import alarms
 from posttrain.studio import report
-from posttrain.studio.library import require_stage
+from posttrain.studio.library import path_id, require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
 from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FILE = "reviews.sqlite"
 SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
-flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL)"""
+flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL, response TEXT)"""
 HIGH = 0.5  # a part of at least this value counts as yes
 QUEUE = 500  # the next rollout is taken from this many
 DRIFTS = "length repetition distinct entropy keyword agreement disagreement reward_spread"
@@ -50,26 +51,41 @@ def routes(studio: Studio) -> list[Any]:
     )
 
 
-def _store(index: Index) -> sqlite3.Connection:
-    """Reviews, in a separate file: unlike the index, they cannot be computed again."""
-    made = sqlite3.connect(index.path.with_name(FILE), timeout=30.0, isolation_level=None)
+def _store(studio: Studio, index: Index) -> sqlite3.Connection:
+    """Reviews, in a separate file: unlike the index, they cannot be computed again. Of a run that cannot be written to, the index is
+    temporary, and the reviews are in the studio's folder."""
+    own, directory = index.path.with_name(FILE), index.run.directory
+    there = own.parent == directory / FOLDER
+    place = own if there else studio.home / FOLDER / f"reviews-{path_id(directory)}.sqlite"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    made = sqlite3.connect(place, timeout=30.0, isolation_level=None)
     made.execute("PRAGMA journal_mode=WAL")
     made.execute(SCHEMA)
+    if "response" not in [row[1] for row in made.execute("PRAGMA table_info(reviews)")]:
+        made.execute("ALTER TABLE reviews ADD COLUMN response TEXT")  # of an earlier version
     return made
 
 
-def _reviews(index: Index) -> list[tuple[Any, ...]]:
+def _reviews(studio: Studio, index: Index) -> list[tuple[Any, ...]]:
     """The last review of each rollout."""
     last = "SELECT max(id) FROM reviews GROUP BY stage, step, number"
-    with closing(_store(index)) as store:
+    with closing(_store(studio, index)) as store:
         return store.execute(f"SELECT * FROM reviews WHERE id IN ({last}) ORDER BY id").fetchall()
 
 
-def _reviewed(index: Index) -> Iterator[tuple[tuple[Any, ...], Found]]:
-    """The last review of each rollout that the run still has: a resumed run drops what came after its checkpoint."""
-    for row in _reviews(index):
+def _reviewed(studio: Studio, index: Index) -> Iterator[tuple[tuple[Any, ...], Found]]:
+    """The last review of each rollout that the run still has: a resumed run drops what came after its checkpoint, and may write
+    other responses in its place."""
+    for row in _reviews(studio, index):
         with suppress(Missing):
-            yield row, _find(index, *row[1:4])
+            found = _find(index, *row[1:4])
+            if row[11] in (None, _digest(index, found)):  # None: of an earlier version
+                yield row, found
+
+
+def _digest(index: Index, found: Found) -> str:
+    [row] = index.text([found])
+    return hashlib.sha256(row.response.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _next(studio: Studio, request: Request) -> Response:
@@ -78,7 +94,7 @@ def _next(studio: Studio, request: Request) -> Response:
     index.read_rollouts(INDEX_SECONDS)
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
-    done = {tuple(row[1:4]) for row in _reviews(index)}
+    done = {tuple(row[1:4]) for row, _ in _reviewed(studio, index)}
     every, down = Filter(stage=stage, failed=False), order in ("highest", "newest")
     found = index.find(every, sort, down, QUEUE + len(done))
     if order == "random" and found:
@@ -97,10 +113,9 @@ def _judge(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     found = _find(index, stage, *place)
     note, who = text_of(sent, "note", 4000, ""), text_of(sent, "reviewer", 60, "")
     values = [stage, *place, agrees, flagged, note, who]
-    values += [found.reward, json.dumps(found.parts), time.time()]
-    with closing(_store(index)) as store:
-        columns = "stage, step, number, agrees, flagged, note, reviewer, reward, parts, time"
-        store.execute(f"INSERT INTO reviews({columns}) VALUES({', '.join('?' * 10)})", values)
+    values += [found.reward, json.dumps(found.parts), time.time(), _digest(index, found)]
+    with closing(_store(studio, index)) as store:
+        store.execute(f"INSERT INTO reviews VALUES(NULL{', ?' * len(values)})", values)
     return reply({"done": True}, 201)
 
 
@@ -111,7 +126,7 @@ def _find(index: Index, stage: str, step: int, place: int) -> Found:
 def _report(studio: Studio, request: Request) -> Response:
     """Among the rollouts that the reward (or a part of it) accepts, the share that a person accepts, with an interval over
     problems."""
-    rows = [*_reviewed(studio.index(request))]
+    rows = [*_reviewed(studio, studio.index(request))]
     said: dict[str, list[tuple[float, str]]] = {}
     for row, reviewed in rows:
         parts, problem = {"reward": row[8], **json.loads(row[9])}, reviewed.problem
@@ -130,7 +145,7 @@ def _flagged(studio: Studio, request: Request) -> Response:
     """Flagged rollouts as test cases of a reward: problem, response, reward, and the person's verdict."""
     index = studio.index(request)
     lines = []
-    for (*_, agrees, flagged, note, who, _, _, _), found in _reviewed(index):
+    for (*_, agrees, flagged, note, who, _, _, _, _), found in _reviewed(studio, index):
         if flagged:
             [row] = index.text([found])
             kept = ("problem", "question", "answer", "response", "reward", "parts")

@@ -174,6 +174,12 @@ def _start(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     return reply({"run": path_id(directory)}, 201)
 
 
+def _tags_of(sent: JSON) -> list[str]:
+    fine = isinstance(sent, list) and all(isinstance(t, str) and 0 < len(t) <= 40 for t in sent)
+    require(fine and len(sent) <= 20, "tags are at most 20 texts of at most 40 characters")
+    return [*sent]
+
+
 def _act(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     """Stop, resume or tag a run."""
     name, verb = request.path_params["run"], request.url.path.rpartition("/")[2]
@@ -183,8 +189,6 @@ def _act(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
     elif verb == "resume":
         studio.jobs.resume(directory)
     else:
-        tags = sent.get("tags", [])
-        fine = isinstance(tags, list) and all(isinstance(t, str) and 0 < len(t) <= 40 for t in tags)
-        require(fine and len(tags) <= 20, "tags are at most 20 texts of at most 40 characters")
-        studio.set_tags(name, tags)
+        tags, seen = (_tags_of(sent.get(key, [])) for key in ("tags", "seen"))
+        studio.set_tags(name, tags, seen)
     return reply({"done": verb})

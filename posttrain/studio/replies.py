@@ -96,8 +96,8 @@ def text_of(
 ) -> str:
     """A text in the object that was sent."""
     value = sent.get(name, default)
-    fine = isinstance(value, str) and len(value) <= maximum
-    require(fine, f"{name} must be a text of at most {maximum} characters")
+    fine = isinstance(value, str) and len(value) <= maximum and "\0" not in value
+    require(fine, f"{name} must be a text of at most {maximum} characters, none of them NUL")
     return str(value)
 
 

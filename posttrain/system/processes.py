@@ -26,6 +26,18 @@ HANGUP: int | None = getattr(signal, "SIGHUP", None)
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+def _python() -> tuple[str, ...]:
+    """The beginning of a command for another process of Python, which imports from where this one does. Without -P it would also
+    import from the current folder, where a user's `random.py` would replace the standard library's."""
+    with suppress(OSError):  # the folder has been removed
+        if {"", os.getcwd()} & {*sys.path}:
+            return (sys.executable,)
+    return sys.executable, "-P"
+
+
+PYTHON = _python()
+
+
 def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
     """Fork a process that runs `live(questions, answers)` with its ends of two pipes. Returns its process id, our end of the
     questions, which never blocks, and our end of the answers. The kernel ends the new process when this one dies, even by SIGKILL and

@@ -317,6 +317,20 @@ def test_a_task_that_pays_by_turn_is_learned_from_by_turn() -> None:
     assert GRPO(beta=0.0, scale="none").prepare(step.replace(paid_T=None), {}).advantage_T.tolist() == [0, 0.5, 0, 0.5, 0, -0.5]
 
 
+@pytest.mark.parametrize(("paid", "total", "advantage"), [((1.0, 0.0), 1.0, 0.0), ((-3.0, 2.0), -1.0, -0.5)])
+def test_no_turn_of_an_episode_that_was_cut_off_is_paid(paid: tuple[float, float], total: float, advantage: float) -> None:
+    """The other episode of the group has the return 0. Both turns of this one have min(total, 0): the second turn is neither paid its
+    own 2 nor charged for the 1 of the first."""
+    turns = [replace(segment([n], True), reward=reward) for n, reward in zip((6, 9), paid, strict=True)]
+    cut = [segment([5], False), turns[0], segment([8], False), turns[1]]
+    other = [segment([5], False), segment([7], True)]
+    step = pack_groups([group([rollout(cut, total), rollout(other, 0.0, sample=1)])], 1.0)
+    step = step.replace(truncated_N=torch.tensor([True, False]))
+    prepared = GRPO(beta=0.0, scale="none", truncated="zero").prepare(step, {})
+    assert prepared.advantage_T.tolist() == [0, advantage, 0, advantage, 0, -advantage]
+    assert torch.equal(prepared.paid_T, step.paid_T)  # what was paid stays what is shown
+
+
 @pytest.mark.proves("value")
 def test_pass_at_k_advantages_are_those_of_whole_responses() -> None:
     """One of four is right: 1 and -1/3 (ops/advantages.py has the formula), at every token."""

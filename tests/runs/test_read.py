@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import posttrain as pt
 from posttrain.errors import UserError
-from posttrain.runs.layout import TokenArrays
+from posttrain.runs.layout import TokenArrays, rollout_file
 from posttrain.runs.read import Run
+from posttrain.runs.tokens import spell
 from posttrain.runs.write import RunWriter
 from posttrain.types import Problem, Rollout, Score, Segment
 
@@ -218,3 +222,12 @@ def test_rollout_lines_of_other_programs_are_left_out(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "extra": 1}) + "\n" + json.dumps({"problem": "p"}) + "\n")
     assert [row.response for row in Run(tmp_path).rollouts("rl", 1)] == ["ok"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of bytes that are not UTF-8")
+def test_tokens_are_spelled_in_a_folder_that_is_not_utf8(tmp_path: Path) -> None:
+    directory = tmp_path / "caf\udce9"
+    file = rollout_file(directory, "rl", 0).with_name("tokenizer.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(Tokenizer(WordLevel({"yes": 0})).to_str())
+    assert spell(directory, "rl", [0]) == ["yes"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -291,7 +292,7 @@ def test_a_run_is_started_stopped_and_resumed_by_its_own_process(tmp_path: Path,
         "with made as writer:\n    writer.event('ready')\n    time.sleep(60)\n"
     )
     (tmp_path / "program.py").write_text(program)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(jobs, "PYTHON", (str(tmp_path / "python"),))
     (tmp_path / "python").write_text(
         f'#!/bin/sh\nshift 2\nexec {Path(sys.prefix) / "bin" / "python"} {tmp_path / "program.py"} "$@"\n'
     )
@@ -339,16 +340,29 @@ def test_two_starts_at_once_get_a_directory_each(tmp_path: Path, monkeypatch: py
 def test_stop_that_is_pressed_twice_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second signal would end the run at once, without a checkpoint."""
     sent: list[int] = []
-    owner = [7]
-    monkeypatch.setattr(jobs, "live_owner", lambda path: owner[-1])
+    monkeypatch.setattr(jobs, "live_owner", lambda path: 7)
     monkeypatch.setattr(jobs.os, "kill", lambda process, number: sent.append(process))
-    studio = jobs.Jobs(tmp_path)
-    studio.stop(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    holder = tmp_path / "one" / "lock.holder"
+    holder.write_text("7, the first attempt")
+    jobs.Jobs(tmp_path).stop(tmp_path / "one")
     with pytest.raises(UserError, match="one stops after its current step"):
-        studio.stop(tmp_path / "one")
-    owner.append(8)  # it was resumed
-    studio.stop(tmp_path / "one")
-    assert sent == [7, 8]
+        jobs.Jobs(tmp_path).stop(tmp_path / "one")  # another studio, or this one after a restart
+    holder.write_text("7, resumed: in a container processes have the same numbers again")
+    jobs.Jobs(tmp_path).stop(tmp_path / "one")
+    assert sent == [7, 7]
+
+
+def test_a_stop_that_could_not_be_sent_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: int, number: int) -> None:
+        raise PermissionError("of another user")
+
+    monkeypatch.setattr(jobs, "live_owner", lambda path: 7)
+    monkeypatch.setattr(jobs.os, "kill", refuse)
+    (tmp_path / "lock.holder").write_text("7")
+    for _ in range(2):
+        with pytest.raises(PermissionError):
+            jobs.Jobs(tmp_path).stop(tmp_path)
 
 
 def test_tags_are_kept(studio: Studio, one: str) -> None:
@@ -359,11 +373,77 @@ def test_tags_are_kept(studio: Studio, one: str) -> None:
     studio.post(f"{one}/tags", 400, tags=["x" * 41])
 
 
+def test_two_studios_over_one_folder_lose_no_tag(tmp_path: Path) -> None:
+    names = [f"/api/runs/{path_id(make_run(tmp_path / f'run{n}', 2))}" for n in range(4)]
+    studios = [Studio(tmp_path) for _ in names]
+
+    def tag(place: int) -> None:
+        for number in range(25):
+            studios[place].post(f"{names[place]}/tags", tags=[f"tag {number}"], seen=[f"tag {number - 1}"])
+
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(tag, range(len(names)))]
+    assert [studios[0].get(name)["tags"] for name in names] == [["tag 24"]] * len(names)
+
+
+def test_a_tag_that_another_page_has_added_stays(tmp_path: Path) -> None:
+    run, first, second = f"/api/runs/{path_id(make_run(tmp_path / 'run', 2))}", Studio(tmp_path), Studio(tmp_path)
+    first.post(f"{run}/tags", tags=["good", "old"])
+    first.post(f"{run}/tags", tags=["good", "mine"], seen=["good", "old"])
+    second.post(f"{run}/tags", tags=["good", "old", "theirs"], seen=["good", "old"])
+    assert {*first.get(run)["tags"]} >= {"good", "mine", "theirs"}
+    file = tmp_path / ".studio" / "tags.json"
+    for text in ("{", "[]", '{"run": 1}'):
+        file.write_text(text)
+        assert first.get(run)["tags"] == []
+        assert "tags.json is damaged" in first.post(f"{run}/tags", 400, tags=["new"])["error"]
+        assert file.read_text() == text
+
+
+def test_a_review_is_of_the_response_that_was_read(tmp_path: Path) -> None:
+    """A stage that runs again writes other responses in the same places."""
+    directory = make_run(tmp_path / "run")
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(directory)}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    place = {key: first[key] for key in ("stage", "step", "number")}
+    studio.post(f"{run}/review", 201, **place, agrees=False, flagged=True)
+    file = directory / "rollouts" / first["stage"] / f"step-{first['step']:06}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["response"] = "another"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / ".studio" / "index.sqlite").unlink()
+    studio = Studio(tmp_path)
+    studio.get(f"{run}/rollouts")
+    assert studio.get(f"{run}/flagged.jsonl") == "" and studio.get(f"{run}/review/report")["reviewed"] == 0
+    asked = studio.get(f"{run}/review", order="highest")["rollout"]
+    assert {key: asked[key] for key in place} == place and asked["response"] == "another"
+
+
+def test_reviews_of_a_run_that_cannot_be_written_are_kept(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "runs" / "run")
+    (directory / ".studio").touch()  # as if there were no right to make the folder
+    studio, run = Studio(tmp_path / "runs"), f"/api/runs/{path_id(directory)}"
+    studio.get(f"{run}/rollouts")
+    first = studio.get(f"{run}/review", order="highest")["rollout"]
+    studio.post(f"{run}/review", 201, **{key: first[key] for key in ("stage", "step", "number")}, agrees=True)
+    assert [*(tmp_path / "runs" / ".studio").glob("reviews-*.sqlite")]
+    assert studio.get(f"{run}/review/report")["reviewed"] == 1
+
+
 def test_without_a_model_server_the_playground_says_so(studio: Studio) -> None:
     assert studio.get("/api/models") == {"models": []}
     sent = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     assert "no model server" in studio.post("/api/chat", 400, **sent)["error"]
     studio.post("/api/chat", 400, model="m", messages=[{"role": "user", "content": "hi"}], temperature=99)
+
+
+def test_text_with_a_nul_is_refused_before_it_is_an_argument_of_a_program(studio: Studio, one: str) -> None:
+    said = studio.post(f"{one}/replay", 400, stage="rl", step=1, prompt="a\0b")
+    assert said["error"] == "prompt must be a text of at most 10000 characters, none of them NUL"
+    said = studio.post("/api/runs", 400, recipe="quickstart", settings=["size=\0"])
+    assert said["error"] == "'size=\\x00' is not key=value"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_change_needs_the_token_and_an_origin_of_ours(studio: Studio, started:
         ({"stage": "rl"}, 400, "step must be a whole number"),
         ({"stage": "rl", "step": "3"}, 400, "step must be a whole number"),
         ({"stage": "rl", "step": 3, "without": -1}, 400, "without must be a whole number"),
-        ({"stage": "rl", "step": 3, "prompt": 7}, 400, "prompt must be a text of at most 10000 characters"),
+        ({"stage": "rl", "step": 3, "prompt": 7}, 400, "prompt must be a text of at most 10000 characters, none of them NUL"),
     ],
 )
 def test_bad_questions_are_refused(studio: Studio, started: Any, sent: dict[str, Any], code: int, line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,3 +95,30 @@ def test_what_is_written_to_a_closed_terminal_is_discarded() -> None:
     pid, into, out = children.fork(writes)
     assert os.read(out, 100) in (b"[1] False True", b"[1, 2] False True")
     children.end(pid, into, out)
+
+
+def test_processes_do_not_import_from_the_current_folder(tmp_path: Path) -> None:
+    """As the installed program, which imports from its own folder and the packages, starts others."""
+    (tmp_path / "random.py").write_text("raise SystemError('a file of the user')")
+    program = (
+        "import subprocess; from posttrain.cluster.launch import COMMAND; from posttrain.studio.jobs import recipe_settings; "
+        "print(subprocess.call([*COMMAND, 'list', 'tools']), recipe_settings('quickstart')['name'])"
+    )
+    packages = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": packages},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.endswith("0 quickstart\n"), done.stderr
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_processes_import_from_where_this_one_does(here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "/packages"] if here else ["/packages"])
+    assert children._python()[1:] == (() if here else ("-P",))
