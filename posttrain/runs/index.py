@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sqlite3
+import stat
 import tempfile
 import threading
 import time
@@ -125,6 +126,17 @@ class Found:
 COLUMNS = [one.name for one in fields(Found)]
 
 
+def _temporary() -> Path:
+    """A temporary folder of this user alone, the same for every process unless somebody else has taken its name."""
+    # on Windows temporary files are in a folder of the user's
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"posttrain-index-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    own = found.st_uid == user and stat.S_ISDIR(found.st_mode)
+    return folder if own else Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+
+
 @dataclass(slots=True)
 class Index:
     """The index of one run. Several threads may use it; each has its own connection."""
@@ -140,11 +152,12 @@ class Index:
         self.path = self.run.directory / FOLDER / FILE
         try:
             self.path.parent.mkdir(exist_ok=True)
-            require(os.access(self.path.parent, os.W_OK), "read only")
-        except (OSError, ValueError):  # if another user owns the run, the index is a temporary file
+            if not os.access(self.path.parent, os.W_OK):
+                raise PermissionError
+        except OSError:  # if another user owns the run, the index is a temporary file
             name = hashlib.sha256(str(self.run.directory.resolve()).encode()).hexdigest()[:24]
-            self.path = Path(tempfile.gettempdir()) / f"posttrain-index-{os.getuid()}" / name / FILE
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path = _temporary() / name / FILE
+            self.path.parent.mkdir(exist_ok=True)
         try:
             if self._get("PRAGMA user_version")[0][0] != VERSION:
                 self._remake()

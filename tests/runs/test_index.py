@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -153,3 +154,25 @@ def test_a_run_that_cannot_be_written_has_its_index_elsewhere(tmp_path: Path) ->
     index = Index(Run(run))
     assert run not in index.path.parents and index.read_metrics()
     run.chmod(0o755)
+
+
+@pytest.mark.parametrize("other", ["folder", "link"])
+def test_a_temporary_folder_of_somebody_else_holds_no_index(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can make a folder of that name in /tmp and put an index there, whose rows the studio would show."""
+    run, there = make_run(tmp_path / "run", steps=10), tmp_path / f"posttrain-index-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    first = Index(Run(run))
+    assert first.path.parent.parent == there and there.stat().st_mode & 0o777 == 0o700
+    if other == "link":
+        there.rename(tmp_path / "theirs")
+        there.symlink_to(tmp_path / "theirs")
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+        there = tmp_path / "posttrain-index-4000000"
+        there.mkdir()  # of the user who runs the tests
+    second = Index(Run(run))
+    assert second.path.parent.parent != there and second.path.parent.parent.name.startswith(f"{there.name}-")
+    assert second.read_metrics()
