@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -29,6 +30,7 @@ from posttrain.ops.logprobs import Head, token_logprobs  # noqa: E402
 
 CUDA, RULE = torch.device("cuda"), Rule(0.125)
 HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 896, 4864, 151936, 14, 2, 64
+SHAPES = ((64, 1024), (48, 768), (64, 512))  # sequences, tokens of each
 
 
 def kernels(work: Callable[[], Any], repeats: int = 3) -> dict[str, float]:
@@ -67,32 +69,53 @@ def changed(**values: Any) -> Iterator[None]:
 
 
 def attention() -> dict[str, Any]:
-    """A layer forward and backward: flash of packed sequences, beside flash and cuDNN of a batch; fewer queries than keys; and all
-    samples of 8 prompts to their prompt."""
+    """A layer forward and backward: flash of packed sequences, beside cuDNN of a batch; fewer queries than keys; all samples of 8
+    prompts to their prompt; and packed sequences by FlashAttention 3 where it is installed, which takes flash's place for good."""
+    found = {**packed("flash"), **batched(), **to_prompts()}
+    if find_spec("flash_attn_interface"):
+        activate_flash_attention_impl("FA3")
+        found |= packed("FlashAttention 3")
+    return found
+
+
+def passes(attend: Any, queries: int, keys: int) -> dict[str, float]:
+    """The kernels of an attention, forward and backward."""
+    q, k, v = (random(tokens, heads, WIDTH) for tokens, heads in ((queries, HEADS), (keys, KEYS), (keys, KEYS)))
+    grad = torch.randn_like(q)
+    return kernels(lambda: torch.autograd.grad(attend(0, q, k, v, RULE), (q, k, v), grad))
+
+
+def packed(kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for count, length in ((64, 1024), (48, 768), (64, 512)):
-        q, k, v = (random(count * length, heads, WIDTH) for heads in (HEADS, KEYS, KEYS))
-        grad, name = torch.randn_like(q), f"{count} of {length}"
-        for batched in (False, True):
-            attend = attend_packed((length,) * count, CUDA, None, batched)
-            way = f"{name}, {'cuDNN of a batch' if batched else 'flash of packed ones'}"
-            found[way] = kernels(lambda a=attend, i=(q, k, v), g=grad: torch.autograd.grad(a(0, *i, RULE), i, g))
-    for count, new, length in ((64, 512, 768), (64, 512, 1024)):
-        q, k, v = random(count * new, HEADS, WIDTH), random(count * length, KEYS, WIDTH), random(count * length, KEYS, WIDTH)
-        attend, grad = attend_packed((length,) * count, CUDA, (new,) * count), torch.randn_like(q)
-        found[f"{count} of {length}, the last {new} ask, flash"] = kernels(
-            lambda a=attend, i=(q, k, v), g=grad: torch.autograd.grad(a(0, *i, RULE), i, g)
+    for count, length in SHAPES:
+        found[f"{count} of {length}, {kind} of packed ones"] = passes(
+            attend_packed((length,) * count, CUDA), *[count * length] * 2
         )
+    for count, new, length in ((64, 512, 768), (64, 512, 1024)):
+        attend = attend_packed((length,) * count, CUDA, (new,) * count)
+        found[f"{count} of {length}, the last {new} ask, {kind}"] = passes(attend, count * new, count * length)
+    return found
+
+
+def batched() -> dict[str, Any]:
+    return {
+        f"{count} of {length}, cuDNN of a batch": passes(
+            attend_packed((length,) * count, CUDA, None, True), *[count * length] * 2
+        )
+        for count, length in SHAPES
+    }
+
+
+def to_prompts() -> dict[str, Any]:
     q, k, v = random(8, HEADS, 4096, WIDTH), random(8, KEYS, 256, WIDTH), random(8, KEYS, 256, WIDTH)
     grad = torch.randn_like(q)
 
-    def to_prompts() -> Any:
+    def both() -> Any:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(q, k, v, scale=RULE.scaling, enable_gqa=True)
         return torch.autograd.grad(out, (q, k, v), grad)
 
-    found["8 x 4096 queries to 256 keys, cuDNN"] = kernels(to_prompts)
-    return found
+    return {"8 x 4096 queries to 256 keys, cuDNN": kernels(both)}
 
 
 def logprobs() -> dict[str, Any]:
