@@ -127,7 +127,7 @@ COLUMNS = [one.name for one in fields(Found)]
 
 
 def _temporary() -> Path:
-    """A temporary folder of this user alone, the same for every process unless somebody else has taken its name."""
+    """A temporary folder of this user alone, the same for every process unless another user has taken its name."""
     # on Windows temporary files are in a folder of the user's
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir()) / f"posttrain-index-{user}"
