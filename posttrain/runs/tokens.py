@@ -11,6 +11,7 @@ import numpy as np
 
 from posttrain.runs.layout import rollout_file, sampled_tokens
 from posttrain.runs.read import Run
+from posttrain.system.files import read_text
 from posttrain.types import JSON
 
 TOKENS = 20_000  # tokens of one rollout that are shown one by one
@@ -62,4 +63,4 @@ def _tokenizer(file: Path, changed: int) -> Any:
     from tokenizers import Tokenizer
 
     # its own reader refuses a path that is not UTF-8
-    return Tokenizer.from_str(file.read_text("utf-8"))
+    return Tokenizer.from_str(read_text(file))
