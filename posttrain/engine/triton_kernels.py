@@ -97,6 +97,14 @@ def load_page(ptr, seen, wide, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def share(start, end):
+    """The pages of these that are this program's, where others along the third axis have the rest."""
+    each = tl.cdiv(end - start, tl.num_programs(2))
+    start += tl.program_id(2) * each
+    return start, tl.minimum(start + each, end)
+
+
+@triton.jit
 def page_scores(q, k, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
     if CAPPED:
@@ -211,31 +219,29 @@ def prefix_kernel(
     """Attention of all rows of a tile, [first row, rows, prompt length], to one part of their common prompt, read once; and its
     log-sum-exp."""
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    table_ptr += tile * pages
     rows = tl.load(tile_ptr + tiles + tile)
+    first, length = tl.load(tile_ptr + tile), tl.load(tile_ptr + 2 * tiles + tile)
+    start, end = share(0, tl.cdiv(length, PAGE))
+    coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     if rows == 0:
         return
-    first, length = tl.load(tile_ptr + tile), tl.load(tile_ptr + 2 * tiles + tile)
     GROUPED: tl.constexpr = HEADS // KEYS
     member, at_d, at_n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, PAGE)
     row, mine = (first + member // GROUPED).to(tl.int64), member < rows * GROUPED
     query_head, wide = head * GROUPED + member % GROUPED, at_d < WIDTH
     place = (row * (HEADS + 2 * KEYS) + query_head)[:, None] * WIDTH + at_d[None, :]
     q = tl.load(qkv_ptr + place, mask=mine[:, None] & wide[None, :], other=0.0)
-    start = 0
     if WINDOWED:
         position = tl.load(position_ptr + row, mask=mine, other=2147483647)
-        start = tl.maximum(tl.min(position, 0) - window + 1, 0) // PAGE
+        oldest = tl.maximum(tl.min(position, 0) - window + 1, 0) // PAGE
+        start, end = share(oldest, tl.cdiv(length, PAGE))
+        coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
-    end = tl.cdiv(length, PAGE)
-    each = tl.cdiv(end - start, tl.num_programs(2))
-    start += part * each
-    end = tl.minimum(start + each, end)
-    table_ptr += tile * pages
-    coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
     for page in range(start, end):
         slot = coming.to(tl.int64) * PAGE + at_n
         coming = tl.load(table_ptr + tl.minimum(page + 1, end - 1))
@@ -306,9 +312,7 @@ def suffix_kernel(
         oldest = tl.maximum(length - window, 0)
     start, end = oldest // PAGE, tl.cdiv(length, PAGE)
     if not WHOLE:
-        each = tl.cdiv(end - start, tl.num_programs(2))
-        start += part * each
-        end = tl.minimum(start + each, end)
+        start, end = share(start, end)
     table_ptr += row * pages
     coming = tl.load(table_ptr + tl.minimum(start, pages - 1))
     for page in range(start, end):
