@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "logits written to memory": {"TALL": 1 << 30},
     "keys never cut": {"PROGRAMS": 1},
-    "no kernel begun early": {"_hopper": lambda device: False},
+    "no kernel begun early": {"is_hopper": lambda device: False},
 }
 
 
@@ -146,7 +146,7 @@ def attention() -> dict[str, Any]:
 
         ways: dict[str, dict[str, Any]] = {
             "as it is": {},
-            "kernels in turn": {"_hopper": lambda device: False},
+            "kernels in turn": {"is_hopper": lambda device: False},
             "keys never cut": {"PROGRAMS": 1},
             "keys cut for 512 programs": {"PROGRAMS": 512},
             "prompts in 4": {"PROMPT_PARTS": 4},

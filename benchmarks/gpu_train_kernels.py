@@ -10,20 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from gpu_cases import run_parts  # noqa: E402
 
+from posttrain.models import attention as packing  # noqa: E402
 from posttrain.models.attention import Rule, attend_packed  # noqa: E402
 from posttrain.ops import logprobs as module  # noqa: E402
 from posttrain.ops.logprobs import Head, token_logprobs  # noqa: E402
@@ -56,8 +57,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @contextmanager
-def changed(**values: Any) -> Iterator[None]:
-    """With other constants or functions of ops/logprobs.py."""
+def changed(module: ModuleType, **values: Any) -> Iterator[None]:
+    """With other constants or functions of a module."""
     old = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -69,13 +70,11 @@ def changed(**values: Any) -> Iterator[None]:
 
 
 def attention() -> dict[str, Any]:
-    """A layer forward and backward: flash of packed sequences, beside cuDNN of a batch; fewer queries than keys; all samples of 8
-    prompts to their prompt; and packed sequences by FlashAttention 3 where it is installed, which takes flash's place for good."""
-    found = {**packed("flash"), **batched(), **to_prompts()}
-    if find_spec("flash_attn_interface"):
-        activate_flash_attention_impl("FA3")
-        found |= packed("FlashAttention 3")
-    return found
+    """A layer forward and backward: torch's flash of packed sequences, beside cuDNN of a batch; fewer queries than keys; all samples
+    of 8 prompts to their prompt; and packed sequences by FlashAttention 4 where it is installed."""
+    with changed(packing, flash=lambda *_: None):
+        found = {**packed("flash"), **batched(), **to_prompts()}
+    return found | (packed("FlashAttention 4") if packing.flash(CUDA, WIDTH) else {})
 
 
 def passes(attend: Any, queries: int, keys: int) -> dict[str, float]:
@@ -134,7 +133,7 @@ def logprobs() -> dict[str, Any]:
     exact = torch.log_softmax(wide[0] @ wide[1].t(), -1).gather(1, target[:2048, None])[:, 0]
     expected = [exact.detach(), *torch.autograd.grad((exact * factor[:2048]).sum(), wide)]
     for way, tiled in (("logits written", False), ("in tiles", True)):
-        with changed(in_tiles=lambda *_, tiled=tiled: tiled):
+        with changed(module, in_tiles=lambda *_, tiled=tiled: tiled):
             found[way] = kernels(lambda: both(32768))
             with torch.no_grad():
                 found[f"{way}, without gradient"] = kernels(lambda: token_logprobs(hidden, target, Head(weight)))
@@ -148,7 +147,7 @@ def tiles() -> dict[str, Any]:
     hidden, weight = random(3072, HIDDEN).detach(), random(VOCABULARY, HIDDEN, scale=0.06).detach()
     target, out = torch.randint(0, VOCABULARY, (3072,), device=CUDA), torch.empty(3, 3072, device=CUDA)
     for shape in ((128, 256, 64), (256, 128, 64), (128, 128, 64), (128, 256, 128)):
-        with changed(TILE=shape):
+        with changed(module, TILE=shape):
             try:
                 found[str(shape)] = kernels(lambda: module.tile_statistics(hidden, target, weight, 1.0, tuple(out), True))  # type: ignore[arg-type]
             except Exception as problem:

@@ -59,8 +59,10 @@ def gated_kernel(grid: Grid, both: Tensor, out: Tensor, width: int, tanh: bool, 
     out.copy_((F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up)
 
 
-def gated_backward_kernel(grid: Grid, grad: Tensor, both: Tensor, out: Tensor, width: int, tanh: bool, block: int) -> None:
-    gate, up = both.chunk(2, 1)
+def gated_backward_kernel(
+    grid: Grid, grad: Tensor, both: Tensor, out: Tensor, width: int, tanh: bool, pairs: bool, block: int
+) -> None:
+    gate, up = both.unflatten(1, (width, 2)).unbind(2) if pairs else both.chunk(2, 1)
     if tanh:
         slope = torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate="tanh")
         act = F.gelu(gate, approximate="tanh")

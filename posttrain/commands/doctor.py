@@ -114,6 +114,8 @@ def accelerator() -> Finding:
         fix = "training uses bfloat16 on CUDA: use a newer GPU, or device=cpu"
     elif free < 0.5 * total:
         fix = "another process holds more than half of the GPU's memory; see nvidia-smi"
+    elif torch.cuda.get_device_capability(index) == (9, 0) and not installed("quack-kernels"):
+        text += "; 'posttrain[hopper]' would make it faster"
     return finding("gpu", text, fix)
 
 

@@ -23,8 +23,10 @@ from posttrain.engine.sampler import Choices, draw
 from posttrain.models import layers
 from posttrain.models.attention import Attend, Packed, Rule, attend_packed
 from posttrain.models.policy import Policy
+from posttrain.ops.device import is_hopper
 from posttrain.ops.experts import Routes
 from posttrain.ops.fused import add_norm, gated, power_of_two
+from posttrain.ops.hopper import gated_product
 from posttrain.ops.logprobs import Head, head_logits
 
 BLOCK = 4096  # logits that one program sums
@@ -86,6 +88,12 @@ class Products:
     def __call__(self, x: Tensor) -> Tensor:
         inner = self._inner(x)
         return self._adapt(F.linear(x, self._whole(), self.bias), x, inner)
+
+    def gated(self, x: Tensor, tanh: bool) -> Tensor:
+        """act(gate) * up of what a call gives, which is gate and then up."""
+        if self.projection.plain:
+            return gated_product(x, self.weight, tanh)
+        return gated(self(x), tanh)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total += what a call gives, summed inside the products."""
@@ -176,14 +184,14 @@ class Layer:
         """x += what the MLP, or the experts, make of it."""
         layer = self.described
         if self.quantised_mlp is not None:
-            self.quantised_mlp(x, _hopper(x.device))
+            self.quantised_mlp(x, is_hopper(x.device))
             return
         inner = _normalised(x, layer.post_norm)
         if layer.experts is not None:
             x += layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
             return
         gate_up, down = self.mlp
-        down.add_to(x, gated(gate_up(inner), layer.tanh))
+        down.add_to(x, gate_up.gated(inner, layer.tanh))
 
 
 def _normalised(x: Tensor, norm: layers.Norm) -> Tensor:
@@ -271,6 +279,7 @@ class Fused:
     def final_norm(self, x_TH: Tensor) -> Tensor:
         return _normalised(x_TH, self.described.norm)
 
+    @torch.inference_mode()
     def layer_alone(
         self, number: int, x_TH: Tensor, position_T: Tensor, packed: Packed, routes: Routes | None
     ) -> Tensor:
@@ -324,7 +333,7 @@ def rotate_store(
     weights = (norms[0].weight.detach(), norms[1].weight.detach()) if norms else (qkv, qkv)
     epsilon, shifted = (norms[0].epsilon, norms[0].shifted) if norms else (0.0, False)
     blocks = (power_of_two(heads.width // 2), power_of_two(heads.heads + 2 * heads.keys))
-    sizes, early = (heads.heads, heads.keys, heads.width, *blocks), _hopper(qkv.device)
+    sizes, early = (heads.heads, heads.keys, heads.width, *blocks), is_hopper(qkv.device)
     inputs = (qkv, *rope, position_T, slot_T, *store, *weights, epsilon)
     flags = (norms is not None, shifted, early)
     _triton().rotate_store_kernel[(len(qkv),)](*inputs, *sizes, *flags, launch_pdl=early)
@@ -373,7 +382,7 @@ def attend_pages(
     out = torch.empty(query_NHD.shape, dtype=query_NHD.dtype, device=device)
     limits = (rule.scaling, rule.softcap or 1.0, rule.sliding_window or 0, count)
     precision = "ieee" if query_NHD.dtype == wide else "tf32"
-    early = _hopper(device)
+    early = is_hopper(device)
     flags = (PAGE, rule.sliding_window is not None, rule.softcap is not None, precision, early)
     shape = (heads.heads, heads.keys, heads.width, max(16, power_of_two(heads.width)))
     state = (query_NHD, *store, found, lse)
@@ -400,12 +409,7 @@ def _head_fits(hidden_NH: Tensor, head: Head) -> bool:
     timed; others may have too little shared memory for its tiles."""
     plain = head.softcap is None and head.bias_V is None and head.scale == 1.0
     narrow = hidden_NH.dtype.itemsize == 2 and hidden_NH.shape[1] % 8 == 0
-    return plain and narrow and _hopper(hidden_NH.device)
-
-
-@cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return plain and narrow and is_hopper(hidden_NH.device)
 
 
 def sample(hidden_NH: Tensor, head: Head, rows: Rows, truncated: bool) -> tuple[Tensor, Tensor]:

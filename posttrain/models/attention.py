@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.ops.device import sent
+from posttrain.ops.hopper import flash
 
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
@@ -221,8 +222,9 @@ def attend_packed(
     queries: tuple[int, ...] | None = None,
     batched: bool = False,
 ) -> Attend:
-    """Causal attention within each of several concatenated sequences: torch's flash kernel if available, else plain attention.
-    `batched` sequences have equal length, for which cuDNN has a faster kernel.
+    """Causal attention within each of several concatenated sequences: by FlashAttention 4 where that is installed (ops/hopper.py), else
+    by torch's flash kernel if available, else plain attention. `batched` sequences have equal length, for which cuDNN has a faster
+    kernel.
 
     Of each sequence only the last `queries` tokens ask. A rule's window counts the token itself, torch's counts those to its left.
     """
@@ -243,6 +245,8 @@ def attend_packed(
         if fitting:
             window = (-1 if rule.sliding_window is None else rule.sliding_window - 1, 0)
             given = (query, key, value, from_N, of_N, *longest)
+            if whole and (faster := flash(query.device, query.shape[-1])) is not None:
+                return faster(*given, scale=rule.scaling)
             return varlen()(*given, scale=rule.scaling, window_size=window)
         rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
         if queries is None:

@@ -17,6 +17,7 @@ from posttrain.models.nf4 import product
 from posttrain.models.policy import Network
 from posttrain.ops.experts import Routes
 from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated
+from posttrain.ops.hopper import gated_product
 
 
 class FusedBody:
@@ -98,7 +99,7 @@ def _layer(
     x, inner = _add_norm(x, _linear(layer.out, seen), layer.post_norm)
     if layer.experts is not None:
         return x, layer.experts(inner, partial(gated, tanh=layer.tanh), routes)
-    return x, _linear(layer.down, gated(_linear(layer.gate_up, inner), layer.tanh))
+    return x, _linear(layer.down, _gated(layer.gate_up, inner, layer.tanh))
 
 
 def _gathered(
@@ -129,6 +130,12 @@ def _linear(projection: layers.Projection, x: Tensor) -> Tensor:
     ]
     scaled_OR = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
     return out.addmm_(inner, scaled_OR.t())  # nothing needs what it was before
+
+
+def _gated(projection: layers.Projection, x: Tensor, tanh: bool) -> Tensor:
+    if projection.plain:
+        return gated_product(x, projection.weight(), tanh)
+    return gated(_linear(projection, x), tanh)
 
 
 def fused_body(network: Network) -> FusedBody | None:

@@ -92,6 +92,11 @@ class Projection:
         found = [getattr(m, "base_layer", m) for m in self.modules]
         return found if all(isinstance(layer, Linear4bit) for layer in found) else []
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the weights makes the outputs."""
+        return not (self.present or self.narrow) and self.modules[0].bias is None
+
     def weight(self) -> Tensor:
         """[outputs of all, inputs]; the parameter itself if there is one layer. 4-bit weights are dequantised at each call."""
         if narrow := self.narrow:

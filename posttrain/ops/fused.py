@@ -96,12 +96,17 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TI: Tensor) -> tuple[Any, ...]:
         (both_TI,) = ctx.saved_tensors
-        rows, width = both_TI.shape[0], both_TI.shape[1] // 2
-        out, block = torch.empty_like(both_TI), min(1024, power_of_two(width))
-        _triton().gated_backward_kernel[(rows, -(-width // block))](
-            grad_TI.contiguous(), both_TI, out, width, ctx.tanh, block
-        )
-        return out, None
+        return gated_backward(grad_TI, both_TI, ctx.tanh), None
+
+
+def gated_backward(grad_TI: Tensor, both_TI: Tensor, tanh: bool, pairs: bool = False) -> Tensor:
+    """The gradient of gate and then up, [T, 2I]. `pairs`: `both_TI` has gate and up of each element side by side."""
+    rows, width = both_TI.shape[0], both_TI.shape[1] // 2
+    out, block = torch.empty_like(both_TI), min(1024, power_of_two(width))
+    _triton().gated_backward_kernel[(rows, -(-width // block))](
+        grad_TI.contiguous(), both_TI, out, width, tanh, pairs, block
+    )
+    return out
 
 
 def gated(both_TI: Tensor, tanh: bool) -> Tensor:

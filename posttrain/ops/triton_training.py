@@ -111,14 +111,25 @@ def gated_kernel(both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def gated_backward_kernel(
-    grad_ptr, both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constexpr
+    grad_ptr,
+    both_ptr,
+    out_ptr,
+    width,
+    TANH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Of y = act(gate) * up: dgate = g up act'(gate), dup = g act(gate)."""
+    """Of y = act(gate) * up: dgate = g up act'(gate), dup = g act(gate). PAIRS: gate and up of an element lie side by side."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gate = tl.load(both_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    both_ptr += row * 2 * width
+    if PAIRS:
+        place = both_ptr + 2 * at[:, None] + tl.arange(0, 2)[None, :]
+        gate, up = tl.split(tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32))
+    else:
+        gate = tl.load(both_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(both_ptr + width + at, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)

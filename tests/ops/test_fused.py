@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.ops import fused
-from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated
+from posttrain.ops.fused import Sharing, add_norm, attention_heads, gated, gated_backward
 
 COS, SIN = (
     f(torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03]).repeat(2)).double() for f in (torch.cos, torch.sin)
@@ -79,6 +79,13 @@ def test_gated(tanh: bool) -> None:
         return (F.gelu(gate, approximate="tanh") if tanh else gate / (1 + torch.exp(-gate))) * up
 
     check(lambda both: gated(both, tanh), plain, 2 * random(4, 10))
+
+
+def test_gradients_by_hand_of_gate_and_up_side_by_side() -> None:
+    """silu(0) = 0 and silu'(0) = 1/2: of the pair (0, 3), dgate = g 3/2 and dup = 0; of two such elements in either order."""
+    pairs = torch.tensor([[0.0, 3.0, 0.0, 5.0]])
+    assert gated_backward(torch.tensor([[2.0, 4.0]]), pairs, False, pairs=True).tolist() == [[3.0, 10.0, 0.0, 0.0]]
+    assert gated_backward(torch.tensor([[2.0, 4.0]]), pairs[:, [0, 2, 1, 3]], False).tolist() == [[3.0, 10.0, 0.0, 0.0]]
 
 
 SHAPE = (1, 1, 8)  # heads, key heads, width
