@@ -45,6 +45,7 @@ from posttrain.engine.engine import Engine  # noqa: E402
 from posttrain.engine.fp8 import Precision  # noqa: E402
 from posttrain.engine.rows import pages_of  # noqa: E402
 from posttrain.engine.scheduler import Scheduler, Work  # noqa: E402
+from posttrain.ops.hopper import fuses_gate  # noqa: E402
 from posttrain.types import Completion  # noqa: E402
 
 
@@ -217,7 +218,7 @@ def main() -> None:
     for name in options.cases.split(","):
         case = CASES[name]
         precision = Precision(options.quantization)
-        result = run_case(name, options.repeats, precision) | asdict(precision)
+        result = run_case(name, options.repeats, precision) | asdict(precision) | {"hopper": fuses_gate(torch.device("cuda"))}
         engine = result.pop("engine")
         result["bound_s"] = decode_bound(case, bytes_s, flops_s)
         result["share_of_bound"] = result["bound_s"] / result["seconds"]

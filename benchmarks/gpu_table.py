@@ -46,8 +46,8 @@ def merged(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
             }
             if kept.get("trl"):
                 kept["trl"]["ours"] = {way: result[way]["step"] for way in ("shared", "plain") if way in result}
-            quantised = kept.get("quantization") == "fp8"
-            found[result["case"]] = found.get(result["case"], {}) | ({"fp8": kept | about} if quantised else kept | about)
+            way = "fp8" if kept.get("quantization") == "fp8" else "faster" if kept.get("hopper") else ""
+            found[result["case"]] = found.get(result["case"], {}) | ({way: kept | about} if way else kept | about)
     return [found[name] for name in sorted(found)]
 
 
@@ -82,10 +82,11 @@ def generation(results: list[dict[str, Any]]) -> list[str]:
             share = f"{100 * r[key]['tokens_s'] / r['tokens_s']:.0f}% of equal lengths"
             title = f"{r['case']}, the same lengths, max_staleness={staleness}, in_flight={way}"
             lines.append(row(title, f"**{r[key]['tokens_s']:,.0f}**", "", share, "", "", "", r["date"]))
-        if "fp8" in r:
-            one, off = r["fp8"], r["fp8"]["logprob_difference"]
-            lines.append(row(f"{r['case']}, MLP in fp8", f"**{one['tokens_s']:,.0f}**", spread(one, "seconds"), "", "",
-                             f"{one['peak_gib']:.1f} GiB", f"{off['mean']:.4f} / {off['max']:.3f}", one["date"]))  # fmt: skip
+        for way, title in (("faster", "with the extra `hopper`"), ("fp8", "MLP in fp8")):
+            if one := r.get(way):
+                off, share = one["logprob_difference"], f"{100 * one['share_of_bound']:.0f}%" if way == "faster" else ""
+                lines.append(row(f"{r['case']}, {title}", f"**{one['tokens_s']:,.0f}**", spread(one, "seconds"), share, "",
+                                 f"{one['peak_gib']:.1f} GiB", f"{off['mean']:.4f} / {off['max']:.3f}", one["date"]))  # fmt: skip
     return lines
 
 
@@ -94,14 +95,17 @@ def steps(results: list[dict[str, Any]]) -> list[str]:
               "sampler and trainer differ by", "gradient off by", "measured")  # fmt: skip
     lines = [row(*titles), row(*["---"] * len(titles))]
     for r in results:
-        for way, word in (("shared", "computed once"), ("plain", "each time")):
-            if way not in r:
+        fast, once = r.get("faster", {}), "computed once"
+        ways = ((work(r["case"]), r.get("shared"), once), (f"{r['case']}, with the extra `hopper`", fast.get("shared"), once),
+                (work(r["case"]), r.get("plain"), "each time"))  # fmt: skip
+        for title, s, word in ways:
+            if s is None:
                 continue
-            s, gate = r[way], r.get("gate")
+            gate = r.get("gate") if s is r.get("shared") else None
             parts = [f"{s[key]:.2f} s" for key in ("generate", "train")]
-            lines.append(row(work(r["case"]), word, f"**{spread(s, 'step')}**", *parts, f"{100 * s['mfu']:.0f}%",
+            lines.append(row(title, word, f"**{spread(s, 'step')}**", *parts, f"{100 * s['mfu']:.0f}%",
                              f"{s['bound_s']:.2f} s", f"{s['peak_gib']:.1f} GiB", f"{s['mismatch']:.4f}",
-                             f"{gate['relative_error']:.3f}" if gate and way == "shared" else "", s["date"]))  # fmt: skip
+                             f"{gate['relative_error']:.3f}" if gate else "", s["date"]))  # fmt: skip
         if r.get("trl"):
             t = r["trl"]
             times = " and ".join(f"{t['step'] / t['ours'][way]:.2f}" for way in ("shared", "plain"))
