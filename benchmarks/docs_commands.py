@@ -44,9 +44,7 @@ import docs_settings as known  # noqa: E402
 ROOT = HERE.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^ {4}((?:POSTTRAIN_\w+=\S+ )?(?:posttrain|python|torchrun|make|pip|cp|curl) (?:\\\n|[^\n])+)", re.M)
-GPU_SCRIPTS = (
-    "gpu_generate|gpu_grpo_step|gpu_train|gpu_train_kernels|gpu_kernels|gpu_memory|gpu_scale|gpu_trl|product_step"
-)
+GPU_SCRIPTS = "gpu_generate|gpu_grpo_step|gpu_train|gpu_train_kernels|gpu_kernels|gpu_memory|gpu_scale|gpu_trl|product_step"
 GPU = re.compile(rf"device[= ]cuda|/({GPU_SCRIPTS}|sequence_ratio_mismatch)\.py|sampler=vllm")
 SERVERS = re.compile(r"posttrain (serve|studio) ")
 SECONDS = 400.0  # for one command on a CPU

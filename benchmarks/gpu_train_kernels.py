@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +32,7 @@ from posttrain.ops.logprobs import Head, token_logprobs  # noqa: E402
 
 CUDA, RULE = torch.device("cuda"), Rule(0.125)
 HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 896, 4864, 151936, 14, 2, 64
+WIDE = (28, 4, 128)  # heads, those of keys, elements of each: as in 7B
 SHAPES = ((64, 1024), (48, 768), (64, 512))  # sequences, tokens of each
 
 
@@ -70,18 +72,27 @@ def changed(module: ModuleType, **values: Any) -> Iterator[None]:
 
 
 def attention() -> dict[str, Any]:
-    """A layer forward and backward: torch's flash of packed sequences, beside cuDNN of a batch; fewer queries than keys; all samples
-    of 8 prompts to their prompt; and packed sequences by FlashAttention 4 where it is installed."""
+    """A layer forward and backward: torch's flash of packed sequences, beside cuDNN of a batch; fewer queries than keys; lengths as
+    gsm8k's; all samples of 8 prompts to their prompt; and packed sequences by FlashAttention 4 where it is installed."""
     with changed(packing, flash=lambda *_: None):
         found = {**packed("flash"), **batched(), **to_prompts()}
     return found | (packed("FlashAttention 4") if packing.flash(CUDA, WIDTH) else {})
 
 
-def passes(attend: Any, queries: int, keys: int) -> dict[str, float]:
+def passes(attend: Any, queries: int, keys: int, shape: tuple[int, int, int] = (HEADS, KEYS, WIDTH)) -> dict[str, float]:
     """The kernels of an attention, forward and backward."""
-    q, k, v = (random(tokens, heads, WIDTH) for tokens, heads in ((queries, HEADS), (keys, KEYS), (keys, KEYS)))
+    heads, shared, width = shape
+    q, k, v = (random(tokens, each, width) for tokens, each in ((queries, heads), (keys, shared), (keys, shared)))
     grad = torch.randn_like(q)
     return kernels(lambda: torch.autograd.grad(attend(0, q, k, v, RULE), (q, k, v), grad))
+
+
+def like_gsm8k(tokens: int = 45_000) -> tuple[int, ...]:
+    """Lengths of prompts with their answers, as gpu_train.py has them, of so many tokens or a few more."""
+    draw, found = np.random.default_rng(0), list[int]()
+    while sum(found) < tokens:
+        found.append(100 + int(draw.integers(131, 395)))
+    return tuple(found)
 
 
 def packed(kind: str) -> dict[str, Any]:
@@ -93,6 +104,10 @@ def packed(kind: str) -> dict[str, Any]:
     for count, new, length in ((64, 512, 768), (64, 512, 1024)):
         attend = attend_packed((length,) * count, CUDA, (new,) * count)
         found[f"{count} of {length}, the last {new} ask, {kind}"] = passes(attend, count * new, count * length)
+    for name, lengths in {"gsm8k's lengths": like_gsm8k(), "8 of 4,096": (4096,) * 8}.items():
+        for shape in ((HEADS, KEYS, WIDTH), WIDE):
+            attend, (heads, _, width) = attend_packed(lengths, CUDA), shape
+            found[f"{name}, {heads} heads of {width}, {kind}"] = passes(attend, *[sum(lengths)] * 2, shape)
     return found
 
 
