@@ -100,20 +100,19 @@ def shape_of(text: str) -> Shape:
 
 def named_shape(name: str) -> Shape:
     """The shape in the config of a model, from a folder or the hub. Its weights are not read."""
-    from posttrain.models.load import locate, read_config
+    from posttrain.models.load import class_for, locate, read_config
 
     if not Path(name).exists() and "/" not in name:
         advice = "give a size such as 7B, 350M or 30B-A3B, or a model's folder or name"
         raise UserError(f"--params {name}: {advice}")
     import torch
-    from transformers import AutoModelForCausalLM
 
     from posttrain.models.policy import active_parameters
     from posttrain.train.memory import key_width
 
     config = read_config(locate(name, weights=False))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = class_for(config).from_config(config)
     text = config.get_text_config()
     weights, active = float(model.num_parameters()), float(active_parameters(model))
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)

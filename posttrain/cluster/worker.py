@@ -141,11 +141,11 @@ def make_sampler(settings: WorkerSettings) -> tuple[Any, ReadWeights]:
 def make_engine(settings: WorkerSettings) -> Engine:
     """Our engine on a model of the given configuration."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from posttrain.engine.engine import Engine
     from posttrain.engine.fp8 import Precision
-    from posttrain.models.load import attention_for
+    from posttrain.models.load import attention_for, class_for
     from posttrain.models.lora import Lora, add_adapters
     from posttrain.models.policy import wrap_model
     from posttrain.train.torch_settings import use_deterministic_kernels
@@ -155,7 +155,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
     torch.set_num_threads(settings.threads)
     config = AutoConfig.for_model(**settings.config)
     with torch.device(settings.device):
-        model = AutoModelForCausalLM.from_config(
+        model = class_for(config).from_config(
             config, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(config)
         )
     policy = wrap_model(model.eval(), None, tuple(settings.stop_ids), settings.source)

@@ -179,7 +179,7 @@ class Decode:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         rows, heads, width = key.shape[0], key.shape[1], key.shape[3]
         grouped = query.shape[1] // heads
-        if query.device.type == "cpu" and query.dtype == torch.float32 and rule.softcap is None:
+        if query.device.type == "cpu" and query.dtype == torch.float32 and rule.plain:
             query = query.reshape(rows, heads, grouped, width)
             qkv = torch.cat([query, key, value], 2)
             return self.attend_grouped(layer, qkv, rule).view(rows, 1, -1, width)
@@ -187,7 +187,7 @@ class Decode:
         keys, values = store[: self.count, :, :, : self.longest].unbind(2)
         mask = self.mask(rule.sliding_window)
         # heads of a group become query rows: keys are read once and never repeated
-        if rule.softcap is None:
+        if rule.plain:
             query = query.reshape(rows, heads, grouped, width)
         allowed = None if mask is None else ~mask
         return masked(query, keys, values, allowed, rule).reshape(rows, 1, heads * grouped, width)

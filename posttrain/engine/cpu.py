@@ -159,7 +159,7 @@ class CPUBackend:
     def routes(self, rows: Sequence[int]) -> list[np.ndarray | None]:
         return [None] * len(rows)
 
-    def keep(self, row: int, number: int) -> KeptRow:
+    def keep(self, row: int, number: int) -> KeptRow | None:
         length = int(self.rows["prefix"][row] + self.rows["count"][row]) - 1
         kept = KeptRow(number, length, self.cache.save(row, length), self.decoder is not None)
         self.kept_bytes += kept.bytes

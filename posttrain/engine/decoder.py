@@ -174,7 +174,7 @@ class Decoder:
     """The same hidden states as `Policy.hidden`, from the weights at the time it was made."""
 
     def __init__(self, described: layers.ModelDescription, pack: bool):
-        self.rotary = described.body.rotary_emb
+        self.body = described.body
         self.embedding = described.body.embed_tokens.weight.detach()
         self.layers = [_Layer(layer, pack) for layer in described.layers]
         self.final_norm = _Norm(described.norm)
@@ -186,8 +186,8 @@ class Decoder:
         if positions <= self.rope.shape[0]:
             return
         at = torch.arange(max(positions, 2 * self.rope.shape[0]))
-        cos, sin = self.rotary(self.embedding, at[None])
-        parts = (t[0, :, None, None, : t.shape[-1] // 2].contiguous() for t in (cos, sin))
+        angles = layers.rotary_angles(self.body, at)
+        parts = (t[:, None, None, : t.shape[-1] // 2].contiguous() for t in angles)
         self.rope = torch.complex(*parts)
 
     def hidden(self, ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:

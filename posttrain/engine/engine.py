@@ -21,6 +21,7 @@ from posttrain.engine.cpu import CPUBackend
 from posttrain.engine.cuda import CUDABackend
 from posttrain.engine.decoder import cpu_decoder
 from posttrain.engine.fused import fused
+from posttrain.engine.padded import plain_backend
 from posttrain.engine.scheduler import Backend, Scheduler, Work
 from posttrain.errors import UserError, require
 from posttrain.models.layers import report_plain_path
@@ -222,7 +223,7 @@ class Engine:
             text = f"sampler_quantization=fp8 is for models on the fast path, and this has {reason}; leave it out"
             require(not self.precision.products, text)
             report_plain_path(self.policy, "engine", reason)
-        return CPUBackend(self.policy, self.precision)
+        return plain_backend(self.policy)(self.policy, self.precision)
 
     def _forks(self, works: Sequence[Work]) -> bool:
         """Whether works go to worker processes, which share this policy's weights. If the weights have moved to other memory, as when
@@ -246,7 +247,7 @@ class Engine:
 
     def _worker_scheduler(self) -> Scheduler:
         """Make the scheduler of a worker; runs in the worker."""
-        return self._make_scheduler(CPUBackend(self.policy, self.precision))
+        return self._make_scheduler(plain_backend(self.policy)(self.policy, self.precision))
 
     def _make_scheduler(self, backend: Backend) -> Scheduler:
         scheduler = Scheduler(self.policy, backend, self.capacity, self.keep_caches)

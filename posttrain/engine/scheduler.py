@@ -99,8 +99,8 @@ class Backend(Protocol):
     def routes(self, rows: Sequence[int]) -> list[np.ndarray | None]:
         """The experts of the tokens of each row, [prompt and response, L K], -1 where unknown. None if not recorded."""
 
-    def keep(self, row: int, number: int) -> Kept:
-        """Keep the cache of a finished row, which is removed next."""
+    def keep(self, row: int, number: int) -> Kept | None:
+        """Keep the cache of a finished row, which is removed next, if it can be kept."""
 
     def drop(self, kept: Any) -> None: ...
 
@@ -378,8 +378,8 @@ class Scheduler:
             request = work.requests[member]
             finish = "stop" if end == STOPPED else "length"
             self.finished.append((request, Completion(*tokens, finish, routes)))
-            if request.keep:
-                self.kept[request.session] = self.backend.keep(row, work.number)
+            if request.keep and (kept := self.backend.keep(row, work.number)) is not None:
+                self.kept[request.session] = kept
         rows.take(self.backend.remove(gone))
         while not self.backend.fits(None) and self._drop_oldest():
             pass

@@ -26,7 +26,7 @@ from posttrain.ops.hopper import flash
 
 ATTENTION = "posttrain"
 LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the model
-SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", LAYOUT}
+SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", LAYOUT}
 IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
 IGNORED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
@@ -46,11 +46,18 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a model requires of its attention: scale, window, soft cap."""
+    """What a model requires of its attention: scale, window, soft cap, and sinks, [Hq]: the score of a key without a value that every
+    query of a head sees (gpt-oss)."""
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's attention computes it."""
+        return self.softcap is None and self.sinks is None
 
 
 # layer, [T, Hq, D], [T, Hk, D], [T, Hk, D], rule -> [T, Hq, D]
@@ -71,21 +78,26 @@ def attention(
         asked = f"{type(module).__name__} asks its attention for {', '.join(unknown)}"
         raise NotImplementedError(f"{asked}, which posttrain does not do")
     scaling = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    rule = Rule(scaling, options.get("sliding_window"), options.get("softcap"))
+    rule = Rule(scaling, *(options.get(name) for name in ("sliding_window", "softcap", "s_aux")))
     layout: Layout | None = options.get(LAYOUT)
     if layout is None:
         if key.shape[2] != query.shape[2]:
             advice = "sample with its engine, not with model.generate"
             raise NotImplementedError(f"posttrain's attention keeps its own cache: {advice}")
         return causal(query, key, value, rule).transpose(1, 2), None
-    return layout.attend(module.layer_idx, query, key, value, rule), None  # type: ignore[arg-type]
+    width = value.shape[-1]
+    if width != key.shape[-1]:  # as in DeepSeek; caches hold keys and values of one width
+        widest = max(width, key.shape[-1])
+        query, key, value = (F.pad(t, (0, widest - t.shape[-1])) for t in (query, key, value))
+    outputs = layout.attend(module.layer_idx, query, key, value, rule)  # type: ignore[arg-type]
+    return outputs[..., :width], None
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """Causal attention of equal-length rows, [B, H, S, D] -> [B, H, S, D]. Right padding needs no mask, because nothing attends to
     later tokens."""
     length = query.shape[2]
-    if rule.softcap is None and (rule.sliding_window or length) >= length:
+    if rule.plain and (rule.sliding_window or length) >= length:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=grouped
@@ -103,7 +115,7 @@ def seen(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
 def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
     """Attention under a boolean mask that broadcasts to [B, H, S, L]; grouped heads share keys without copying them."""
     grouped = query.shape[1] // key.shape[1]
-    if rule.softcap is None:
+    if rule.plain:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, scale=rule.scaling, enable_gqa=grouped > 1
         )
@@ -111,11 +123,16 @@ def masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, ru
     rows = query.reshape(batch, key.shape[1], grouped * length, width)
     scores = (rows @ key.transpose(-1, -2)).view(batch, heads, length, -1)
     scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
-    scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
-    weights = scores.softmax(-1).to(value.dtype).view(batch, key.shape[1], grouped * length, -1)
-    return (weights @ value).view(batch, heads, length, width)
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(scores.dtype).view(-1, 1, 1).expand(batch, -1, length, 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1).to(value.dtype)[..., : key.shape[2]]
+    rows = weights.reshape(batch, key.shape[1], grouped * length, -1)
+    return (rows @ value).view(batch, heads, length, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +186,20 @@ class Packed:
             outputs.append(causal(q, k, v, rule).transpose(1, 2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (joined if self.order is None else joined.index_select(0, self.order))[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A layout for layers that attend once each, as our caches have it; DiffLlama's do twice."""
+
+    layout: Layout
+    asked: set[int] = field(default_factory=set)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if layer in self.asked:
+            raise NotImplementedError("a layer attends more than once")
+        self.asked.add(layer)
+        return self.layout.attend(layer, query, key, value, rule)
 
 
 def bucket(lengths: Sequence[int]) -> list[list[int]]:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from posttrain.errors import require
-from posttrain.models.load import Loaded, Reader, as_dtype, check_device, check_vocabulary, stop_ids
+from posttrain.models.load import (
+    Loaded,
+    Reader,
+    as_dtype,
+    check_device,
+    check_vocabulary,
+    longest,
+    stop_ids,
+)
 from posttrain.models.tiny import without_length_warning
 from posttrain.trust import elsewhere, known_as
 
@@ -35,8 +43,7 @@ def give(model: Any, tokenizer: Any) -> str:
 def reader(name: str) -> Reader:
     """How the module reads."""
     model, tokenizer = _known(name)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Reader(tokenizer, name, limit)
+    return Reader(tokenizer, name, longest(model.config))
 
 
 def content(name: str) -> str:

@@ -58,6 +58,12 @@ class Norm:
     epsilon: float
     shifted: bool
 
+    @staticmethod
+    def known(module: Any) -> bool:
+        """Whether it has a weight; OLMo's have none."""
+        epsilon = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
+        return epsilon and isinstance(getattr(module, "weight", None), Tensor)
+
     @classmethod
     def of(cls, module: Any) -> Norm:
         """Read a norm module. Llama calls epsilon variance_epsilon; Gemma and torch call it eps, and only Gemma adds 1 to the
@@ -199,13 +205,25 @@ class ModelDescription:
             # made by the engine or the trainer, read by both: autograd refuses tensors of inference mode
             with torch.inference_mode(False), torch.no_grad():
                 at = torch.arange(-(-positions // ROPE_BLOCK) * ROPE_BLOCK, device=weight.device)
-                cos, sin = rotary(weight[:1], at[None])
-                table = tuple(t[0].to(weight.dtype).contiguous() for t in (cos, sin))
+                angles = rotary_angles(self.body, at)
+                cos, sin = (t.to(weight.dtype).contiguous() for t in angles)
+                table = (cos, sin)
             _TABLES[rotary] = table
         return table
 
 
 _TABLES: WeakKeyDictionary[nn.Module, RopeTable] = WeakKeyDictionary()
+
+
+def rotary_angles(body: Any, position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of these positions, [T, D]."""
+    at = position_T[None]
+    if hasattr(body.rotary_emb, "mrope_section"):
+        at = at.expand(3, 1, -1)  # text is at the same place in time, height and width
+    cos, sin = body.rotary_emb(body.embed_tokens.weight[:1], at)
+    return cos[0], sin[0]
+
+
 _RULES: WeakKeyDictionary[nn.Module, tuple[Rule, ...] | str] = WeakKeyDictionary()
 _PROVED: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = WeakKeyDictionary()
 _REPORTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -218,6 +236,8 @@ def describe(network: Network) -> ModelDescription | str:
     run on tokens, once for each body.
     """
     body = network.body
+    if network.padded:
+        return "a state besides attention, or attention of its own"
     if network.dtype not in TOLERANCE:
         return f"weights of type {network.dtype}"
     listed = isinstance(getattr(body, "layers", None), nn.ModuleList)
@@ -234,6 +254,8 @@ def describe(network: Network) -> ModelDescription | str:
     for module in body.layers:
         if reason := _unsupported_layer(module):
             return reason
+    if not Norm.known(body.norm):
+        return f"norm {type(body.norm).__name__}"
     if body not in _RULES:
         _RULES[body] = _rules(network)
     rules = _RULES[body]
@@ -260,6 +282,10 @@ def _unsupported_layer(layer: Any) -> str:
         return f"{type(layer.mlp).__name__} is not the MLP of a Llama"
     if _parts(layer.self_attn) not in (ATTENTION, ATTENTION | NORMS):
         return f"{type(layer.self_attn).__name__} is not the attention of a Llama"
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    for norm in (*norms, *(getattr(layer.self_attn, name, None) for name in NORMS)):
+        if norm is not None and not Norm.known(norm):
+            return f"norm {type(norm).__name__}"
     return "" if _tanh(mlp.act_fn) is not None else f"activation {type(mlp.act_fn).__name__}"
 
 
@@ -316,14 +342,15 @@ class _Recorder:
 def _rules(network: Network) -> tuple[Rule, ...] | str:
     """What each layer requires of its attention."""
     body, (ids_T, position_T, starts) = network.body, probe_tokens(network.model)
-    angles = body.rotary_emb(body.embed_tokens.weight[:1], position_T[None])[0]
-    if angles.shape[-1] != body.layers[0].self_attn.head_dim:
+    if rotary_angles(body, position_T)[0].shape[-1] != body.layers[0].self_attn.head_dim:
         return "rotary angles for a part of each head"
     recorder = _Recorder(Packed(starts, ids_T.device), {})
     network.hidden(ids_T[None], position_T[None], **{LAYOUT: recorder})
     count = len(body.layers)
     if sorted(recorder.rules) != list(range(count)):
         return "layers that do not call our attention once each"
+    if any(rule.sinks is not None for rule in recorder.rules.values()):
+        return "attention with sinks"
     return tuple(recorder.rules[n] for n in range(count))
 
 

@@ -199,6 +199,16 @@ def check_positions(source: str, limit: int | None, tokens: int, advice: str) ->
     require(limit is None or tokens <= limit, f"{found}; {advice}")
 
 
+def longest(config: PretrainedConfig) -> int | None:
+    """The longest sequence that a model supports; None if its configuration does not say. Beyond a chunk of Llama 4, tokens would see
+    what the model does not."""
+    text = config.get_text_config()
+    stated = [getattr(text, "max_position_embeddings", None)]
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        stated.append(getattr(text, "attention_chunk_size", None))
+    return min((int(limit) for limit in stated if limit is not None), default=None)
+
+
 def outline(name: str, score: bool | None = False) -> Reader:
     """What can be known of the model called `name` without its weights. With `score` it must be a reward model; None: it may be
     one. Of a model on the hub only the small files are fetched."""
@@ -211,8 +221,7 @@ def outline(name: str, score: bool | None = False) -> Reader:
         config = read_config(path)
         if score is not None:
             check_head(name, config, score)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return Reader(read_tokenizer(path), name, limit)
+        return Reader(read_tokenizer(path), name, longest(config))
 
 
 def check_head(source: str, config: PretrainedConfig, score: bool) -> None:
@@ -326,17 +335,15 @@ def read_directory(
     """Read model and tokenizer of a checked directory. `dtype` None keeps the checkpoint's own. With `score` it must be a reward
     model."""
     directory.check_directory(folder)
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     tokenizer = read_tokenizer(folder)
     try:
-        kind = AutoModelForSequenceClassification if score else AutoModelForCausalLM
         where, sizes = str(folder / "config.json"), directory.weight_sizes(folder)
         # before transformers makes something for every layer
         bounds.check_numbers(where, directory.read_json(folder / "config.json"), *sizes)
         config = read_config(folder)
         check_head(str(folder), config, score)
+        kind = class_for(config, score)
         with LOADING:
             bounds.check_size(where, kind, config, *sizes)
             model, report = kind.from_pretrained(
@@ -358,6 +365,21 @@ def read_directory(
         report["missing_keys"] = {*report["missing_keys"]} - {"score.weight"}
     check_report(str(folder), report)
     return model, tokenizer
+
+
+def class_for(config: PretrainedConfig, score: bool = False) -> Any:
+    """The class of transformers that reads a model. One that also reads images (Gemma 3, Qwen3.5, Mistral 3) is read whole, so that
+    what is written has all its weights."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    if score:
+        return transformers.AutoModelForSequenceClassification
+    seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    only = type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if seeing is not None and (only or seeing.__name__ in (config.architectures or ())):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -382,10 +404,10 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"{folder}: {detail}; copy it anew") from error
 
 
-def attention_for(config: PretrainedConfig) -> str:
+def attention_for(config: PretrainedConfig) -> str | None:
     """The stock attention that computes this model as it was trained: `sdpa` ignores the soft cap of Gemma 2's scores."""
     text = config.get_text_config()
-    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else "sdpa"
+    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else None
 
 
 def check_report(source: str, report: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import Checked, Positive, Several, optional, require
 from posttrain.models import nf4
-from posttrain.models.policy import Network, Policy
+from posttrain.models.policy import Network, Policy, text_body
 
 ADAPTER = "lora_"  # part of the names of peft's matrices
 NO_PEFT = "LoRA needs peft: pip install 'posttrain[lora]'"
@@ -90,7 +90,7 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     """Freeze the model and add adapters to its body, in place. Parameters whose names begin with one of `learning` stay trainable,
     such as a critic's head."""
     peft = optional("peft", NO_PEFT)
-    body = model.base_model
+    body = text_body(model)
     present = sorted({name.rsplit(".", 1)[-1] for name in Lora().layers(body)})
     missing = ", ".join(name for name in lora.targets if name not in present)
     has = f"it has {', '.join(present)}" + (", and experts get none" if has_experts(body) else "")

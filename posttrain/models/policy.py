@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from posttrain.errors import UserError, require
 from posttrain.events import Events
-from posttrain.models.attention import LAYOUT, Packed, install
-from posttrain.models.load import FEWER, check_positions
+from posttrain.models.attention import LAYOUT, Layout, Once, Packed, install
+from posttrain.models.load import FEWER, check_positions, longest
 from posttrain.models.routing import ROUTES, use_routes
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
 # relative distance below which rows of the head are equal, and how many equal rows are suspicious
 SAME, MANY = 0.01, 16
+PADDED = "posttrain_padded"  # set on a body, with which copies are made
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
@@ -36,7 +37,7 @@ class Network:
     router_replay = False  # train with the experts that the sampler chose; it is recorded by it
 
     def __post_init__(self) -> None:
-        self.body = self.model.base_model
+        self.body = text_body(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -61,12 +62,38 @@ class Network:
             return function(*given)
         return self.model.within(partial(function, *given))[1]  # type: ignore[no-any-return]
 
+    @property
+    def padded(self) -> bool:
+        """Whether sequences are rows of padded batches, computed by the model's own attention: it carries a state from token to token
+        besides, as Qwen3.5, LFM2 and Mamba do, or has attention that ours cannot replace, as Bloom. End to end, sequences would see
+        their neighbours."""
+        return getattr(self.body, PADDED, False)
+
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """The final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py. Routers of
         experts record their choices in `ROUTES`."""
         use_routes(self.body, layout.pop(ROUTES, None))
-        outputs = self.body(input_ids=ids, position_ids=position_ids, use_cache=False, **layout)
-        return outputs.last_hidden_state  # type: ignore[no-any-return]
+        packed = layout.get(LAYOUT)
+        if self.padded and isinstance(packed, Packed):
+            assert packed.source is None, "rows share no beginning"
+            # padding comes after the tokens of a row, which do not see it
+            rows = [self.body_pass(ids[0, at], position_ids[0, at]) for at in packed.buckets]
+            joined = torch.cat([row.flatten(0, 1) for row in rows])
+            return (joined if packed.order is None else joined[packed.order])[None]
+        return self.body_pass(ids, position_ids, **layout)
+
+    def body_pass(self, ids: Tensor, position_ids: Tensor, **given: Any) -> Tensor:
+        """The body's own forward pass."""
+        given = {"use_cache": False} | given
+        return self.body(input_ids=ids, position_ids=position_ids, **given).last_hidden_state  # type: ignore[no-any-return]
+
+
+def text_body(model: Any) -> Any:
+    """The part of a model that computes hidden states of text; of a model that also reads images, its language model."""
+    base = model.base_model
+    # Llama 4's language model names no part of its own as its body
+    base = model.model if base is model else base
+    return getattr(base, "language_model", base)
 
 
 def active_parameters(model: Any) -> int:
@@ -102,8 +129,7 @@ class Policy(Network):
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model supports; None if its configuration does not say."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return longest(self.model.config)
 
     def check_length(self, tokens: int, advice: str = FEWER) -> None:
         check_positions(self.source, self.positions, tokens, advice)
@@ -139,10 +165,14 @@ def disagreement(found_TV: Tensor, expected_TV: Tensor, dtype: torch.dtype) -> t
 
 def wrap_model(model: Any, tokenizer: Any, stop_ids: tuple[int, ...], source: str = "") -> Policy:
     """Plug our attention into a causal language model; see `with_our_attention`."""
-    rotary = getattr(getattr(model.base_model, "rotary_emb", None), "rope_type", "")
+    body = text_body(model)
+    rotary = getattr(getattr(body, "rotary_emb", None), "rope_type", "")
     if "dynamic" in (rotary.values() if isinstance(rotary, dict) else (rotary,)):
         reason = "dynamic rotary scaling makes a sequence depend on its neighbours"
         raise UserError(f"{source or type(model).__name__}: {reason}; not supported")
+    used = {*body.parameters(), *model.get_output_embeddings().parameters()}
+    for parameter in {*model.parameters()} - used:
+        parameter.requires_grad_(False)  # what reads images
     return with_our_attention(
         Policy(model, tokenizer, tuple(stop_ids), source),
         lambda id_T: model(id_T[None], use_cache=False).logits[0].float(),
@@ -156,31 +186,48 @@ def with_our_attention(
     """Plug our attention into a transformers model, and check that it still computes the same: a model of an unsupported kind is
     refused here and not trained wrongly. Dropout is switched off, because sampling and training must see the same distribution.
 
-    `own` computes a sequence as the model does before, `outputs` the same of the hidden states of packed sequences.
+    `own` computes a sequence as the model does before, `outputs` the same of hidden states. The check is of two packed sequences whose
+    common beginning is computed once. A model that our attention cannot compute is `padded` and keeps its own.
     """
     model, where = network.model, network.source or type(network.model).__name__
     silence_dropout(model)
-    ids_T, position_T, starts = probe_tokens(model)
-    was_training = model.training
+    stock, was_training = model.config._attn_implementation, model.training
+    ids_K, device = probe_tokens(model)[0], model.device
+    starts, source = (0, 7, 15), torch.tensor([*range(7), *range(4), *range(7, 11)], device=device)
+    kept = torch.tensor([*range(7), *range(11, 15)], device=device)
+    position_T = torch.cat([torch.arange(7), torch.arange(8)]).to(device)
     model.eval()
+    layout: dict[str, Layout]
+    reasons = list[str]()
     with torch.no_grad():
-        expected = torch.cat([own(ids_T[start:end]) for start, end in pairwise(starts)])
-        install(model)
-        layout = {LAYOUT: Packed(starts, model.device)}
-        try:
-            found = outputs(network, network.hidden(ids_T[None], position_T[None], **layout)[0])
-        except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
-            reason = f"this architecture does not work with packed attention: {error}"
-            raise UserError(f"{where}: {reason}") from None
-    model.train(was_training)
-    worst, limit = disagreement(found, expected, model.dtype)
-    finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
-    require(expected.isfinite().all(), f"{where}: {finite}")
-    if not worst <= limit:
-        found_by = f"by {worst:.2g} (at most {limit:g} is rounding)"
-        reason = f"outputs with our attention differ from the model's own {found_by}"
-        raise UserError(f"{where}: {reason}; this architecture is not supported")
-    return network
+        expected = torch.cat([own(ids_K[source[start:end]]) for start, end in pairwise(starts)])
+        finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
+        require(expected.isfinite().all(), f"{where}: {finite}")
+        for padded in (False, True):
+            setattr(network.body, PADDED, padded)
+            try:
+                if padded:
+                    model.set_attn_implementation(stock)
+                    layout = {LAYOUT: Packed(starts, device)}
+                    hidden_TH = network.hidden(ids_K[source][None], position_T[None], **layout)[0]
+                else:
+                    install(model)
+                    layout = {LAYOUT: Once(Packed(starts, device, kept, source))}
+                    found_KH = network.hidden(ids_K[None], position_T[kept][None], **layout)[0]
+                    hidden_TH = found_KH[source]
+                worst, limit = disagreement(outputs(network, hidden_TH), expected, model.dtype)
+            except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
+                reasons.append(str(error).rstrip("."))
+                continue
+            if worst <= limit:
+                model.train(was_training)
+                return network
+            reasons.append(
+                f"outputs differ from the model's own by {worst:.2g} (at most {limit:g} is rounding)"
+            )
+    raise UserError(
+        f"{where}: this architecture is not supported: {reasons[0]}; with its own attention: {reasons[1]}"
+    )
 
 
 def untrained_tags(policy: Policy, tags: Sequence[str]) -> list[str]:

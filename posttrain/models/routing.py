@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from posttrain.ops.experts import Routes, route
 
 EXPERTS = {"experts", "gate"}
 ROUTES = "routes"  # the keyword that brings them to a pass
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _FOUND: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
 _ROUTES: WeakKeyDictionary[nn.Module, tuple[int, Routes]] = WeakKeyDictionary()
 
@@ -21,7 +25,29 @@ def plain_experts(block: Any) -> bool:
         return False
     names = [{name for name, _ in part.named_parameters()} for part in (block.gate, block.experts)]
     known = names == [{"weight"}, {"gate_up_proj", "down_proj"}]
-    return known and hasattr(block.gate, "norm_topk_prob") and hasattr(block.gate, "top_k")
+    settings = all(hasattr(block.gate, name) for name in ("norm_topk_prob", "top_k"))
+    return known and settings and plain_router(block.gate)
+
+
+@torch.no_grad()
+def plain_router(gate: Any) -> bool:
+    """Whether a router chooses as `route` does, tried once with other numbers in it. MiMo's, of the same parts, takes a sigmoid."""
+    if gate not in _PLAIN:
+        own = {**dict(gate.named_parameters()), **dict(gate.named_buffers())}
+        state, width = {}, own["weight"].shape[1]
+        for number, (name, tensor) in enumerate(own.items()):
+            drawn = np.random.default_rng(number).normal(size=tuple(tensor.shape))
+            state[name] = torch.from_numpy(drawn).to(tensor)
+        x_TH = torch.linspace(-1, 1, 4 * width).view(4, width).to(own["weight"])
+        try:
+            logit_TE, weight_TK, index_TK = functional_call(gate, state, (x_TH,))
+            expected = route(logit_TE, gate.top_k, gate.norm_topk_prob)
+        except (TypeError, ValueError, RuntimeError):
+            _PLAIN[gate] = False
+        else:
+            same = torch.equal(index_TK, expected[1])
+            _PLAIN[gate] = same and torch.allclose(weight_TK, expected[0], rtol=1e-3)
+    return _PLAIN[gate]
 
 
 def routers(body: Any) -> dict[int, Any]:

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from posttrain.errors import UserError, require
 from posttrain.models.attention import install
-from posttrain.models.policy import Network, Policy, with_our_attention
+from posttrain.models.policy import Network, Policy, text_body, with_our_attention
 from posttrain.types import Rating, Rollout, Score
 
 HEADS = ("linear", "mlp")
@@ -58,15 +58,15 @@ def from_policy(
     require(head in HEADS, f"a head is one of {', '.join(HEADS)}, not {head!r}")
     from transformers import AutoModelForSequenceClassification
 
-    config = copy.deepcopy(policy.model.config)
+    config = copy.deepcopy(policy.model.config.get_text_config())
     config.num_labels = 1
     if head != "linear":
         config.score_head = head
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
-    except (ValueError, KeyError) as error:
-        reason = f"transformers has no model with a score for this family ({error})"
+    except (ValueError, KeyError):
+        reason = f"transformers has no model with a score for the family {config.model_type}"
         raise UserError(f"{policy.source or type(policy.model).__name__}: {reason}") from None
     kept = {id(p): p for p in policy.body.parameters()} if share else {}
     setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))
@@ -101,7 +101,7 @@ def wrap_scorer(model: Any, tokenizer: Any, source: str = "") -> Scorer:
     require(headed, f"{source or name}: the model has no score head of one label")
     return with_our_attention(
         Scorer(model, tokenizer, source),
-        lambda id_T: model.base_model(id_T[None], use_cache=False).last_hidden_state[0],
+        lambda id_T: text_body(model)(id_T[None], use_cache=False).last_hidden_state[0],
         lambda _, hidden_TH: hidden_TH,
     )
 

@@ -101,7 +101,8 @@ def states(
     A prefix that sequences have in common is computed once. Layouts are computed on the host, so that nothing waits for the device.
     """
     device, edges, body = batch.ids_T.device, np.array(batch.starts), fused_body(model)
-    kept, source = shared_beginnings(batch)
+    every = np.arange(batch.tokens)
+    kept, source = (every, every) if model.padded else shared_beginnings(batch)
     lengths, queries = (np.diff(at).tolist() for at in (edges, np.searchsorted(kept, edges)))
     batched = body is not None and as_batch(lengths, queries)
     ids_K, position_K, source_T, sharing = batch.ids_T, positions(batch), None, None

@@ -69,6 +69,9 @@ class Sharded:
         model: Any = network.model
         wide = all(p.is_floating_point() for p in model.parameters())
         require(wide, "weights in 4 bits cannot be spread over processes; use parallel=ddp")
+        # the processes would call their layers at different times
+        own = f"{type(model).__name__} keeps its own attention, whose weights cannot be spread over processes"
+        require(not network.padded, f"{own}; use parallel=ddp")
         # proved now, where its layers can be run one by one
         takes_fused_pass(network)
         memo: dict[int, Any] = {

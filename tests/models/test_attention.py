@@ -96,9 +96,9 @@ def test_the_default_scale_is_that_of_the_width() -> None:
 
 def test_options_it_does_not_know_are_refused_not_ignored() -> None:
     query, key, value = made(1, 3)
-    with pytest.raises(NotImplementedError, match="Layer asks its attention for s_aux, which posttrain does not do"):
-        attention(Layer(), query, key, value, None, s_aux=torch.ones(4))
-    attention(Layer(), query, key, value, None, s_aux=None, use_cache=False)
+    with pytest.raises(NotImplementedError, match="Layer asks its attention for head_mask, which posttrain does not do"):
+        attention(Layer(), query, key, value, None, head_mask=torch.ones(4))
+    attention(Layer(), query, key, value, None, head_mask=None, use_cache=False)
 
 
 def test_a_foreign_cache_is_refused() -> None:

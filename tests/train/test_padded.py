@@ -1,0 +1,95 @@
+"""Models that our attention cannot compute are trained and scored as their sequences are one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families_for_tests import HEADS, IDS, SHAPE, STOP, models
+
+from posttrain.engine.padded import plain_backend
+from posttrain.errors import UserError
+from posttrain.models.policy import wrap_model
+from posttrain.models.scorer import from_policy
+from posttrain.train.forward import forward, scores
+from posttrain.train.pack import pack_examples
+from posttrain.train.sharding import Sharded
+from posttrain.types import Batch, Example
+
+# beginnings in common, of which attention alone would compute one; all lengths, and all the same
+COMMON = [np.array([3, 4, 5, 6, 7, 8, 9, 10, 11, *rest]) for rest in ([12], [13, 14, 15, 16], [], [12, 13])]
+ALIKE = [np.arange(3 + n, 12 + n) for n in range(3)]
+
+
+@pytest.fixture(params=["qwen3.5", "lfm2", "mamba", "falcon-h1", "bloom", "gptj", "stablelm", "diffllama"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def packed(sequences: list[np.ndarray]) -> Batch:
+    return pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in sequences])
+
+
+@pytest.mark.parametrize("sequences", [COMMON, ALIKE], ids=["common", "alike"])
+def test_gradients_are_those_of_the_sequences_one_by_one(family: str, sequences: list[np.ndarray]) -> None:
+    stock, policy = models(family)
+    stock, batch = copy.deepcopy(stock), packed(sequences)
+    logprob_T = forward(policy, batch).logprob_T
+    logprob_T[~torch.isin(torch.arange(batch.tokens), torch.tensor(batch.starts))].sum().backward()
+    for start, ids in zip(batch.starts, sequences, strict=False):
+        one = torch.from_numpy(ids)
+        own = torch.log_softmax(stock(one[None]).logits[0], -1)[:-1].gather(1, one[1:, None])[:, 0]
+        np.testing.assert_allclose(logprob_T[start + 1 : start + len(ids)].detach(), own.detach(), rtol=0, atol=1e-4)
+        own.sum().backward()
+    expected = dict(stock.named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-3)
+
+
+def test_scores_are_those_of_the_sequences_one_by_one() -> None:
+    _, policy = models("qwen3.5")
+    scorer = from_policy(policy, zero=False)
+    assert scorer.padded
+    together = scores(scorer, packed(COMMON))
+    alone = torch.cat([scores(scorer, packed([ids])) for ids in COMMON])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_without_a_scorer_is_one_line() -> None:
+    _, policy = models("lfm2")
+    with pytest.raises(UserError, match=r"^Lfm2ForCausalLM: transformers has no model with a score for the family lfm2$"):
+        from_policy(policy)
+
+
+def test_it_is_not_spread_over_processes() -> None:
+    _, policy = models("lfm2")
+    with pytest.raises(
+        UserError,
+        match="^Lfm2ForCausalLM keeps its own attention, whose weights cannot be spread over processes; use parallel=ddp$",
+    ):
+        Sharded(policy)
+
+
+def test_a_cache_of_another_kind_is_refused_where_it_samples() -> None:
+    """MiniMax trains; its own cache is none of transformers' common ones."""
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "head_dim": 8}
+    config = transformers.MiniMaxConfig(**(SHAPE | HEADS | IDS | layers))
+    policy = wrap_model(transformers.AutoModelForCausalLM.from_config(config).eval(), None, (STOP,))
+    assert forward(policy, packed(COMMON)).logprob_T.isfinite().all()
+    with pytest.raises(
+        UserError, match=r"MiniMaxForCausalLM cannot be sampled token by token here: .*; let vLLM sample \(sampler=vllm\)$"
+    ):
+        plain_backend(policy)
+
+
+def test_a_body_that_decodes_otherwise_than_it_trains_is_refused() -> None:
+    _, policy = models("olmo")
+    attention = policy.body.layers[1].self_attn
+    attention.layer_idx = 0  # both layers write one cache
+    with pytest.raises(
+        UserError, match=r"OlmoForCausalLM cannot be sampled token by token here: outputs differ by .* is rounding"
+    ):
+        plain_backend(policy)
