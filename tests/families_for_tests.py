@@ -22,6 +22,23 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embed
 IDS = {"bos_token_id": 0, "eos_token_id": STOP, "pad_token_id": 0}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "num_key_value_heads": 4,
+}
+GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
+# the last two layers attend to keys of the first two, and heads are wider where all is seen
+SHARED = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +69,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiMoV2FlashConfig",
         EXPERTS | LAYERS | {"head_dim": 8, "v_head_dim": 4, "n_routed_experts": 4, "sliding_window": 6},
     ),  # sinks, and a sigmoid chooses the experts
+    "deepseek-v3": ("DeepseekV3Config", LATENT | GROUPS),  # values narrower than keys
+    "gemma4": (
+        "Gemma4TextConfig",
+        {"layer_types": LAYERS["layer_types"] * 2, "num_hidden_layers": 4, "sliding_window": 6} | SHARED,
+    ),
 }
 # linear attention of Qwen3.5, and beside it attention
 LINEAR = {
@@ -78,6 +100,29 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {}),
     "diffllama": ("DiffLlamaConfig", {}),
 }
+# models that also read images, of text as above
+ANGLES = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}
+CHUNKS = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 64}
+PATCHES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3-vision": ("Gemma3Config", {"head_dim": 8, "sliding_window": 6, **LAYERS}, PATCHES),
+    "mistral3": ("Mistral3Config", {"model_type": "mistral"}, PATCHES | {"model_type": "pixtral"}),
+    "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 8} | ANGLES, VISION | {"deepstack_visual_indexes": [0]}),
+    "qwen3.5-vision": ("Qwen3_5Config", LINEAR, VISION),
+    "llama4": (
+        "Llama4Config",
+        CHUNKS,
+        PATCHES | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
+}
 # batches pad with 0, which must not be seen: it has an embedding where it is not the padding
 EVERY = FAMILIES | {name: (config, changes | {"pad_token_id": 2}) for name, (config, changes) in PADDED.items()}
 
@@ -85,20 +130,27 @@ EVERY = FAMILIES | {name: (config, changes | {"pad_token_id": 2}) for name, (con
 @cache
 def stock_model(family: str) -> Any:
     """A random model as transformers runs it, with eager attention."""
-    name, changes = EVERY[family]
-    config = getattr(transformers, name)(**(SHAPE | HEADS | IDS | changes))
+    if family in SEEING:
+        name, text, vision = SEEING[family]
+        config = getattr(transformers, name)(text_config=SHAPE | HEADS | IDS | text, vision_config=vision)
+        kind = transformers.AutoModelForImageTextToText
+    else:
+        name, changes = EVERY[family]
+        config = getattr(transformers, name)(**(SHAPE | HEADS | IDS | changes))
+        kind = transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        return kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def models(family: str) -> tuple[Any, Policy]:
     """The same random model twice: as transformers runs it, and as a policy, with our attention where it computes the family."""
     stock = stock_model(family)
     policy = wrap_model(copy.deepcopy(stock), None, (STOP,))
-    ours = "eager" if family in PADDED else "posttrain"
+    padded = family in PADDED or family == "qwen3.5-vision"
+    ours = "eager" if padded else "posttrain"
     assert stock.config._attn_implementation == "eager" and policy.model.config._attn_implementation == ours
-    assert policy.padded == (family in PADDED)
+    assert policy.padded == padded
     return stock, policy
 
 

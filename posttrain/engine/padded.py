@@ -20,10 +20,10 @@ from posttrain.engine.cpu import PREFILL_TOKENS, CPUBackend, KeptRow
 from posttrain.engine.decoder import Decoder
 from posttrain.engine.rows import portions
 from posttrain.engine.scheduler import Work
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 from posttrain.models import layers
 from posttrain.models.attention import LAYOUT, Packed
-from posttrain.models.policy import Policy, disagreement, probe_tokens
+from posttrain.models.policy import FAILURES, Policy, disagreement, probe_tokens
 from posttrain.ops.logprobs import head_logits
 
 DECODED = 3  # tokens of a probe that are decoded one by one
@@ -153,7 +153,6 @@ def _check(policy: Policy) -> None:
     ids_T, position_T, starts = probe_tokens(model)
     sequences = [ids_T[start:end] for start, end in pairwise(starts)]
     last = [end - n for end in starts[1:] for n in range(DECODED, 0, -1)]
-    errors = (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError)
     model.eval()
     try:
         packed = {LAYOUT: Packed(starts, policy.device)}
@@ -164,8 +163,8 @@ def _check(policy: Policy) -> None:
         worst, limit = disagreement(found, expected, policy.dtype)
         reason = f"outputs differ by {worst:.2g} (at most {limit:g} is rounding)"
         wrong = not worst <= limit
-    except errors as error:
-        wrong, reason = True, str(error).rstrip(".")
+    except FAILURES as error:
+        wrong, reason = True, first_line(error).rstrip(".")
     finally:
         model.train(was_training)
     if wrong:

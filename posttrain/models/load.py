@@ -38,6 +38,7 @@ PROBE = [
     letter * 500 for letter in (" ", "a", "A", "1", "\n", ".", "a ", "\u00e9", "\u4e00", "aA1 .\n")
 ]
 FEWER = "lower max_new_tokens or shorten the prompts"
+_SCORERS: dict[type, Any] = {}
 UNPACKED = "a safetensors directory, not from GGUF"
 
 
@@ -201,11 +202,14 @@ def check_positions(source: str, limit: int | None, tokens: int, advice: str) ->
 
 def longest(config: PretrainedConfig) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say. Beyond a chunk of Llama 4, tokens would see
-    what the model does not."""
+    what the model does not; beyond the first length of `longrope` (Phi), a long sequence would change what its neighbours compute."""
     text = config.get_text_config()
     stated = [getattr(text, "max_position_embeddings", None)]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         stated.append(getattr(text, "attention_chunk_size", None))
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        stated.append(rope.get("original_max_position_embeddings"))
     return min((int(limit) for limit in stated if limit is not None), default=None)
 
 
@@ -228,7 +232,7 @@ def check_head(source: str, config: PretrainedConfig, score: bool) -> None:
     """Refuse a language model where a reward model is asked for, and a reward model as a language model: where the output layer shares
     its weights with the embedding, nothing is missing, and it would write something."""
     heads = [str(one) for one in config.architectures or ()]
-    causal = any(head.endswith("ForCausalLM") for head in heads)
+    causal = any(head.endswith(("ForCausalLM", "ForConditionalGeneration")) for head in heads)
     advice = "train one with a reward_model stage and name that"
     require(not (score and causal), f"{source} is a language model, no reward model; {advice}")
     scores = bool(heads) and all(head.endswith("ForSequenceClassification") for head in heads)
@@ -374,12 +378,43 @@ def class_for(config: PretrainedConfig, score: bool = False) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     if score:
-        return transformers.AutoModelForSequenceClassification
+        return scorer_class(type(config))
     seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     only = type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if seeing is not None and (only or seeing.__name__ in (config.architectures or ())):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
+
+
+def scorer_class(kind: type[PretrainedConfig]) -> Any:
+    """The class of transformers that reads a reward model of a family. Where there is none (Granite, LFM2, Mamba) it is made of
+    transformers' parts, under the usual name: such a reward model is read here alone."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto import modeling_auto as auto
+
+    if kind in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in auto.MODEL_MAPPING:
+        return AutoModelForSequenceClassification
+    if kind not in _SCORERS:
+        _SCORERS[kind] = _made_scorer(kind, auto.MODEL_MAPPING[kind])
+    return _SCORERS[kind]
+
+
+def _from_config(made: Any, config: PretrainedConfig, /, **given: Any) -> Any:
+    return made._from_config(config, **given)
+
+
+def _made_scorer(kind: type[PretrainedConfig], body: type[PreTrainedModel]) -> Any:
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    family = next(base for base in body.__mro__[1:] if issubclass(base, PreTrainedModel))
+    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
+    own = {
+        "__module__": body.__module__,
+        "config_class": kind,
+        "from_config": classmethod(_from_config),
+    }
+    return type(name, (GenericForSequenceClassification, family), own)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

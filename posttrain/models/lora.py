@@ -64,12 +64,19 @@ class Lora(Checked):
 
     def layers(self, body: nn.Module) -> dict[str, nn.Linear]:
         """The linear layers that get an adapter, by name. In a mixture of experts only those of the attention do: experts are not
-        linear layers, and peft would take the name of an MLP layer for them."""
+        linear layers, and peft would take the name of an MLP layer for them. Of a Mamba mixer only the first does: Mamba's kernels read
+        the weights of the others themselves, past adapters."""
         inner = has_experts(body)
+        mixers = tuple(
+            f"{name}."
+            for name, m in body.named_modules()
+            if hasattr(m, "A_log") and hasattr(m, "D")
+        )
         linear = {
             name: m
             for name, m in body.named_modules()
-            if isinstance(m, nn.Linear) and not (inner and ".mlp." in name)
+            if type(m) in (nn.Linear, nf4.Linear4bit) and not (inner and ".mlp." in name)
+            if not name.startswith(mixers) or name.endswith(".in_proj")
         }
         chosen = self.targets or {name.rsplit(".", 1)[-1] for name in linear}
         return {name: m for name, m in linear.items() if name.rsplit(".", 1)[-1] in chosen}
@@ -91,6 +98,8 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     such as a critic's head."""
     peft = optional("peft", NO_PEFT)
     body = text_body(model)
+    none = f"lora: no layer of {type(body).__name__} is an nn.Linear, to which adapters are added"
+    require(Lora().layers(body), f"{none}; train all weights: leave lora out")
     present = sorted({name.rsplit(".", 1)[-1] for name in Lora().layers(body)})
     missing = ", ".join(name for name in lora.targets if name not in present)
     has = f"it has {', '.join(present)}" + (", and experts get none" if has_experts(body) else "")

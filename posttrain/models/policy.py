@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, first_line, require
 from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Layout, Once, Packed, install
 from posttrain.models.load import FEWER, check_positions, longest
@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 # relative distance below which rows of the head are equal, and how many equal rows are suspicious
 SAME, MANY = 0.01, 16
 PADDED = "posttrain_padded"  # set on a body, with which copies are made
+# what a model's own code may raise
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 HALF = 0.25  # seen by rounding in bf16: 0.13; by a sequence that sees its neighbour: 1 and more
 
 
@@ -90,10 +92,9 @@ class Network:
 
 def text_body(model: Any) -> Any:
     """The part of a model that computes hidden states of text; of a model that also reads images, its language model."""
-    base = model.base_model
-    # Llama 4's language model names no part of its own as its body
-    base = model.model if base is model else base
-    return getattr(base, "language_model", base)
+    inner = getattr(model.base_model, "language_model", model.base_model)
+    # a language model of its own within (Llama 4), which names no part as its body
+    return inner if inner.get_output_embeddings() is None else inner.model
 
 
 def active_parameters(model: Any) -> int:
@@ -200,7 +201,12 @@ def with_our_attention(
     layout: dict[str, Layout]
     reasons = list[str]()
     with torch.no_grad():
-        expected = torch.cat([own(ids_K[source[start:end]]) for start, end in pairwise(starts)])
+        try:
+            expected = torch.cat([own(ids_K[source[start:end]]) for start, end in pairwise(starts)])
+        except FAILURES as error:
+            raise UserError(
+                f"{where}: the model does not run ({first_line(error)}); check config.json"
+            ) from error
         finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
         require(expected.isfinite().all(), f"{where}: {finite}")
         for padded in (False, True):
@@ -216,8 +222,8 @@ def with_our_attention(
                     found_KH = network.hidden(ids_K[None], position_T[kept][None], **layout)[0]
                     hidden_TH = found_KH[source]
                 worst, limit = disagreement(outputs(network, hidden_TH), expected, model.dtype)
-            except (NotImplementedError, TypeError, AttributeError, RuntimeError) as error:
-                reasons.append(str(error).rstrip("."))
+            except FAILURES as error:
+                reasons.append(first_line(error).rstrip("."))
                 continue
             if worst <= limit:
                 model.train(was_training)

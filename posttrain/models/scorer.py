@@ -2,8 +2,8 @@
 so that a reward model does not hold GPU memory between calls.
 
 A scorer is a plain `...ForSequenceClassification` of transformers with one label, so that a saved reward model loads there unchanged.
-One with an `mlp` head has `score_head: mlp` in its config.json and is read here alone: transformers has no such head, and would start
-a new one.
+Two kinds are read here alone: those of families for which transformers has no such class (`scorer_class` in load.py), and those with an
+`mlp` head, which have `score_head: mlp` in their config.json and for which transformers would start a new head.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from posttrain.errors import UserError, require
+from posttrain.errors import UserError, first_line, require
 from posttrain.models.attention import install
+from posttrain.models.load import scorer_class
 from posttrain.models.policy import Network, Policy, text_body, with_our_attention
 from posttrain.types import Rating, Rollout, Score
 
@@ -56,17 +57,15 @@ def from_policy(
     `share` makes the body another module over the policy's own parameters, for who freezes them (see models/lora.py).
     """
     require(head in HEADS, f"a head is one of {', '.join(HEADS)}, not {head!r}")
-    from transformers import AutoModelForSequenceClassification
-
     config = copy.deepcopy(policy.model.config.get_text_config())
     config.num_labels = 1
     if head != "linear":
         config.score_head = head
     try:
         with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(config)
-    except (ValueError, KeyError):
-        reason = f"transformers has no model with a score for the family {config.model_type}"
+            model = scorer_class(type(config)).from_config(config)
+    except (ValueError, KeyError) as error:
+        reason = f"transformers makes no model with a score of it ({first_line(error)})"
         raise UserError(f"{policy.source or type(policy.model).__name__}: {reason}") from None
     kept = {id(p): p for p in policy.body.parameters()} if share else {}
     setattr(model, model.base_model_prefix, copy.deepcopy(policy.body, kept))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families_for_tests import models
 from material_for_tests import WIDE, material, small_mixture, small_policy
 from torch import Tensor
 
@@ -287,3 +288,24 @@ def test_without_peft_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"LoRA needs peft: pip install 'posttrain\[lora\]'"):
         add_adapters(small_policy().model, LORA, 0)
+
+
+@pytest.mark.parametrize(("family", "adapted"), [("mamba", {"in_proj"}), ("falcon-h1", {"in_proj", "q_proj", "gate_proj"})])
+def test_of_a_mamba_mixer_only_what_its_kernels_do_not_read_gets_adapters(family: str, adapted: set[str]) -> None:
+    _, policy = models(family)
+    add_adapters(policy.model, Lora(rank=2), seed=1)
+    names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert adapted <= names and not names & {"out_proj", "x_proj", "dt_proj"}
+    with torch.no_grad():
+        first = logprobs(policy)
+    train(policy)
+    merge_adapters(policy.model)
+    assert not torch.equal(logprobs(policy), first)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    """GPT-2 keeps its weights in modules of its own."""
+    with pytest.raises(
+        UserError, match="^lora: no layer of GPT2Model is an nn.Linear, to which adapters are added; train all weights: leave"
+    ):
+        add_adapters(models("gpt2")[1].model, LORA, seed=1)

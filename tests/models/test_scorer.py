@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from material_for_tests import shared_policy, small_policy
+import transformers
+from families_for_tests import models
+from material_for_tests import VOCABULARY, shared_policy, small_policy
 
 from posttrain.errors import UserError
 from posttrain.models.load import load, stop_ids
@@ -52,6 +54,23 @@ def test_a_critic_starts_at_zero_on_a_body_of_its_own(head: str) -> None:
         next(scorer.body.parameters()).add_(1.0)
     assert not torch.equal(next(scorer.body.parameters()), next(policy.body.parameters()))
     assert all(p.requires_grad for p in scorer.model.parameters())
+
+
+@pytest.mark.parametrize("family", ["granite", "lfm2", "mamba", "mimo"])
+def test_a_family_without_such_a_class_has_one_made_of_its_parts(family: str, tmp_path: Path) -> None:
+    _, policy = models(family)
+    scorer = from_policy(policy, zero=False)
+    tokenizer = character_tokenizer("".join(chr(ord("a") + n) for n in range(VOCABULARY - 6)))
+    save(scorer.model, tokenizer, tmp_path / "rm")
+    (name,) = json.loads((tmp_path / "rm" / "config.json").read_text())["architectures"]
+    assert name.endswith("ForSequenceClassification") and not hasattr(transformers, name)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    again = load_scorer(str(tmp_path / "rm"))
+    with torch.no_grad():
+        torch.testing.assert_close(scores(again, BATCH), scores(scorer, BATCH), rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="is a reward model, no language model"):
+        load(str(tmp_path / "rm"))
 
 
 def test_a_saved_scorer_is_a_plain_classifier_of_transformers(tmp_path: Path) -> None:

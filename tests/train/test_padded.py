@@ -49,19 +49,15 @@ def test_gradients_are_those_of_the_sequences_one_by_one(family: str, sequences:
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-3)
 
 
-def test_scores_are_those_of_the_sequences_one_by_one() -> None:
-    _, policy = models("qwen3.5")
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "mamba"])
+def test_scores_are_those_of_the_sequences_one_by_one(name: str) -> None:
+    """transformers has a model with a score for the first alone."""
+    _, policy = models(name)
     scorer = from_policy(policy, zero=False)
     assert scorer.padded
     together = scores(scorer, packed(COMMON))
     alone = torch.cat([scores(scorer, packed([ids])) for ids in COMMON])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-
-
-def test_a_family_without_a_scorer_is_one_line() -> None:
-    _, policy = models("lfm2")
-    with pytest.raises(UserError, match=r"^Lfm2ForCausalLM: transformers has no model with a score for the family lfm2$"):
-        from_policy(policy)
 
 
 def test_it_is_not_spread_over_processes() -> None:
