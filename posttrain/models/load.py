@@ -202,9 +202,10 @@ def check_positions(source: str, limit: int | None, tokens: int, advice: str) ->
 
 def longest(config: PretrainedConfig) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say. Beyond a chunk of Llama 4, tokens would see
-    what the model does not; beyond the first length of `longrope` (Phi), a long sequence would change what its neighbours compute."""
+    what the model does not; beyond the first length of `longrope` (Phi), a long sequence would change what its neighbours compute;
+    beyond the keys that an indexer chooses (DeepSeek-V3.2), transformers chooses others with a cache than without."""
     text = config.get_text_config()
-    stated = [getattr(text, "max_position_embeddings", None)]
+    stated = [getattr(text, "max_position_embeddings", None), getattr(text, "index_topk", None)]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         stated.append(getattr(text, "attention_chunk_size", None))
     rope = getattr(text, "rope_parameters", None) or {}

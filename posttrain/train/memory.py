@@ -57,11 +57,10 @@ def activation_bytes(policy: Network, tokens: int, checkpointed: bool = False) -
     """
     text = policy.model.config.get_text_config()
     names = ("intermediate_size", "n_inner", "ffn_dim")  # Llama, GPT-2, OPT
-    named = (getattr(text, name, None) for name in names)
-    inner = next((width for width in named if width), 4 * text.hidden_size)
+    inner = _number(text, *names) or 4 * text.hidden_size
     hidden, keys, layers = text.hidden_size, key_width(text), text.num_hidden_layers
-    chosen = text.num_experts_per_tok if routers(policy.body) else 0
-    inner = chosen * text.moe_intermediate_size if chosen else inner
+    chosen = _number(text, "num_experts_per_tok") if routers(policy.body) else 0
+    inner = chosen * (_number(text, "moe_intermediate_size") or inner) if chosen else inner
     fused = takes_fused_pass(policy)
     layer = ((6 if fused else 9) + 2 * chosen) * hidden + (3 if fused else 4) * inner + 2 * keys
     kept = layers * (2 if fused else 1) * hidden + layer if checkpointed else layers * layer
@@ -95,10 +94,20 @@ def cache_bytes(policy: Network, rows: int, length: int) -> float:
 
 
 def key_width(text: Any) -> int:
-    """The width of all keys of a layer, from the model's config."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(heads * width)
+    """The width of all keys of a layer, from the model's config; 0 of a model without attention."""
+    heads = _number(text, "num_attention_heads")
+    width = _number(text, "head_dim") or text.hidden_size // max(heads, 1)
+    return (_number(text, "num_key_value_heads") or heads) * width if heads else 0
+
+
+def _number(text: Any, *names: str) -> int:
+    """The first of these settings that a config has, 0 if it has none; of one for each layer (Gemma 3n, Gemma 4) the largest."""
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    for name in names:
+        values = [value for layer in layers if (value := getattr(layer, name, None))]
+        if values:
+            return int(max(max(value) if isinstance(value, list | tuple) else value for value in values))
+    return 0
 
 
 def at_hand(device: torch.device) -> float | None:

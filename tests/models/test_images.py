@@ -124,9 +124,11 @@ def test_the_body_is_that_of_the_text(family: str) -> None:
     )
 
 
-def test_a_chunk_of_llama_4_bounds_its_sequences() -> None:
+def test_what_bounds_sequences() -> None:
+    """A chunk of Llama 4, and the keys that an indexer chooses."""
     assert longest(stock_model("llama4").config) == 64
     assert longest(stock_model("mistral3").config) == 128
+    assert longest(transformers.DeepseekV32Config(max_position_embeddings=128, index_topk=16)) == 16
 
 
 @pytest.mark.parametrize("first", [None, 32])
