@@ -106,7 +106,9 @@ def _number(text: Any, *names: str) -> int:
     for name in names:
         values = [value for layer in layers if (value := getattr(layer, name, None))]
         if values:
-            return int(max(max(value) if isinstance(value, list | tuple) else value for value in values))
+            return int(
+                max(max(value) if isinstance(value, list | tuple) else value for value in values)
+            )
     return 0
 
 
