@@ -168,7 +168,7 @@ def peers_page() -> str:
         "- A key in the column `here` belongs to an rl stage, as in `posttrain run FILE rl.prompts=64`, or to the run if the table",
         "  says so.",
         "- Defaults differ: see [the stage rl](reference/stages.md#rl) and [the algorithms](reference/algorithms.md).",
-        "- Not available: Megatron, DeepSpeed, and models that read images or audio. Several processes were tested on CPUs, not on",
+        "- Not available: Megatron, DeepSpeed, and prompts with images or audio. Several processes were tested on CPUs, not on",
         "  several GPUs ([cluster.md](cluster.md)).",
         "",
     ]
