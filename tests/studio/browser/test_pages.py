@@ -32,6 +32,20 @@ def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit
     assert "from 0.42" in page.locator(".chart:has(h3:text-is('Reward while training')) .plot").get_attribute("aria-label")
 
 
+def test_reward_for_distance_has_an_axis_for_reward_and_one_for_gold(tmp_path: Path, serve: Any, visit: Any) -> None:
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "two", "stages": STAGES}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        for step in range(1, 11):
+            figures = {"reward": 2.0 * step, "reward/gold": 1 / step, "kl": step / 10, "repetition": step / 1000}
+            writer.metrics("rl", step, figures)
+    page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}/hacking")
+    chart = page.locator(".chart:has(h3:text-is('Reward for distance')) svg[role=img]")
+    said = [text.text_content() for text in chart.locator("text").all()]
+    assert said == ["2", "20", "0.100", "1", "0", "1 nats"]
+    points = [float(dot.get_attribute("cy")) for dot in chart.locator("circle").all()]
+    assert points[:10] == sorted(points[:10], reverse=True) and points[10:] == sorted(points[10:])
+
+
 @pytest.mark.parametrize(("theme", "width"), [("light", 1360), ("dark", 390)])
 def test_pages_pass_an_audit_of_access(root: Path, paths: list[str], serve: Any, visit: Any, theme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python: make test-studio")

@@ -119,7 +119,7 @@ export class Chart {
       scales: { x: { time: false }, y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => this.range(low, high) } },
       axes: [
         { ...axis, size: 26, space: 60 },
-        { ...axis, size: 52, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ found) => found.map((v) => (this.words.percent ? `${Math.round(100 * v)}%` : short(v))) },
+        { ...axis, size: 52, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ found) => found.map((v) => (this.words.percent ? `${short(100 * v)}%` : short(v))) },
       ],
       cursor: { sync: { key: "studio" }, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
       hooks: {

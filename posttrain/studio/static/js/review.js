@@ -72,21 +72,26 @@ export async function hacking(main, [id]) {
 
 /** Reward and gold against KL: the gain for the distance that the model moved. @param {any} reward @param {any} gold @param {any} kl @param {string} name */
 function frontier(reward, gold, kl, name) {
-  const [w, hgt, pad] = [420, 190, 34];
+  const [w, hgt, pad] = [420, 190, 44];
   const at = (/** @type {any} */ series, /** @type {number} */ step) => {
     let best = 0;
     series.step.forEach((/** @type {number} */ s, /** @type {number} */ n) => { if (Math.abs(s - step) < Math.abs(series.step[best] - step)) best = n; });
     return series.mean[best];
   };
   const rows = kl.step.map((/** @type {number} */ s, /** @type {number} */ n) => [kl.mean[n], at(reward, s), gold ? at(gold, s) : null]).filter((/** @type {any[]} */ r) => r[0] !== null && r[1] !== null);
-  const span = (/** @type {number[]} */ v) => [Math.min(...v), Math.max(...v)];
-  const [x0, x1] = span(rows.map((/** @type {number[]} */ r) => r[0]));
-  const dots = (/** @type {number} */ column, /** @type {string} */ tone) => {
-    const found = rows.filter((/** @type {any[]} */ r) => r[column] !== null);
-    const [y0, y1] = span(found.map((/** @type {number[]} */ r) => r[column]));
-    return found.map((/** @type {number[]} */ r, /** @type {number} */ n) => svg("circle", { cx: pad + ((r[0] - x0) / (x1 - x0 || 1)) * (w - pad - 8), cy: hgt - 24 - ((r[column] - y0) / (y1 - y0 || 1)) * (hgt - 36), r: 2.6, fill: `var(${tone})`, opacity: 0.25 + (0.75 * n) / found.length }));
+  const span = (/** @type {number} */ column) => {
+    const found = rows.map((/** @type {number[]} */ r) => r[column]).filter((/** @type {number|null} */ v) => v !== null);
+    return found.length ? [Math.min(...found), Math.max(...found)] : [0, 0];
   };
-  const text = (/** @type {any} */ x, /** @type {any} */ y, /** @type {string} */ said, anchor = "start") => svg("text", { x, y, "font-size": 11, fill: "var(--faint)", "text-anchor": anchor }, said);
-  const drawing = svg("svg", { viewBox: `0 0 ${w} ${hgt}`, width: "100%", height: hgt, role: "img", "aria-label": `reward${gold ? " and gold" : ""} against KL, from ${number(x0)} to ${number(x1)} nats` }, svg("line", { x1: pad, x2: w - 8, y1: hgt - 22, y2: hgt - 22, stroke: "var(--line)" }), rows.length ? [dots(1, "--c1"), gold ? dots(2, "--c2") : []].flat() : [], text(pad, hgt - 6, number(x0)), text(w - 8, hgt - 6, `${number(x1)} nats`, "end"));
+  const farthest = span(0)[1];
+  const text = (/** @type {any} */ x, /** @type {any} */ y, /** @type {string} */ said, anchor = "start", tone = "--faint") => svg("text", { x, y, "font-size": 11, fill: `var(${tone})`, "text-anchor": anchor }, said);
+  // reward and gold may be of different sizes: each has its own axis, in its colour
+  const side = (/** @type {number} */ column, /** @type {string} */ tone, /** @type {number} */ x, /** @type {string} */ anchor) => {
+    const [low, high] = span(column);
+    const found = rows.filter((/** @type {any[]} */ r) => r[column] !== null);
+    const dots = found.map((/** @type {number[]} */ r, /** @type {number} */ n) => svg("circle", { cx: pad + (Math.max(r[0], 0) / (farthest || 1)) * (w - 2 * pad), cy: hgt - 24 - ((r[column] - low) / (high - low || 1)) * (hgt - 36), r: 2.6, fill: `var(${tone})`, opacity: 0.25 + (0.75 * n) / found.length }));
+    return [...dots, text(x, hgt - 20, number(low), anchor, tone), ...(high > low ? [text(x, 16, number(high), anchor, tone)] : [])];
+  };
+  const drawing = svg("svg", { viewBox: `0 0 ${w} ${hgt}`, width: "100%", height: hgt, role: "img", "aria-label": `reward${gold ? " and gold" : ""} against KL, up to ${number(farthest)} nats` }, svg("line", { x1: pad, x2: w - pad, y1: hgt - 22, y2: hgt - 22, stroke: "var(--line)" }), rows.length ? [...side(1, "--c1", pad - 6, "end"), ...(gold ? side(2, "--c2", w - pad + 6, "start") : [])] : [], text(pad, hgt - 6, "0"), text(w - pad, hgt - 6, `${number(farthest)} nats`, "end"));
   return h("figure", { class: "card chart" }, h("header", {}, h("h3", {}, "Reward for distance")), h("p", {}, "Each point is a step; later ones are darker. To the right the model is farther from its start. If the reward still rises while the gold score falls, the best model was at an earlier step."), drawing, h("div", { class: "legend" }, h("span", {}, h("i", { style: { background: "var(--c1)" } }), "reward"), gold && h("span", {}, h("i", { style: { background: "var(--c2)" } }), name)));
 }
