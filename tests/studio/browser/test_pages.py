@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from payloads_for_tests import PAYLOADS
-from runs_for_tests import STAGES, add_step, hostile_run, make_run
+from runs_for_tests import STAGES, add_step, arrays, hostile_run, make_run, step_rollouts
 
 from posttrain import cli
 from posttrain.data.labels import Labels
@@ -44,6 +44,20 @@ def test_reward_for_distance_has_an_axis_for_reward_and_one_for_gold(tmp_path: P
     assert said == ["2", "20", "0.100", "1", "0", "1 nats"]
     points = [float(dot.get_attribute("cy")) for dot in chart.locator("circle").all()]
     assert points[:10] == sorted(points[:10], reverse=True) and points[10:] == sorted(points[10:])
+
+
+def test_answers_that_say_the_same_are_one_row(tmp_path: Path, serve: Any, visit: Any) -> None:
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "same", "stages": STAGES}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        writer.metrics("rl", 1, {"reward": 0.5})
+        rows = step_rollouts(40, ["four", "four", "four", "five", "four", "four", "four", "four"])
+        writer.rollouts("rl", 1, rows, None, arrays(rows))
+    page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}/rollouts?sort=step&down=false")
+    page.wait_for_selector(".rollout-row")
+    said = [(row.locator(".text").nth(1).inner_text(), "alike" in row.inner_text()) for row in page.locator(".rollout-row").all()]
+    assert said == [("four", True), ("five", False), ("four", True)]
+    assert "1 to 8 of 8" in page.locator("main").inner_text()
+    assert ["3 alike" in page.locator("main").inner_text(), "4 alike" in page.locator("main").inner_text()] == [True, True]
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1360), ("dark", 390)])

@@ -5,6 +5,7 @@ import { open } from "./replay.js";
 import { head } from "./run.js";
 
 const SORTS = [["step", "Step"], ["reward", "Reward"], ["length", "Length"], ["advantage", "Advantage"]];
+const PAGE = 96; // whole groups of the usual sizes
 const HEAT = 42; // percent of colour at most: text stays readable on it
 const SCALES = { logprob: ["log-prob", "The model's probability of each token. Darker tokens were less likely."], advantage: ["advantage", "Blue tokens are made more likely by the update, orange ones less."], ratio: ["ratio", "The ratio of the token's probability to that when it was sampled: 1 is no change."], kl: ["KL", "How far the model is from the reference at each token."], entropy: ["entropy", "How uncertain the model was."], value: ["value", "The reward that the critic expected from here on."], sampled: ["mask", "Tokens that the model wrote itself and is trained on."] };
 
@@ -47,23 +48,36 @@ export async function page(main, [id], query) {
       h("a", { class: "button", href: `/api/runs/${id}/rollouts.jsonl`, download: "rollouts.jsonl", onclick: (/** @type {any} */ e) => e.currentTarget.setAttribute("href", address(`/api/runs/${id}/rollouts.jsonl`, { ...asked, sort: "", down: "" })) }, "Save as JSONL"));
   }
   async function draw() {
-    const found = await get(`/api/runs/${id}/rollouts`, { ...asked, skip, limit: 50 });
+    const found = await get(`/api/runs/${id}/rollouts`, { ...asked, skip, limit: PAGE });
     history.replaceState({}, "", address(`/run/${id}/rollouts`, asked));
     if (!drawn) filters(found.choices);
     drawn = true;
     if (found.left) setTimeout(draw, 50);
-    const end = Math.min(skip + 50, found.total);
-    const pages = h("div", { class: "row between small" }, h("span", { class: "dim" }, found.total ? `${skip + 1} to ${end} of ${number(found.total)}` : "No rollout matches", found.left ? `; ${found.left} more files are being indexed` : ""), h("div", { class: "row" }, h("button", { type: "button", disabled: !skip, onclick: () => ((skip = Math.max(0, skip - 50)), draw()) }, "Back"), h("button", { type: "button", disabled: end >= found.total, onclick: () => ((skip += 50), draw()) }, "More")));
-    fill(list, pages, found.rollouts.length > 0 && h("div", { class: "card table" }, found.rollouts.map((/** @type {any} */ r) => row(id, r))));
+    const end = Math.min(skip + PAGE, found.total);
+    const pages = h("div", { class: "row between small" }, h("span", { class: "dim" }, found.total ? `${skip + 1} to ${end} of ${number(found.total)}` : "No rollout matches", found.left ? `; ${found.left} more files are being indexed` : ""), h("div", { class: "row" }, h("button", { type: "button", disabled: !skip, onclick: () => ((skip = Math.max(0, skip - PAGE)), draw()) }, "Back"), h("button", { type: "button", disabled: end >= found.total, onclick: () => ((skip += PAGE), draw()) }, "More")));
+    fill(list, pages, found.rollouts.length > 0 && h("div", { class: "card table" }, alike(found.rollouts).map(([r, times]) => row(id, r, times))));
   }
   await draw();
 }
 
-/** @param {string} id @param {any} r */
-export function row(id, r) {
+/** Neighbours that say the same to the same problem, for the same reward, as one row. @param {any[]} rollouts @returns {[any, number][]} */
+function alike(rollouts) {
+  const of = (/** @type {any} */ r) => JSON.stringify([r.stage, r.step, r.problem, r.role, r.response, r.conversation, r.length, r.reward, r.outcome, r.failure, r.cut && r.number]);
+  /** @type {[any, number][]} */
+  const found = [];
+  for (const r of rollouts) {
+    const last = found[found.length - 1];
+    if (last && of(last[0]) === of(r)) last[1] += 1;
+    else found.push([r, 1]);
+  }
+  return found;
+}
+
+/** @param {string} id @param {any} r @param {number} times */
+function row(id, r, times) {
   return h("a", { class: "rollout-row", href: `/run/${id}/rollouts/${r.stage}/${r.step}/${r.number}` },
     h("div", {}, h("div", { class: "paid" }, r.reward === null ? "–" : number(r.reward)), h("div", { class: "dim tiny" }, `step ${r.step}`)),
-    h("div", {}, h("div", { class: "text short dim" }, visible(r.question)), h("div", { class: "text short" }, visible(r.response)), h("div", { class: "row tiny dim" }, (r.outcome || r.failure) && h("span", { class: `chip ${tone(r)}` }, visible(r.failure ?? r.outcome)), [`${r.length} tokens`, r.advantage !== null && `advantage ${number(r.advantage)}`, r.turns > 1 && `${r.turns} turns`, r.finish === "length" && "cut off"].filter(Boolean).map((t) => h("span", {}, t)))));
+    h("div", {}, h("div", { class: "text short dim" }, visible(r.question)), h("div", { class: "text short" }, visible(r.response)), h("div", { class: "row tiny dim" }, (r.outcome || r.failure) && h("span", { class: `chip ${tone(r)}` }, visible(r.failure ?? r.outcome)), [`${r.length} tokens`, r.advantage !== null && `advantage ${number(r.advantage)}`, r.turns > 1 && `${r.turns} turns`, r.finish === "length" && "cut off", times > 1 && `${times} alike`].filter(Boolean).map((t) => h("span", {}, t)))));
 }
 
 /** @param {HTMLElement} main @param {string[]} words */
