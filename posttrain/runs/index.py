@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Filter:
     finish: str = ""
     role: str = ""
     question: str = ""  # up to the length that the index keeps
+    number: int | None = None
     step_from: int | None = None
     step_to: int | None = None
     reward_from: float | None = None
@@ -84,8 +85,9 @@ class Filter:
     def sql(self) -> tuple[str, list[Any]]:
         """Return the conditions and their values."""
         require('"' not in self.part, "a part of a reward has no quotation mark in its name")
-        words = ("stage", "problem", "outcome", "finish", "role", "question")
-        found = [(f"{name} = ?", [value]) for name in words if (value := getattr(self, name))]
+        equal = ("stage", "problem", "outcome", "finish", "role", "question", "number")
+        given = ((name, getattr(self, name)) for name in equal)
+        found = [(f"{name} = ?", [value]) for name, value in given if value not in ("", None)]
         columns: dict[str, tuple[str, list[Any]]]
         columns = {n: (n, []) for n in ("step", "reward", "length")}
         if self.part:
@@ -98,7 +100,7 @@ class Filter:
             found.append((f"failure IS {'NOT ' if self.failed else ''}NULL", []))
         if match := _match(self.text):
             found.append(("id IN (SELECT rowid FROM words WHERE words MATCH ?)", [match]))
-        values = [value for _, given in found for value in given]
+        values = [value for _, of in found for value in of]
         return " AND ".join(said for said, _ in found) or "1", values
 
 
@@ -131,7 +133,8 @@ def _temporary() -> Path:
     # on Windows temporary files are in a folder of the user's
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir()) / f"posttrain-index-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):  # it may be another user's link or file
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     own = found.st_uid == user and stat.S_ISDIR(found.st_mode)
     return folder if own else Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
@@ -368,7 +371,8 @@ class Index:
             [(start, size)] = self._get(place, [one.stage, one.step, one.number])
             with open_file(layout.rollout_file(self.run.directory, one.stage, one.step)) as file:
                 file.seek(start)
-                row = parse_rollout(json.loads(file.read(size)))
+                record = layout.parse_object(file.read(size))
+            row = None if record is None else parse_rollout(record)
             if row is None:
                 raise UserError(f"{one.stage}/{one.step}/{one.number} cannot be read")
             rows.append(row)

@@ -81,9 +81,15 @@ class Jobs:
         claim = directory / f"{layout.LOCK}.holder"
         asked = directory / FOLDER / f"stop-{hashlib.sha256(claim.read_bytes()).hexdigest()[:12]}"
         asked.parent.mkdir(exist_ok=True)
-        require(not asked.exists(), f"{directory.name} stops after its current step")
-        os.kill(process, signal.SIGINT)
-        asked.touch()
+        try:
+            asked.touch(exist_ok=False)
+        except FileExistsError:
+            raise UserError(f"{directory.name} stops after its current step") from None
+        try:
+            os.kill(process, signal.SIGINT)
+        except OSError:
+            asked.unlink()
+            raise
 
     def replay(self, words: list[str], result: Path) -> None:
         """Recompute a step with `posttrain replay`, which writes the file `result`. If that is already running, do nothing."""

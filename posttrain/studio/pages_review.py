@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -76,8 +76,9 @@ def _reviews(studio: Studio, index: Index) -> list[tuple[Any, ...]]:
 def _reviewed(studio: Studio, index: Index) -> Iterator[tuple[tuple[Any, ...], Found]]:
     """The last review of each rollout that the run still has: a resumed run drops what came after its checkpoint, and may write
     other responses in its place."""
+    index.read_rollouts(INDEX_SECONDS)
     for row in _reviews(studio, index):
-        with suppress(Missing):
+        with suppress(Missing, FileNotFoundError):
             found = _find(index, *row[1:4])
             if row[11] in (None, _digest(index, found)):  # None: of an earlier version
                 yield row, found
@@ -91,7 +92,6 @@ def _digest(index: Index, found: Found) -> str:
 def _next(studio: Studio, request: Request) -> Response:
     """The next rollout to review: the highest reward, the newest, or a random one."""
     index = studio.index(request)
-    index.read_rollouts(INDEX_SECONDS)
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
     done = {tuple(row[1:4]) for row, _ in _reviewed(studio, index)}
@@ -120,7 +120,7 @@ def _judge(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
 
 
 def _find(index: Index, stage: str, step: int, place: int) -> Found:
-    return numbered(index.find(at_step(stage, step), "number", limit=100_000), place)
+    return numbered(index.find(replace(at_step(stage, step), number=place)), place)
 
 
 def _report(studio: Studio, request: Request) -> Response:

@@ -156,7 +156,7 @@ def test_a_run_that_cannot_be_written_has_its_index_elsewhere(tmp_path: Path) ->
     run.chmod(0o755)
 
 
-@pytest.mark.parametrize("other", ["folder", "link"])
+@pytest.mark.parametrize("other", ["folder", "link", "broken link", "file"])
 def test_a_temporary_folder_of_somebody_else_holds_no_index(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,9 +166,9 @@ def test_a_temporary_folder_of_somebody_else_holds_no_index(
     monkeypatch.setattr(os, "access", lambda *_: False)
     first = Index(Run(run))
     assert first.path.parent.parent == there and there.stat().st_mode & 0o777 == 0o700
-    if other == "link":
+    if other != "folder":
         there.rename(tmp_path / "theirs")
-        there.symlink_to(tmp_path / "theirs")
+        there.touch() if other == "file" else there.symlink_to(tmp_path / ("theirs" if other == "link" else "nowhere"))
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
         there = tmp_path / "posttrain-index-4000000"

@@ -353,6 +353,22 @@ def test_stop_that_is_pressed_twice_asks_once(tmp_path: Path, monkeypatch: pytes
     assert sent == [7, 7]
 
 
+def test_two_studios_that_stop_a_run_at_the_same_time_send_one_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def kill(process: int, number: int) -> None:
+        sent.append(process)
+        if len(sent) == 1:
+            with pytest.raises(UserError, match="stops after its current step"):
+                jobs.Jobs(tmp_path).stop(tmp_path)
+
+    monkeypatch.setattr(jobs, "live_owner", lambda path: 7)
+    monkeypatch.setattr(jobs.os, "kill", kill)
+    (tmp_path / "lock.holder").write_text("7")
+    jobs.Jobs(tmp_path).stop(tmp_path)
+    assert sent == [7]
+
+
 def test_a_stop_that_could_not_be_sent_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: int, number: int) -> None:
         raise PermissionError("of another user")
@@ -419,6 +435,21 @@ def test_a_review_is_of_the_response_that_was_read(tmp_path: Path) -> None:
     assert studio.get(f"{run}/flagged.jsonl") == "" and studio.get(f"{run}/review/report")["reviewed"] == 0
     asked = studio.get(f"{run}/review", order="highest")["rollout"]
     assert {key: asked[key] for key in place} == place and asked["response"] == "another"
+
+
+@pytest.mark.parametrize("change", ["shorter", "removed"])
+def test_reviews_are_reported_of_the_rollouts_that_are_left(tmp_path: Path, change: str) -> None:
+    directory = make_run(tmp_path / "run")
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(directory)}"
+    studio.get(f"{run}/rollouts")
+    found = [studio.get(f"{run}/review", order="highest")["rollout"]]
+    while found[-1]["step"] == found[0]["step"]:
+        studio.post(f"{run}/review", 201, **{key: found[-1][key] for key in ("stage", "step", "number")}, agrees=True)
+        found.append(studio.get(f"{run}/review", order="highest")["rollout"])
+    studio.post(f"{run}/review", 201, **{key: found[-1][key] for key in ("stage", "step", "number")}, agrees=True)
+    file = directory / "rollouts" / found[0]["stage"] / f"step-{found[0]['step']:06}.jsonl"
+    file.write_text(file.read_text()[:20]) if change == "shorter" else file.unlink()
+    assert studio.get(f"{run}/review/report")["reviewed"] == 1
 
 
 def test_reviews_of_a_run_that_cannot_be_written_are_kept(tmp_path: Path) -> None:

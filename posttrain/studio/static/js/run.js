@@ -38,9 +38,9 @@ function tagger(run) {
   return h("button", { type: "button", onclick: async () => {
     const said = prompt("Tags, separated by commas", run.tags.join(", "));
     if (said === null) return;
-    const seen = run.tags;
-    run.tags = said.split(",").map((t) => t.trim()).filter(Boolean);
-    await post(`/api/runs/${run.id}/tags`, { tags: run.tags, seen });
+    const tags = said.split(",").map((t) => t.trim()).filter(Boolean);
+    await post(`/api/runs/${run.id}/tags`, { tags, seen: run.tags });
+    run.tags = tags;
   } }, "Tag");
 }
 
