@@ -232,14 +232,12 @@ def _start(
 ) -> Started:
     first = rank == 0
     said = None if first else tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-    process = subprocess.Popen(
+    process = processes.start(
         [*COMMAND, *words],
-        env=os.environ | environment | {processes.STARTED: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
+        os.environ | environment,
         stdout=None if first else subprocess.DEVNULL,
         stderr=said,
         pass_fds=(server.fileno(),) if first else (),
-        process_group=0,  # this process forwards signals of the terminal
     )
     return Started(rank, process, said)
 

@@ -17,7 +17,8 @@ from typing import Any
 from posttrain.cluster import placement
 from posttrain.cluster.launch import COMMAND
 from posttrain.errors import require
-from posttrain.system.processes import PYTHON, STARTED, write_all
+from posttrain.system import processes
+from posttrain.system.processes import PYTHON, write_all
 
 SIOCGIFADDR = 0x8915
 
@@ -61,26 +62,12 @@ class Host:
         """Start `posttrain WORDS` as one process of several. Returns its process id."""
         absent = f"node {self.about()[0]} has no folder {folder}: start the run in one that all nodes share"
         require(os.path.isdir(folder), absent)
-        return self._start([*COMMAND, *words], environment, folder)
-
-    def _start(
-        self,
-        command: Sequence[str],
-        more: dict[str, str],
-        folder: str | None = None,
-        handles: Sequence[int] = (),
-    ) -> int:
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | interface(self.about()[0]) | more | {STARTED: str(os.getpid())},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=self.said,
-            stderr=self.said,
-            pass_fds=handles,
-            process_group=0,
-        )
+        given, said = self._environment() | environment, {"stdout": self.said, "stderr": self.said}
+        self.process = processes.start([*COMMAND, *words], given, cwd=folder, **said)
         return self.process.pid
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | interface(self.about()[0])
 
     def sample(self, settings: Mapping[str, Any], size: int) -> int:
         """Start a sampling process (cluster/worker.py). Returns its process id."""
@@ -88,14 +75,12 @@ class Host:
         from posttrain.system.wire import to_line
 
         self.buckets = Buckets(size)
-        theirs, self.into = os.pipe()
-        self.out, ours = os.pipe()
-        command = [*PYTHON, "-m", "posttrain.cluster.worker", str(theirs), str(ours)]
-        pid = self._start(command, {}, None, [theirs, ours, *self.buckets.handles])
-        os.close(theirs)
-        os.close(ours)
+        command, said = [*PYTHON, "-m", "posttrain.cluster.worker"], self.said
+        self.process, self.into, self.out = processes.start_piped(
+            command, self._environment(), self.buckets.handles, stdout=said, stderr=said
+        )
         self.put(to_line((settings, self.buckets.describe())))
-        return pid
+        return self.process.pid
 
     def put(self, line: bytes) -> None:
         """Forward a message to the process."""

@@ -37,7 +37,7 @@ from posttrain.models.lora import ADAPTER, adapter_of, has_experts
 from posttrain.models.policy import Policy
 from posttrain.ops.logprobs import head_logits
 from posttrain.system import wire
-from posttrain.system.processes import STARTED
+from posttrain.system.processes import start_piped
 from posttrain.types import JSON, Completion, Request, Statistics
 
 HUNG = 1800.0  # seconds that one with work may say nothing at all
@@ -45,7 +45,7 @@ ENDING = 5.0  # seconds that one has to end by itself
 CHANGING = 0.01  # seconds that a poll waits for weights that are being changed
 RESTARTS = 3  # deaths in a row, without a completion between, that are taken for an accident
 VLLM_PYTHON = "POSTTRAIN_VLLM_PYTHON"  # the path of a Python that has vLLM
-PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop()); from posttrain.cluster.worker import main; main()"
+PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from posttrain.cluster.worker import main; main()"
 # environment variables of the run's processes, which a sampler's processes must not have
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -266,27 +266,12 @@ class RemoteSampler:
 
     def _start(self, number: int) -> WorkerProcess:
         """Start a process and send its settings. It builds its sampler while this process continues."""
-        theirs, into = os.pipe()
-        out, ours = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k not in RANKS}
-        environment |= {STARTED: str(os.getpid())}
-        handles = [theirs, ours, *self.buckets.handles]
         said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        command = [self.python, "-P", "-c", PROGRAM, str(theirs), str(ours), self.folder.name]
-        try:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                pass_fds=handles,
-                process_group=0,  # signals of the terminal come to this process alone
-            )
-        finally:
-            os.close(theirs)
-            os.close(ours)
-        os.set_blocking(into, False)
+        command = [self.python, "-P", "-c", PROGRAM, self.folder.name]
+        process, into, out = start_piped(
+            command, environment, self.buckets.handles, stdout=said, stderr=said
+        )
         worker = WorkerProcess(
             pid=process.pid, into=into, out=out, number=number, process=process, said=said
         )
@@ -316,7 +301,7 @@ class RemoteSampler:
         worker.gone |= not piece
         worker.last_reply = time.monotonic()
         for line in wire.whole_lines(worker.received, piece):
-            what, *about = json.loads(line)
+            what, *about = wire.from_line(line)
             if what == "free":
                 worker.freed += 1
             elif what == "receipt":

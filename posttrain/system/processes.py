@@ -8,11 +8,13 @@ import os
 import select
 import signal
 import stat
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 DEATH_SIGNAL = 1  # prctl: be killed when the parent dies
 STARTED = "POSTTRAIN_STARTED"  # the id of the parent process, if `processes=N` started this one
@@ -68,6 +70,32 @@ def fork(live: Callable[[int, int], None]) -> tuple[int, int, int]:
         code = 0
     finally:
         os._exit(code)
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Start a program that ends with this process (it calls `end_with_parent`). Signals of the terminal come to this process alone."""
+    own = {**environment, STARTED: str(os.getpid())}
+    none = subprocess.DEVNULL
+    return subprocess.Popen(command, env=own, stdin=none, process_group=0, **streams)
+
+
+def start_piped(
+    command: Sequence[str], environment: Mapping[str, str], handles: Sequence[int], **streams: Any
+) -> tuple[subprocess.Popen[bytes], int, int]:
+    """`start` a program whose last two arguments are its ends of two pipes, and that inherits `handles`. Returns it, our end of what it
+    reads, which never blocks, and our end of what it writes."""
+    theirs, into = os.pipe()
+    out, ours = os.pipe()
+    try:
+        ends, inherited = [str(theirs), str(ours)], [theirs, ours, *handles]
+        process = start([*command, *ends], environment, pass_fds=inherited, **streams)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    os.set_blocking(into, False)
+    return process, into, out
 
 
 def end_with_parent() -> None:

@@ -88,14 +88,19 @@ class Channel:
             if not piece:
                 raise EOFError
             self.waiting += whole_lines(self.received, piece)
-        return json.loads(self.waiting.popleft())
+        return from_line(self.waiting.popleft())
 
     def send(self, *message: JSON) -> None:
         processes.write_all(self.replies, to_line(message))
 
 
 def to_line(message: JSON) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    """Encode a message as one line. A lone surrogate stays as it is; \\u escapes would join it with its neighbour."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def from_line(line: bytes) -> JSON:
+    return json.loads(line.decode("utf-8", "surrogatepass"))
 
 
 def whole_lines(received: bytearray, piece: bytes) -> list[bytes]:

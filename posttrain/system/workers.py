@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -23,13 +22,14 @@ import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from time import monotonic
 from typing import BinaryIO, Protocol
 
 from posttrain.errors import STOPS, UserError, require
 from posttrain.system import machine, processes, wire
+from posttrain.system.wire import from_line, to_line
 from posttrain.types import JSON, Problem, Score
 
 IDLE = 128  # idle workers to keep: forking one takes longer than a short episode
@@ -85,18 +85,14 @@ class _Job:
     episode: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
+@dataclass(eq=False, kw_only=True)
+class _Worker(wire.PipedProcess):
     """A process that scores one response, or runs one episode, at a time."""
 
-    pid: int
-    requests: int  # a pipe
-    scores: int  # a pipe
     job: _Job | None = None
     held: bool = False  # used by an episode
     timer: asyncio.TimerHandle | None = None
     importing: bool = False  # a user's file
-    received: bytearray = field(default_factory=bytearray)
 
 
 class WorkerPool(AbstractContextManager["WorkerPool"]):
@@ -132,7 +128,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         """The score of one response, or a named failure after `task.seconds`."""
         if self._server is None:
             return await task.scored(problem, response)
-        line = _encode([self._number(task), *self._fields(problem), response])
+        line = to_line([self._number(task), *self._fields(problem), response])
         job = _Job(line, task.seconds, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._assign()
@@ -150,7 +146,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         episode is ended if it takes longer than `task.seconds` from one message to the next."""
         worker = self._free()
         worker.held = True
-        line = _encode([-1 - self._number(task), *self._fields(problem)])
+        line = to_line([-1 - self._number(task), *self._fields(problem)])
         try:
             while True:
                 reply = asyncio.get_running_loop().create_future()
@@ -160,7 +156,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
                 if "done" in found:
                     worker.held = False
                     return found["done"]
-                line = _encode(await answer(found["ask"]))
+                line = to_line(await answer(found["ask"]))
         finally:
             idle = sum(w.job is None and not w.held for w in self.workers)
             if worker in self.workers and (worker.held or idle > IDLE):
@@ -211,19 +207,19 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         loop = asyncio.get_running_loop()
         worker.job = job
         job.attempts += 1
-        loop.add_reader(worker.scores, self._read, worker)
+        loop.add_reader(worker.out, self._read, worker)
         self._time(worker)
         try:
-            processes.write_all(worker.requests, job.line, monotonic() + job.seconds)
+            processes.write_all(worker.into, job.line, monotonic() + job.seconds)
         except OSError:  # the worker died while idle, or was stopped
             self._died(worker)
 
     def _read(self, worker: _Worker) -> None:
-        piece = os.read(worker.scores, 1 << 16)
+        piece = os.read(worker.out, 1 << 16)
         if not piece:
             self._died(worker)
             return
-        for found in map(_decode, wire.whole_lines(worker.received, piece)):
+        for found in map(from_line, wire.whole_lines(worker.received, piece)):
             if isinstance(found, bool):
                 worker.importing = found
                 self._time(worker)
@@ -247,7 +243,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
     def _timeout(self, worker: _Worker) -> None:
         """Handle the end of a score's time limit, unless a message came while this process was busy."""
         ended = worker.timer
-        if select.select([worker.scores], [], [], 0)[0]:
+        if select.select([worker.out], [], [], 0)[0]:
             self._read(worker)
         if worker.job is not None and worker.timer is ended:
             job = self._release(worker)
@@ -287,13 +283,12 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         job, worker.job = worker.job, None
         assert job is not None and worker.timer is not None
         worker.timer.cancel()
-        job.reply.get_loop().remove_reader(worker.scores)
+        job.reply.get_loop().remove_reader(worker.out)
         return job
 
     def _end(self, worker: _Worker) -> None:
         self.workers.remove(worker)
-        os.close(worker.requests)
-        os.close(worker.scores)
+        worker.close_pipes()
         if self._server is not None:
             self._server.end(worker.pid)
 
@@ -320,7 +315,7 @@ class _ForkServer:
             data, (requests, scores), _, _ = socket.recv_fds(self._channel, 64, 2)
         except (OSError, ValueError):  # a closed socket gives no pipes
             raise UserError(DIED) from None
-        return _Worker(int(data), requests, scores)
+        return _Worker(pid=int(data), into=requests, out=scores)
 
     def end(self, pid: int) -> None:
         """End a worker and the processes that it started."""
@@ -371,18 +366,18 @@ def _serve_forks(tasks: Sequence[Task], commands: int, output: int, channel: soc
 def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
     """The main loop of a worker: a line in, a line out, until the pipe closes."""
     faulthandler.register(signal.SIGUSR1, file=stacks(), all_threads=True)
-    processes.on_import.append(lambda begins: processes.write_all(scores, _encode(begins)))
+    processes.on_import.append(lambda begins: processes.write_all(scores, to_line(begins)))
     with os.fdopen(requests, "rb") as lines, asyncio.Runner() as runner:
 
         def exchange(message: JSON) -> JSON:
-            processes.write_all(scores, _encode({"ask": message}))
+            processes.write_all(scores, to_line({"ask": message}))
             line = lines.readline()
             if not line:  # the parent has ended
                 os._exit(1)
-            return _decode(line)
+            return from_line(line)
 
         for line in lines:
-            number, *parts = _decode(line)
+            number, *parts = from_line(line)
             answer: JSON
             try:
                 if number < 0:  # an episode
@@ -395,13 +390,4 @@ def _work(tasks: Sequence[Task], requests: int, scores: int) -> None:
             except STOPS as error:
                 kinds = [isinstance(error, kind) for kind in STOPS]
                 answer = {"stop": kinds.index(True), "text": str(error)}
-            processes.write_all(scores, _encode(answer))
-
-
-def _encode(value: JSON) -> bytes:
-    """Encode a value as one line. A lone surrogate stays as it is; \\u escapes would join it with its neighbour."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def _decode(line: bytes) -> JSON:
-    return json.loads(line.decode("utf-8", "surrogatepass"))
+            processes.write_all(scores, to_line(answer))
