@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from posttrain.errors import Checked, NotNegative, Positive, Several, UserError, Whole, require
+from posttrain.rewards._loop import run_to_end
 from posttrain.trust import HOSTS_VARIABLE, KEY_VARIABLE, Address, active
 from posttrain.types import JSON
 
@@ -256,12 +256,7 @@ class Endpoint(EndpointSettings):
         require(there, "a judge behind an address needs openai: pip install 'posttrain[judge]'")
 
     def ask(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(self._ask_all(conversations, form))
-        with ThreadPoolExecutor(1) as thread:  # an event loop of the caller runs in this thread
-            return thread.submit(asyncio.run, self._ask_all(conversations, form)).result()
+        return run_to_end(self._ask_all(conversations, form))
 
     async def _ask_all(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
         import openai

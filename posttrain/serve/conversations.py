@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from posttrain.data.chat import render_prompt, render_turn
 from posttrain.data.records import Tools, parse_messages, parse_tools
 from posttrain.data.text import REPLACEMENT, Decoder
 from posttrain.errors import UserError
-from posttrain.serve.wire import Call, ChatBody, Delta
+from posttrain.serve.wire import Body, Call, ChatBody, Delta, Refused, TextBody
 from posttrain.types import JSON, Message, Segment
 
 LINKS = ("id", "tool_call_id")  # ids of tool calls, which templates need not show
@@ -68,8 +68,19 @@ class Conversations:
         self.tokenizer, self.limit = tokenizer, limit
         self.turns: OrderedDict[bytes, Turn] = OrderedDict()
 
-    def prompt(self, body: ChatBody) -> Prompt:
-        """The prompt that the policy reads. It continues a served conversation if the messages do."""
+    def prompts(self, body: Body, vocabulary: int) -> Iterator[Prompt]:
+        """The prompts of a request, as the policy reads them."""
+        if isinstance(body, ChatBody):
+            yield self._prompt(body)
+        for given in body.prompts() if isinstance(body, TextBody) else ():
+            ids = self.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+            if not ids or not all(0 <= i < vocabulary for i in ids):
+                known = f"at least one id, each from 0 to {vocabulary - 1}"
+                raise Refused(400, f"prompt: a prompt needs {known}", "invalid_prompt", "prompt")
+            yield Prompt(None, tuple(ids), ())
+
+    def _prompt(self, body: ChatBody) -> Prompt:
+        """The prompt of messages. It continues a served conversation if the messages do."""
         messages = parse_messages([message_row(message) for message in body.messages], "messages")
         shown = body.tools if body.tool_choice != "none" else None
         tools = parse_tools(shown, "tools") if shown else None

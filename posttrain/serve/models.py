@@ -23,7 +23,7 @@ from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
 from posttrain.models.policy import Policy
 from posttrain.serve.conversations import Choice, Conversations, Prompt
-from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBody
+from posttrain.serve.wire import Answer, Body, Delta, Refused
 from posttrain.types import Completion, Request, Segment
 
 IDLE_SECONDS = 0.5  # the sampling thread waits this long when it has nothing to do
@@ -70,19 +70,6 @@ class ServedModel:
         self.tickets: dict[int, Ticket] = {}
         # those in progress, or about to begin; one that is dropped before it began leaves by itself
         self.requests: WeakSet[Any] = WeakSet()
-
-    def prompts(self, body: Body) -> list[Prompt]:
-        if isinstance(body, ChatBody):
-            return [self.conversations.prompt(body)]
-        assert isinstance(body, TextBody)
-        found = []
-        for given in body.prompts():
-            ids = self.tokenizer(given)["input_ids"] if isinstance(given, str) else given
-            if not ids or not all(0 <= i < self.vocabulary for i in ids):
-                known = f"at least one id, each from 0 to {self.vocabulary - 1}"
-                raise Refused(400, f"prompt: a prompt needs {known}", "invalid_prompt", "prompt")
-            found.append(Prompt(None, tuple(ids), ()))
-        return found
 
     def take_session(self, ids: Sequence[int]) -> Session | None:
         """Take the kept session that has computed the longest prefix of these ids, so that no other request can use it."""
@@ -244,7 +231,7 @@ class Models:
     async def answer(self, body: Body, retry: bool = False) -> Answer:
         """Begin to answer a request, or refuse it. The caller must read `deltas` at once, or not at all."""
         model = await self.model(body.model)
-        prompts = model.prompts(body)
+        prompts = list(model.conversations.prompts(body, model.vocabulary))
         longest = max(len(prompt.ids) for prompt in prompts)
         tokens = body.tokens(longest, model.positions, self.max_new_tokens)
         asked = ActiveRequest(self, model, body, prompts, tokens)

@@ -50,16 +50,10 @@ class Server:
         found = self._call("GET", "/models").get("data", [])
         return [str(one.get("id", "")) for one in found if isinstance(one, dict)]
 
-    def ask(
-        self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
-    ) -> dict[str, JSON]:
-        """Answer a conversation. Returns the text, the tokens with their log-probs, and why it ended."""
-        return self.answers(model, messages, options)[0]
-
     def answers(
         self, model: str, messages: Sequence[Mapping[str, str]], options: Mapping[str, JSON]
     ) -> list[dict[str, JSON]]:
-        """Like `ask`, for all answers that the options request."""
+        """Answers to a conversation, as many as the options request: text, tokens with their log-probs, and why it ended."""
         sent = {"model": model, "messages": list(messages), "logprobs": True, **options}
         sent["return_token_ids"] = True
         found = self._call("POST", "/chat/completions", sent)

@@ -213,6 +213,6 @@ def _chat(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
             require(fine, f"{key} must be from {low} to {high}")
             options[key] = value
     server, stage = studio.server(text_of(sent, "model", 400))
-    answer = {"stage": stage, **server.ask(stage, turns, options)}
+    answer = {"stage": stage, **server.answers(stage, turns, options)[0]}
     server.judge([answer])
     return reply(answer)

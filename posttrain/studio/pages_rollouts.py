@@ -230,7 +230,7 @@ def ask_stages(studio: Studio, directory: Path, prompt: str, gold: str) -> list[
     server = studio.models.of_run(directory)
     said, found = [{"role": "user", "content": prompt}], []
     for name in server.names():
-        answer = server.ask(name, said, {"seed": 0, "max_tokens": ANSWER_TOKENS})
+        [answer] = server.answers(name, said, {"seed": 0, "max_tokens": ANSWER_TOKENS})
         found.append({"stage": name, **answer, "tokens": len(answer["tokens"])})
     server.judge(found, gold)
     return found

@@ -16,7 +16,7 @@ import numpy as np
 from posttrain.serve.app import Limits, application
 from posttrain.serve.conversations import Choice, Conversations, Prompt, Turn
 from posttrain.serve.server import Address, make_server
-from posttrain.serve.wire import Answer, Body, ChatBody, Delta, Refused, TextBody
+from posttrain.serve.wire import Answer, Body, Delta, Refused
 from posttrain.tasks.base import EpisodeEnd, Generate
 from posttrain.types import Rollout, Segment
 
@@ -97,7 +97,8 @@ class ServedEpisode:
             if self.calls > self.max_calls:
                 self.ended = self.ended or "call limit"
                 raise Refused(400, f"an episode has at most {self.max_calls} calls", "call_limit")
-            prompts = list(self._prompts(body))
+            found = self.conversations.prompts(body, len(self.decoder.tokenizer))
+            prompts = [one if one.messages else self._continued(one) for one in found]
             choices = [
                 await self._sample(body, prompt, place * body.n + n)
                 for place, prompt in enumerate(prompts)
@@ -105,21 +106,13 @@ class ServedEpisode:
             ]
             return [prompt.ids for prompt in prompts], choices
 
-    def _prompts(self, body: Body) -> Iterator[Prompt]:
-        if isinstance(body, ChatBody):
-            yield self.conversations.prompt(body)
-            return
-        assert isinstance(body, TextBody)
-        for given in body.prompts():
-            text = isinstance(given, str)
-            ids = tuple(self.decoder.tokenizer(given)["input_ids"] if text else given)
-            size = len(self.decoder.tokenizer)
-            if not ids or not all(0 <= i < size for i in ids):
-                raise Refused(400, f"prompt: give ids from 0 to {size - 1}", "invalid_prompt")
-            whole = [(turn.ids, turn) for turn in self.turns]
-            begins = [(own, turn) for own, turn in whole if own != ids and own == ids[: len(own)]]
-            before = max(begins, key=lambda pair: len(pair[0]), default=((), None))
-            yield Prompt(before[1], ids[len(before[0]) :], ())
+    def _continued(self, prompt: Prompt) -> Prompt:
+        """A prompt of text or ids as the next turn of the longest conversation that it continues."""
+        ids = prompt.ids
+        whole = [(turn.ids, turn) for turn in self.turns]
+        begins = [(own, turn) for own, turn in whole if own != ids and own == ids[: len(own)]]
+        before = max(begins, key=lambda pair: len(pair[0]), default=((), None))
+        return Prompt(before[1], ids[len(before[0]) :], ())
 
     async def _sample(self, body: Body, prompt: Prompt, index: int) -> Delta:
         """Sample one choice. If it continues a conversation that the sampler keeps, that conversation goes on; else a new one
