@@ -91,9 +91,15 @@ class ComparisonsStage(JudgedStage, AskingStage):
     def rows(self, context: Context, counts: dict[str, int]) -> Iterator[dict[str, JSON]]:
         """Rows ordered by the simulated annotator."""
         for group, coin in self.groups(context):
-            row = self.row(group, coin, counts)
-            if row is not None:
-                yield row
+            kept = self.different(group, counts)
+            rated = [(self.liking(r, derive(coin, place)), r) for place, r in enumerate(kept)]
+            yield from self.row(group, rated, "equal", counts)
+
+    def liking(self, rollout: Rollout, coin: int) -> float:
+        """The score plus Gumbel noise: the difference of two Gumbel variables is logistic, so each pair is a Bradley-Terry draw."""
+        uniform = ((coin >> 11) + 0.5) / (1 << 53)
+        assert rollout.score.value is not None
+        return rollout.score.value - self.noise * math.log(-math.log(uniform))
 
     def judged(
         self, context: Context, judge: Judge, counts: dict[str, int]
@@ -105,16 +111,32 @@ class ComparisonsStage(JudgedStage, AskingStage):
             asked = [(g.problem.question, [r.response for r in kept]) for g, kept in usable]
             found = judge.scores("tournament", asked)
             for (group, kept), scores in zip(usable, found, strict=True):
-                rates = [(s.value, r) for s, r in zip(scores, kept, strict=True)]
-                won = [(value, rollout) for value, rollout in rates if value is not None]
-                counts["unjudged"] += len(kept) - len(won)
-                values = sorted((value for value, _ in won), reverse=True)
-                if len(set(values)) < 2:
-                    counts["tied"] += len(won) > 1
-                    continue
-                counts["written"] += 1
-                best_first = [r for _, r in sorted(won, key=lambda pair: -pair[0])]
-                yield self.record(group, best_first, [1 + values.index(v) for v in values])
+                pairs = zip(scores, kept, strict=True)
+                rated = [(s.value, r) for s, r in pairs if s.value is not None]
+                counts["unjudged"] += len(kept) - len(rated)
+                yield from self.row(group, rated, "tied", counts)
+
+    def row(
+        self,
+        group: Group,
+        rated: Sequence[tuple[float, Rollout]],
+        equal: str,
+        counts: dict[str, int],
+    ) -> Iterator[dict[str, JSON]]:
+        """The row of a prompt with rated answers; none, and counted, if they are `equal`. The rank of the best answer is 1; equal
+        answers share a rank."""
+        if len({value for value, _ in rated}) < 2:
+            counts[equal] += len(rated) > 1
+            return
+        counts["written"] += 1
+        values, best_first = zip(*sorted(rated, key=lambda pair: -pair[0]), strict=True)
+        prompt = [m.row() for m in self.task.prompt(group.problem)]
+        ranked = [assistant(rollout) for rollout in best_first]
+        if self.samples == 2:  # a file holds rows of one kind
+            yield {"prompt": prompt, "chosen": ranked[0], "rejected": ranked[1]}
+        else:
+            ranks = [1 + values.index(value) for value in values]
+            yield {"prompt": prompt, "responses": ranked, "ranking": ranks}
 
     def labelled(self, context: Context, counts: dict[str, int]) -> list[dict[str, JSON]]:
         """Rows by people's preferences. If they have not compared enough yet, the run ends here. If the stage's inputs change,
@@ -170,20 +192,6 @@ class ComparisonsStage(JudgedStage, AskingStage):
             place = number % BATCH
             yield group, derive(seed(number - place), place)
 
-    def row(self, group: Group, coin: int, counts: dict[str, int]) -> dict[str, JSON] | None:
-        """The answers to one prompt in the simulated annotator's order; None, and counted, if there is nothing to order."""
-        different = self.different(group, counts)
-        if not different:
-            return None
-        best_first = self.ordered(different, coin)
-        # without noise, answers with the same score share a rank
-        values = [r.score.value if self.noise == 0 else n for n, r in enumerate(best_first)]
-        if len(set(values)) < 2:
-            counts["equal"] += 1
-            return None
-        counts["written"] += 1
-        return self.record(group, best_first, [1 + values.index(value) for value in values])
-
     def different(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers that can be compared; none, and counted, if there are fewer than two."""
         usable = [r for r in group.rollouts if r.finish != "length"]
@@ -199,25 +207,3 @@ class ComparisonsStage(JudgedStage, AskingStage):
             counts["equal"] += 1
             return []
         return different
-
-    def record(
-        self, group: Group, best_first: Sequence[Rollout], places: Sequence[int]
-    ) -> dict[str, JSON]:
-        """A row of data. The rank of the best answer is 1; equal answers share a rank."""
-        prompt = [m.row() for m in self.task.prompt(group.problem)]
-        ranked = [assistant(rollout) for rollout in best_first]
-        if self.samples == 2:  # a file holds rows of one kind
-            return {"prompt": prompt, "chosen": ranked[0], "rejected": ranked[1]}
-        return {"prompt": prompt, "responses": ranked, "ranking": list(places)}
-
-    def ordered(self, rollouts: list[Rollout], coin: int) -> list[Rollout]:
-        """Best first, by score plus Gumbel noise: the difference of two Gumbel variables is logistic, so each pair is a
-        Bradley-Terry draw."""
-
-        def liked(place: int) -> float:
-            uniform = ((derive(coin, place) >> 11) + 0.5) / (1 << 53)
-            value = rollouts[place].score.value
-            assert value is not None
-            return value - self.noise * math.log(-math.log(uniform))
-
-        return [rollouts[n] for n in sorted(range(len(rollouts)), key=liked, reverse=True)]

@@ -23,7 +23,7 @@ from posttrain.stages.comparisons import KINDS, ComparisonsStage
 from posttrain.tasks.prompts import Prompts
 from posttrain.tasks.reviews import Reviews
 from posttrain.train.rating import last_scores
-from posttrain.types import Rollout, Sampling, Segment
+from posttrain.types import JSON, Rollout, Sampling, Segment
 
 
 def stage(**settings: object) -> ComparisonsStage:
@@ -36,11 +36,21 @@ def said(text: str, value: float | None, finish: str = "stop") -> Rollout:
     return Rollout(one.problem, 0, (one.segments[0], answer), one.score)
 
 
+def rows(
+    one: ComparisonsStage, answers: list[Rollout], coin: int = 0, counts: dict[str, int] | None = None
+) -> list[dict[str, JSON]]:
+    """The rows of one prompt with these answers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComparisonsStage, "groups", lambda *_: iter([(group(answers), coin)]))
+        return list(one.rows(None, dict.fromkeys(KINDS, 0) if counts is None else counts))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("difference", [0.0, 0.25, 0.5])
 def test_a_pair_is_ordered_as_often_as_bradley_and_terry_say(difference: float) -> None:
     pair = [said("a", 0.5 + difference), said("b", 0.5)]
     count = 4000
-    first = sum(stage(noise=0.5).ordered(pair, coin)[0] is pair[0] for coin in range(count))
+    made = (rows(stage(noise=0.5), pair, coin)[0] for coin in range(count))
+    first = sum(row["chosen"][0]["content"] == "a" for row in made)
     expected = 1 / (1 + math.exp(-difference / 0.5))
     assert abs(first / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
 
@@ -48,16 +58,17 @@ def test_a_pair_is_ordered_as_often_as_bradley_and_terry_say(difference: float) 
 def test_without_noise_the_better_one_always_comes_first() -> None:
     three = [said("a", 0.1), said("b", 0.9), said("c", 0.5)]
     for coin in range(50):
-        assert [r.response for r in stage(noise=0.0).ordered(three, coin)] == ["b", "c", "a"]
+        (row,) = rows(stage(noise=0.0, samples=3), three, coin)
+        assert [turn["content"] for (turn,) in row["responses"]] == ["b", "c", "a"] and row["ranking"] == [1, 2, 3]
 
 
 def test_without_noise_answers_that_score_the_same_share_a_place() -> None:
     counts, exact = dict.fromkeys(KINDS, 0), stage(noise=0.0, samples=3)
-    assert exact.row(group([said("a", 0.5), said("b", 0.5), said("c", 0.5)]), 0, counts) is None and counts["equal"] == 1
-    row = exact.row(group([said("a", 0.1), said("b", 0.5), said("c", 0.5)]), 0, counts)
-    assert row is not None and row["ranking"] == [1, 1, 3]
-    tied = stage(samples=3).row(group([said("a", 0.5), said("b", 0.5)]), 0, counts)
-    assert tied is not None and tied["ranking"] == [1, 2], "an annotator who errs prefers one"
+    assert not rows(exact, [said("a", 0.5), said("b", 0.5), said("c", 0.5)], counts=counts) and counts["equal"] == 1
+    (row,) = rows(exact, [said("a", 0.1), said("b", 0.5), said("c", 0.5)])
+    assert row["ranking"] == [1, 1, 3]
+    (tied,) = rows(stage(samples=3), [said("a", 0.5), said("b", 0.5)])
+    assert tied["ranking"] == [1, 2], "an annotator who errs prefers one"
 
 
 def test_people_are_told_what_is_left_out_of_what_they_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +100,9 @@ def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:
     made = ComparisonsStage(name="c", model="tiny:nano", task=task, reward_model=judge, **settings)  # type: ignore[arg-type]
     assert made.named("reward model") == [("reward_model", judge)]
     with RunWriter.create(tmp_path / "run", {}) as writer:
-        rows = list(made.rows(Context(writer, seed=3, say=False), dict.fromkeys(KINDS, 0)))
-    assert len(rows) > 2
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ordered = list(made.rows(Context(writer, seed=3, say=False), dict.fromkeys(KINDS, 0)))
+    assert len(ordered) > 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
     units = read_preferences(tmp_path / "rows.jsonl", tokenizer, 900).units
     scores = last_scores(scorer, [example.ids for unit in units for example in unit])
     assert all(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))
@@ -99,8 +110,8 @@ def test_a_reward_model_orders_the_answers(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_counted_and_left_out() -> None:
     counts = dict.fromkeys(KINDS, 0)
-    rows = [
-        stage().row(group(members), 0, counts)
+    made = [
+        rows(stage(), members, counts=counts)
         for members in (
             [said("x", 0.2), said("x", 0.2)],
             [said("x", 0.2), said("y", None)],
@@ -109,7 +120,7 @@ def test_what_cannot_be_compared_is_counted_and_left_out() -> None:
             [said("x", 0.2), said("y", 0.9)],
         )
     ]
-    assert [row is None for row in rows] == [True, True, True, True, False]
+    assert [len(some) for some in made] == [0, 0, 0, 0, 1]
     assert counts == {"written": 1, "equal": 4, "failed": 1, "truncated": 1, "empty": 1}
 
 
