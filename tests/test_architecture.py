@@ -39,9 +39,9 @@ MAY_IMPORT = {
     "catalogue": "trust system.processes",
     "system": "types",
     "ops": LEAVES,
-    "rewards": f"{LEAVES} catalogue",
-    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine system.wire",
-    "runs": f"{LEAVES} data.safe_readers system.files system.processes system.sqlite",
+    "rewards": f"{LEAVES} catalogue system.threads",
+    "tasks": f"{LEAVES} catalogue data.records data.calls rewards serve system.machine system.threads system.wire",
+    "runs": f"{LEAVES} data.safe_readers system.files system.processes system.sqlite system.threads",
     "algorithms": f"{LEAVES} ops",
     "data": f"{LEAVES} ops system.files system.sqlite",
     "models": f"{LEAVES} ops data.safe_readers system.files",
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "api": f"{LOOP} runs collect loop stages recipes config config_tree pipeline commands.compare "
     "commands.evaluate commands.models commands.probe commands.replay commands.sample",
     "cluster": f"{MODELS} system algorithms engine tasks train collect episodes turns runs.layout runs.console __version__",
-    "serve": f"{MODELS} trust engine train.rating",
+    "serve": f"{MODELS} trust engine train.rating system.threads",
     # not runs.write: the studio shows runs, and starts them as processes of their own
     "studio": f"{LEAVES} catalogue serve.server data.labels data.preferences data.stream evals.agreement evals.statistics system.files "
     "system.processes runs.read runs.layout runs.index runs.status "

@@ -6,27 +6,26 @@ import importlib
 import json
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from posttrain.errors import UserError, refuse_unknown
 from posttrain.events import Event
 from posttrain.runs.layout import METRICS, Row, json_lines
 from posttrain.runs.write import RunWriter
 from posttrain.system.files import atomic_write, read_json
+from posttrain.system.threads import Result, in_thread
 from posttrain.types import JSON
 
 OPENING_SECONDS, LOGGING_SECONDS = 120.0, 30.0
 # in the run directory: a service's name of this run, with which the next attempt continues
 RECORD = "trackers.json"
 PROJECT = "posttrain"  # if the user's own settings name none
-Result = TypeVar("Result")
 
 
 class Tracker(Protocol):
@@ -108,15 +107,7 @@ class Trackers:
 def _bounded(call: Callable[[], Result], seconds: float) -> Result:
     """Return the result of `call`, or raise TimeoutError: a service that does not answer delays a run this long, once. Its
     thread is then abandoned."""
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised again in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="tracker", daemon=True).start()
+    future = in_thread(call, "tracker")
     if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return future.result(0)

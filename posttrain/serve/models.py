@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -24,6 +24,7 @@ from posttrain.engine.random import derive
 from posttrain.models.policy import Policy
 from posttrain.serve.conversations import Choice, Conversations, Prompt
 from posttrain.serve.wire import Answer, Body, Delta, Refused
+from posttrain.system.threads import Result, fulfil
 from posttrain.types import Completion, Request, Segment
 
 IDLE_SECONDS = 0.5  # the sampling thread waits this long when it has nothing to do
@@ -32,7 +33,6 @@ KEPT = 256
 LONG = 1 << 20  # context length in tokens if the model states none
 ID_BYTES = 8
 
-Result = TypeVar("Result")
 Found = tuple[int, Completion | Exception]  # index of the choice, and its new tokens
 
 
@@ -101,15 +101,7 @@ class SamplingThread(threading.Thread):
     async def call(self, work: Callable[[], Result]) -> Result:
         """Run `work` in the thread between two bursts, and return its result."""
         done: Future[Result] = Future()
-
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(work())
-                except Exception as error:
-                    done.set_exception(error)
-
-        self.order(run)
+        self.order(lambda: fulfil(done, work))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:

@@ -14,11 +14,13 @@ import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from posttrain.rewards.sandbox import mechanisms
 from posttrain.rewards.sandbox.limits import Limits
 from posttrain.rewards.sandbox.mechanisms import Child, Infrastructure, Mechanism
 from posttrain.rewards.sandbox.session import Session
+from posttrain.system.threads import fulfil
 
 SHELVES = 4  # pairs of (mechanism, limits) with interpreters in reserve
 SPARE = max(2, min(8, os.cpu_count() or 1))
@@ -74,12 +76,7 @@ class Pool:
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             (mechanism, limits), future = order
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(mechanism.start(limits))
-            except BaseException as error:  # raised when this child is taken
-                future.set_exception(error)
+            fulfil(future, partial(mechanism.start, limits))
 
     def close(self) -> None:
         """End all waiting interpreters."""

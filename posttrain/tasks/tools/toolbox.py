@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from inspect import isawaitable
 from typing import Any
 
 from posttrain.data.calls import Call, Format, calls, explained, format_of, observation, shows_tools
 from posttrain.errors import STOPS, named, require
 from posttrain.rewards._loop import step_ends
+from posttrain.system.threads import in_thread
 from posttrain.tasks.base import FAULTS, Generate
 from posttrain.tasks.tools.base import Malformed, Signature, Tool, ToolError, ToolFailure
 from posttrain.tasks.tools.function import give
@@ -118,26 +117,17 @@ def _as_text(value: object) -> str:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function in a thread, which ends with the process: a call that never returns blocks nothing else."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    """Call a function in a thread of its own."""
     context = contextvars.copy_context()
 
-    def deliver(found: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(found) if error is None else done.set_exception(error)
-
-    def work() -> None:
-        found, error = None, None
+    def work() -> Any:
         try:
-            found = context.run(function, **arguments)
-        except BaseException as raised:  # otherwise an error in a thread would not be reported
-            kept = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            # a future cannot hold other kinds of errors
-            error = raised if kept else ToolError(type(raised).__name__)
-        with suppress(RuntimeError):  # the step is over
-            loop.call_soon_threadsafe(deliver, found, error)
+            return context.run(function, **arguments)
+        except BaseException as raised:
+            if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+                raise
+            # a future of asyncio cannot hold other kinds of errors
+            raise ToolError(type(raised).__name__) from raised
 
-    threading.Thread(target=work, daemon=True, name="tool").start()
-    found = await done
+    found = await asyncio.wrap_future(in_thread(work, "tool"))
     return await found if isawaitable(found) else found
