@@ -187,6 +187,10 @@ class Layout:
     context: int = 1
     divided: int = 1
 
+    def rows(self, work: Work) -> int:
+        """The responses of each copy that generates."""
+        return -(-work.responses // (self.gpus // self.tensor))
+
     def text(self) -> str:
         how = f"FSDP2 over {self.shards} GPUs"
         if self.shards == 1:
@@ -264,6 +268,11 @@ def memory_of(
     return training, generation
 
 
+def cache_of(shape: Shape, work: Work, layout: Layout) -> float:
+    """Bytes of the keys and values of all responses, on each GPU that generates."""
+    return layout.rows(work) * (work.prompt + work.response) * shape.cache / layout.tensor
+
+
 def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | None:
     """The estimate of a layout; None if it does not fit."""
     room = ROOM * gpu.memory * GB
@@ -271,9 +280,7 @@ def estimate(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> Estimate | N
     left = room - sum(generation.values())
     cached = 0.0
     if layout.tensor:
-        copies = layout.gpus // layout.tensor
-        rows = -(-work.responses // copies)
-        every = rows * (work.prompt + work.response) * shape.cache / layout.tensor
+        every = cache_of(shape, work, layout)
         smallest = (work.prompt + work.longest) * shape.cache / layout.tensor  # for one row
         cached = min(every, left)
         if cached < smallest:
@@ -308,11 +315,10 @@ def generate_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout, cached:
     """Decode all rows at once if their caches fit, otherwise in turns; then the longest row alone."""
     if not layout.tensor:
         return 0.0
-    copies, bandwidth = layout.gpus // layout.tensor, gpu.bandwidth * 1e12 * READ
+    rows, bandwidth = layout.rows(work), gpu.bandwidth * 1e12 * READ
     divided = LAYER_DIVIDED if layout.tensor <= gpu.node else LAYER_APART
     waits = shape.layers * (LAYER if layout.tensor == 1 else divided)
-    rows = -(-work.responses // copies)
-    every = rows * (work.prompt + work.response) * shape.cache / layout.tensor
+    every = cache_of(shape, work, layout)
     turns = max(1.0, every / cached)
     used = min(shape.weights, shape.active * rows / turns)  # experts that no row uses are not read
     read = 2.0 * used / layout.tensor / bandwidth

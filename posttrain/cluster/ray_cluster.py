@@ -260,14 +260,11 @@ class NodeProcess:
         self.returncode: int | Any = None
         self.result = host.wait.remote()
 
-    def poll(self) -> int | None:
-        return self._look(0)
-
     def wait(self, timeout: float) -> int:
-        found = self._look(timeout)
+        found = self.poll(timeout)
         return -signal.SIGKILL if found is None else found
 
-    def _look(self, seconds: float) -> int | None:
+    def poll(self, seconds: float = 0) -> int | None:
         ray: Any = load_ray()
         if self.returncode is None and ray.wait([self.result], timeout=seconds)[0]:
             try:

@@ -121,6 +121,17 @@ def listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "none"
 
 
+def ended(group: Group, counts: dict[str, int], scored: bool = True) -> list[Rollout]:
+    """The answers that were not cut off and, if `scored`, have a score; the others are counted."""
+    whole = [r for r in group.rollouts if r.finish != "length"]
+    counts["truncated"] += len(group.rollouts) - len(whole)
+    if not scored:
+        return whole
+    kept = [r for r in whole if r.score.valid]
+    counts["failed"] += len(whole) - len(kept)
+    return kept
+
+
 def assistant(rollout: Rollout) -> list[dict[str, JSON]]:
     """A response as an assistant message."""
     return [{"role": "assistant", "content": rollout.response}]

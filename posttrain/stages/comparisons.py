@@ -16,7 +16,7 @@ from posttrain.data.labels import Labels
 from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, many, require
 from posttrain.rewards.judge import Judge
-from posttrain.stages._answers import BATCH, AskingStage, assistant, listed, rated_by
+from posttrain.stages._answers import BATCH, AskingStage, assistant, ended, listed, rated_by
 from posttrain.stages._judged import JudgedStage
 from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages._naming import DataName, ModelName
@@ -194,12 +194,9 @@ class ComparisonsStage(JudgedStage, AskingStage):
 
     def different(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers that can be compared; none, and counted, if there are fewer than two."""
-        usable = [r for r in group.rollouts if r.finish != "length"]
-        counts["truncated"] += len(group.rollouts) - len(usable)
-        if self.judge is None and self.annotator == "simulated":  # people and judges need no score
-            scored = [r for r in usable if r.score.value is not None]
-            counts["failed"] += len(usable) - len(scored)
-            usable = scored
+        # people and judges need no score
+        scored = self.judge is None and self.annotator == "simulated"
+        usable = ended(group, counts, scored)
         spoken = [r for r in usable if r.response.strip()]
         counts["empty"] += len(usable) - len(spoken)
         different = list({r.response: r for r in spoken}.values())

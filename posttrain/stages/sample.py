@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.errors import Several, many, require
-from posttrain.stages._answers import AskingStage, assistant, listed
+from posttrain.stages._answers import AskingStage, assistant, ended, listed
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
 from posttrain.stages.comparisons import ComparisonsStage
@@ -110,10 +110,7 @@ class SampleStage(AskingStage):
 
     def chosen(self, group: Group, counts: dict[str, int]) -> list[Rollout]:
         """The answers of a problem that are kept; the others are counted by reason."""
-        whole = [r for r in group.rollouts if r.finish != "length"]
-        counts["truncated"] += len(group.rollouts) - len(whole)
-        scored = [r for r in whole if r.score.value is not None]
-        counts["failed"] += len(whole) - len(scored)
+        scored = ended(group, counts)
         usable = [r for r in scored if self.labels or self.good(r)]
         counts["rejected"] += len(scored) - len(usable)
         best = sorted(usable, key=lambda r: -(r.score.value or 0.0))

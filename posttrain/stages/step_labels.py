@@ -11,7 +11,7 @@ from posttrain.data.steps import Step, check_separator, steps_of
 from posttrain.engine.random import derive
 from posttrain.errors import Whole, many, prefixed, require
 from posttrain.models.policy import Policy
-from posttrain.stages._answers import AskingStage, listed, seeds
+from posttrain.stages._answers import AskingStage, ended, listed, seeds
 from posttrain.stages._plan import DryRun, fewer
 from posttrain.stages.base import Context
 from posttrain.tasks._nested import Nested
@@ -78,17 +78,10 @@ class StepLabelsStage(AskingStage):
     ) -> Iterator[tuple[Rollout, list[Step]]]:
         """The different solutions of a problem that can be labelled, with their steps; the others are counted."""
         seen: set[str] = set()
-        for rollout in group.rollouts:
+        for rollout in ended(group, counts):
             steps = steps_of(rollout, self.steps) if rollout.response.strip() else []
-            kind = "written"
-            if rollout.finish == "length":
-                kind = "truncated"
-            elif not rollout.score.valid:
-                kind = "failed"
-            elif not steps:
-                kind = "empty"
-            elif rollout.response in seen:
-                kind = "repeated"
+            kind = "repeated" if rollout.response in seen else "written"
+            kind = kind if steps else "empty"
             counts[kind] += 1
             seen.add(rollout.response)
             if kind == "written":
