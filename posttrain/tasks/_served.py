@@ -68,28 +68,26 @@ class ServedEpisode:
     ) -> AsyncIterator[Delta]:
         """Yield complete choices. If the client disconnects, sampling continues, so that the answer is there when it asks
         again."""
-        future = asyncio.run_coroutine_threadsafe(self._ask(body, retry), self.loop)
-        asked = await asyncio.shield(asyncio.wrap_future(future))
-        found = asyncio.run_coroutine_threadsafe(_result(asked), self.loop)
-        given, choices = await asyncio.shield(asyncio.wrap_future(found))
+        found = asyncio.run_coroutine_threadsafe(self._ask(body, retry), self.loop)
+        asked, (given, choices) = await asyncio.shield(asyncio.wrap_future(found))
         prompts += given
         for choice in choices:
             yield replace(choice)
         asked.read = True
 
-    async def _ask(self, body: Body, retry: bool) -> RecordedRequest:
-        """Return the record of a request, or of the earlier one that it repeats: one marked as a retry, or one whose answer was
-        not read."""
+    async def _ask(self, body: Body, retry: bool) -> tuple[RecordedRequest, Answered]:
+        """Return the record of a request with its answer, or that of the earlier one that it repeats: one marked as a retry, or one
+        whose answer was not read."""
         digest = body.model_dump_json()
-        known = self.asked.get(digest)
-        if known is not None and (retry or not known.read):
+        asked = self.asked.get(digest)
+        if asked is not None and (retry or not asked.read):
             self.generate.count("agent/retries")
-            return known
-        task = asyncio.ensure_future(self._complete(body))
-        self.work.add(task)
-        task.add_done_callback(self.work.discard)
-        asked = self.asked[digest] = RecordedRequest(task)
-        return asked
+        else:
+            task = asyncio.ensure_future(self._complete(body))
+            self.work.add(task)
+            task.add_done_callback(self.work.discard)
+            asked = self.asked[digest] = RecordedRequest(task)
+        return asked, await asyncio.shield(asked.answered)
 
     async def _complete(self, body: Body) -> Answered:
         async with self.lock:  # an episode samples one turn at a time
@@ -165,10 +163,6 @@ class ServedEpisode:
                 learned.add(turn)
             found.append(replace(like, segments=tuple(segments)))
         return found
-
-
-async def _result(asked: RecordedRequest) -> Answered:
-    return await asyncio.shield(asked.answered)
 
 
 class EpisodeServer:
