@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,12 +35,19 @@ class Remote:
         raise RuntimeError("an isolated episode has no tokenizer: it runs in a process of its own")
 
     async def __call__(
-        self, given: Given | None = None, last: bool = False, **more: Any
+        self,
+        given: Given | None = None,
+        last: bool = False,
+        *,
+        tools: Sequence[JSON] | None = None,
+        max_new_tokens: int = 0,
+        written: int = 0,
     ) -> Segment:
         items, text = given, given if isinstance(given, str) else ""
         if given is not None and not isinstance(given, str):
             items = [_message_row(one) for one in given]
-        how, notes, self.notes[:] = {"last": last, **more}, [*self.notes], []
+        how = {"last": last, "tools": tools, "max_new_tokens": max_new_tokens, "written": written}
+        notes, self.notes[:] = [*self.notes], []
         found = self.exchange({"generate": self.number, "given": items, "how": how, "notes": notes})
         if "end" in found:
             raise ContextFull(found["text"]) if found["full"] else EpisodeEnd(found["end"])

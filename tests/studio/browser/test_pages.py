@@ -54,7 +54,9 @@ def test_answers_that_say_the_same_are_one_row(tmp_path: Path, serve: Any, visit
         writer.rollouts("rl", 1, rows, None, arrays(rows))
     page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}/rollouts?sort=step&down=false")
     page.wait_for_selector(".rollout-row")
-    said = [(row.locator(".text").nth(1).inner_text(), "alike" in row.inner_text()) for row in page.locator(".rollout-row").all()]
+    said = [
+        (row.locator(".text").nth(1).inner_text(), "alike" in row.inner_text()) for row in page.locator(".rollout-row").all()
+    ]
     assert said == [("four", True), ("five", False), ("four", True)]
     assert "1 to 8 of 8" in page.locator("main").inner_text()
     assert ["3 alike" in page.locator("main").inner_text(), "4 alike" in page.locator("main").inner_text()] == [True, True]
