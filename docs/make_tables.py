@@ -240,8 +240,8 @@ def advise_page() -> str:
         lines += ["", f"## {sentence(goal.title)}", ""]
         lines += wrapped(f"{sentence(goal.reason)}. If you have several signals, use the first of these: {signals}.")
         lines += ["", *table(["you have", *(machine.title for machine in advise.COMPUTE.values())], advice_rows(name)), ""]
-        lines += wrapped(f"With {book.needs}, textbooks advise: {book.says}. Why the tables differ:")
-        lines += [""] + [line for m, reason in book.differs.items() for line in wrapped(f"- {m}: {reason}.")]
+        lines += wrapped(f"With {book.needs}, textbooks advise: {book.says}. Why the table differs, by [method](#the-methods):")
+        lines += [""] + [line for m, reason in book.differs.items() for line in wrapped(f"- `{m}`: {reason}.")]
         lines += ["", "Pitfalls:", ""] + [line for pitfall in goal.pitfalls for line in wrapped(f"- {sentence(pitfall)}.")]
     rows = [
         [f"`{name}`", " -> ".join(s if s == a else f"{s} ({a})" for s, a in m.stages), f"{len(m.models)}: {', '.join(m.models)}",
