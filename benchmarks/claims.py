@@ -4,8 +4,8 @@
     python benchmarks/claims.py docs/claims --read benchmarks/results/claims.json --page docs/experiments.md      # tables and plots
 
 An arm is `posttrain run benchmarks/claim_arms.py:FUNCTION arm=ARM seed=SEED`, on one core. Finished runs in OUT are not run again;
-unfinished ones are resumed. Writes OUT/claims.json, OUT/claims.md (each seed with its 95% interval over prompts, and the mean over
-seeds with Student's interval) and OUT/claim_N.png; --read prints the table and draws the plots. --scale multiplies all steps and
+unfinished ones are resumed. Writes OUT/claims.json (each seed with its 95% interval over prompts), OUT/claims.md (the mean over seeds
+with Student's interval, and each seed) and OUT/claim_N.png; --read prints tables and draws plots. --scale multiplies all steps and
 counts; 0.01 is a smoke test. --until ends unfinished runs after this many seconds; the table has the results so far. Claim 4 needs a
 real model and a GPU: benchmarks/real_models.py run benchmarks/claim_arms.py:thoughts (docs/experiments.md).
 """
@@ -224,37 +224,57 @@ def curve(out: Path, name: str, over_time: bool) -> list[list[float]]:
     return [[round(x, 2), round(y, 5)] for x, y in means]
 
 
-def cell(value: Any) -> str:
-    if not isinstance(value, list):
-        return f"{value:.3g}"
-    return f"{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]"
+def split(title: str) -> tuple[str, str]:
+    """A column's title as (figure, point): before and after, a round or a budget; a figure without points has the point ""."""
+    figure, _, point = title.rpartition(" ")
+    return (figure, point) if point in ("before", "after") or point.isdigit() else (title, "")
 
 
 def table(number: int, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: one line an arm and figure, one column a seed, their mean; then how far the last figures lie from the first arm's."""
+    """Markdown: one line an arm and figure, one column a point, its mean over seeds before the seeds; then how far the last points lie
+    from the first arm's. Figures of other points have a table of their own."""
     claim, seeds = CLAIMS[number], sorted({row["seed"] for row in rows})
-    lines = ["| arm | figure | " + " | ".join(f"seed {s}" for s in seeds) + " | mean |", "|---" * (len(seeds) + 3) + "|"]
-    for arm in claim.arms:
-        for column in claim.columns:
-            if found := by_seed(rows, arm, column.title):
-                values = list(map(first, found.values()))
-                share = len(values) > 1 and all(isinstance(value, list) for value in found.values())
-                middle = cell(over_seeds(values)) if share else f"{mean(values):.3g}"
-                cells = [cell(found[s]) if s in found else "" for s in seeds]
-                lines.append(f"| {arm} | {column.title} | {' | '.join(cells)} | {middle} |")
-    ends = {column.title.rpartition(" ")[0]: column.title for column in claim.columns}
-    for arm in claim.arms[1:]:
-        for title in (title for word, title in ends.items() if word):
-            one, other = (by_seed(rows, name, title) for name in (arm, claim.arms[0]))
-            apart = {s: first(one[s]) - first(other[s]) for s in seeds if s in one and s in other}
-            if len(apart) > 1:
-                half = STUDENT[len(apart)] * stdev(apart.values()) / len(apart) ** 0.5
-                middle = mean(apart.values())
-                cells = [f"{apart[s]:+.3f}" if s in apart else "" for s in seeds]
-                around = f"{middle:+.3f} [{middle - half:+.3f}, {middle + half:+.3f}]"
-                lines.append(f"| {arm} - {claim.arms[0]} | {title} | {' | '.join(cells)} | {around} |")
+    points: dict[str, list[str]] = {}
+    for figure, point in (split(c.title) for c in claim.columns if any(by_seed(rows, arm, c.title) for arm in claim.arms)):
+        points.setdefault(figure, []).append(point)
+    lines: list[str] = []
+    for same in dict.fromkeys(map(tuple, points.values())):
+        heads = [f"{claim.along.split()[0]} {point}" if point.isdigit() else point or "mean" for point in same]
+        lines += [f"| arm | figure | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+        figures = [figure for figure, own in points.items() if tuple(own) == same]
+        for arm in claim.arms:
+            for figure in figures:
+                found = [by_seed(rows, arm, f"{figure} {point}".strip()) for point in same]
+                if any(found):
+                    cells = [over(values, seeds, around=values is found[-1]) for values in found]
+                    lines.append(f"| {arm} | {figure} | {' | '.join(cells)} |")
+        for arm in claim.arms[1:]:
+            for title in (f"{figure} {same[-1]}".strip() for figure in figures):
+                one, other = (by_seed(rows, name, title) for name in (arm, claim.arms[0]))
+                apart = {s: first(one[s]) - first(other[s]) for s in seeds if s in one and s in other}
+                if len(apart) > 1 and " " in title:
+                    cells = [*[""] * (len(same) - 1), differences(apart, seeds)]
+                    lines.append(f"| {arm} - {claim.arms[0]} | {split(title)[0]} | {' | '.join(cells)} |")
+        lines.append("")
     stopped = [f"- {row['arm']}, seed {row['seed']} stopped: {row['stopped']}" for row in rows if row["stopped"]]
-    return [*lines, "", *stopped, *([""] if stopped else [])]
+    return [*lines, *stopped, *([""] if stopped else [])]
+
+
+def over(values: dict[int, Any], seeds: Sequence[int], around: bool) -> str:
+    """A cell: the mean over seeds, with Student's interval where it is asked for and values are shares, then each seed."""
+    if not values:
+        return ""
+    share = all(isinstance(value, list) for value in values.values())
+    form, numbers = ".3f" if share else ".3g", {seed: first(value) for seed, value in values.items()}
+    each = ", ".join(format(numbers[s], form) if s in numbers else "none" for s in seeds)
+    interval = " [{1:.3f}, {2:.3f}]".format(*over_seeds([*numbers.values()])) if around and share and len(numbers) > 1 else ""
+    return f"{mean(numbers.values()):{form}}{interval} ({each})"
+
+
+def differences(apart: dict[int, float], seeds: Sequence[int]) -> str:
+    half, middle = STUDENT[len(apart)] * stdev(apart.values()) / len(apart) ** 0.5, mean(apart.values())
+    each = ", ".join(f"{apart[s]:+.3f}" if s in apart else "none" for s in seeds)
+    return f"{middle:+.3f} [{middle - half:+.3f}, {middle + half:+.3f}] ({each})"
 
 
 def by_seed(rows: Sequence[dict[str, Any]], arm: str, title: str) -> dict[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -90,24 +91,36 @@ def test_an_unknown_arm_is_refused_with_those_there_are(arms: ModuleType) -> Non
         arms.explore(arm="none")
 
 
-def test_a_table_has_intervals_by_seed_and_says_what_stopped(claims: ModuleType, tmp_path: Path) -> None:
+def test_a_table_has_means_with_intervals_and_seeds_and_says_what_stopped(claims: ModuleType, tmp_path: Path) -> None:
     rows = [
         {"claim": 7, "arm": "grpo", "seed": 0, "stopped": "", "figures": {"accuracy after": [0.5, 0.4, 0.6]}, "curves": {}},
         {"claim": 7, "arm": "grpo", "seed": 1, "stopped": "", "figures": {"accuracy after": [0.7, 0.6, 0.8]}, "curves": {}},
         {"claim": 7, "arm": "dpo", "seed": 1, "stopped": "TimeoutExpired", "figures": {}, "curves": {}},
     ]
     lines = claims.table(7, rows)
-    assert "| grpo | accuracy after | 0.500 [0.400, 0.600] | 0.700 [0.600, 0.800] | 0.600 [0.000, 1.000] |" in lines
+    assert lines[:2] == ["| arm | figure | after |", "|---|---|---|"]
+    assert "| grpo | accuracy | 0.600 [0.000, 1.000] (0.500, 0.700) |" in lines
     assert "- dpo, seed 1 stopped: TimeoutExpired" in lines
     rows += [{**rows[0], "arm": "dpo", "figures": {"accuracy after": [0.2, 0.1, 0.3]}}]
     rows += [{**rows[1], "arm": "dpo", "figures": {"accuracy after": [0.3, 0.2, 0.4]}}]
-    assert "| grpo - dpo | accuracy after | +0.300 | +0.400 | +0.350 [-0.285, +0.985] |" in claims.table(7, rows)
+    rows[1]["figures"]["accuracy before"] = [0.1, 0.0, 0.2]
+    lines = claims.table(7, rows)
+    assert "| grpo | accuracy | 0.100 (none, 0.100) | 0.600 [0.000, 1.000] (0.500, 0.700) |" in lines
+    assert "| grpo - dpo | accuracy |  | +0.350 [-0.285, +0.985] (+0.300, +0.400) |" in lines
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- claim 7 -->\nold\n<!-- end -->\n\nAfter.\n")
     claims.paste(page, {7: ["| new |", ""], 8: ["| not there |"]})
     assert page.read_text() == "Before.\n\n<!-- claim 7 -->\n\n| new |\n\n<!-- end -->\n\nAfter.\n"
     claims.draw(7, rows, tmp_path / "claim.png")
     assert (tmp_path / "claim.png").stat().st_size > 1000
+
+
+def test_the_tables_of_the_page_are_those_of_the_rows(claims: ModuleType, tmp_path: Path) -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "claims.json").read_text())["rows"]
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "experiments.md").read_text())
+    claims.paste(page, {n: claims.table(n, [row for row in rows if row["claim"] == n]) for n in claims.CLAIMS})
+    assert page.read_text() == (ROOT / "docs" / "experiments.md").read_text()
 
 
 def test_carried_sums_carry_on_both_sides_of_the_split(arms: ModuleType) -> None:
