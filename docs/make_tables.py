@@ -166,7 +166,7 @@ Methods of papers that are an option of the algorithms above, not an algorithm o
 TRPO (arXiv:1502.05477) is another optimizer, and therefore not in the tables above. `posttrain/train/trust_region.py`
 takes its step for a plain module of at most 5,000,000 weights. It refuses larger ones, because an update is a dozen
 backward passes through the graph of a gradient. `benchmarks/trpo.py` compares it with REINFORCE and PPO
-([results.md](results.md)).
+([results.md](results.md#reinforce-trpo-and-ppo-over-updates)).
 
 Of VAPO, clip-higher (ppo has one clip for both sides) and the likelihood term on right answers are left out.
 """
