@@ -207,3 +207,49 @@ def test_every_recipe_has_a_page(recipe: str) -> None:
     pages = [path for path in (ROOT / "docs" / "recipes").glob("*.md") if f"posttrain run {recipe}" in path.read_text()]
     assert pages, f"docs/recipes has no page on {recipe}"
     assert any(f"posttrain/recipes/{recipe}.py" in path.read_text() and LINK.search(path.read_text()) for path in pages)
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+# a row of README.md: the files of its runs, and the stages before and after
+REAL = {
+    "[gsm8k]": (("gsm8k_seed0", "gsm8k_seed1", "gsm8k_seed2"), "before", "after"),
+    "the same, 150 steps": (("gsm8k_1.5b",), "before", "after"),
+    "[math]": (("math",), "before", "after"),
+    "[code]": (("code",), "before", "after"),
+    "[r1_zero]": (("r1_zero_qwen",), "base", "trained"),
+    "[dpo]": (("dpo_seed0", "dpo_seed1", "dpo_seed2"), "", "dpo"),
+}
+
+
+def test_the_first_page_has_the_figures_of_the_result_files() -> None:
+    table = (ROOT / "README.md").read_text().partition("## What is proven")[2].partition("Seconds for one")[0]
+    cells = {line.split("|")[1].strip(): line.split("|")[4:6] for line in table.splitlines() if line.startswith("| ")}
+
+    def said(cell: str) -> list[str]:
+        return re.findall(r"\d+\.\d", cell)
+
+    def shares(values: list[float]) -> list[str]:
+        return [f"{100 * value:.1f}" for value in values]
+
+    for row, (files, first, last) in REAL.items():
+        (before, after) = next(cells[name] for name in cells if name.startswith(row))
+        runs = [json.loads((RESULTS / "real" / f"{file}.json").read_text())["stages"] for file in files]
+        assert said(after) == shares([run[last]["accuracy"][0] for run in runs]), row
+        assert {*said(before)} == {*shares([run[first]["accuracy"][0] for run in runs])} if first else "50%" in before, row
+    toys = json.loads((RESULTS / "recipes.json").read_text())["rows"]
+    for recipe in ("quickstart", "distill"):
+        (before, after) = next(cells[name] for name in cells if name.startswith(f"[{recipe}]"))
+        rows = {row["seed"]: row for row in toys if row["recipe"] == recipe and row["seed"] < 3}
+        assert [said(before), said(after)] == [shares([rows[seed][end] for seed in range(3)]) for end in ("from", "to")], recipe
+
+
+def test_the_changelog_counts_families_as_the_page_of_models_does() -> None:
+    page, changes = ((ROOT / name).read_text() for name in ("docs/models.md", "CHANGELOG.md"))
+    found = re.findall(r"^\| ([a-z ]+) \|[^|]*\|[^|]*\| ([^|]+) \|$", page, re.MULTILINE)
+    ways = {way: len(names.split(", ")) for way, names in found if way != "way"}
+    both, trained = sum(ways[way] for way in ("fast", "packed", "padded")), ways["training only"]
+    text = " ".join(changes.split())
+    assert (
+        f"of {both + trained + ways['refused']} families" in text
+        and f"{both} are trained and sampled and {trained} trained only" in text
+    )
