@@ -253,3 +253,24 @@ def test_the_changelog_counts_families_as_the_page_of_models_does() -> None:
         f"of {both + trained + ways['refused']} families" in text
         and f"{both} are trained and sampled and {trained} trained only" in text
     )
+
+
+def test_the_packages_of_the_design_are_those_that_are_there() -> None:
+    """Each file and folder of the package has its row, and each file that a row names is in its folder."""
+    text = (ROOT / "docs" / "design.md").read_text().partition("## 3. The packages")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+(?:/|\.py))` \| (.*) \|$", text, re.MULTILINE))
+    package = ROOT / "posttrain"
+    there = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in package.glob("[a-z]*")
+        if path.is_dir() or path.suffix == ".py"
+    }
+    assert there - {*rows} == set() and {*rows} - there == {"benchmarks/", "docs/", "tests/"}
+    own = {folder: names for folder, names in rows.items() if folder in there and folder.endswith("/")}
+    missing = [
+        f"{f}{n}"
+        for f, names in own.items()
+        for n in re.findall(r"(?<![\w/])\w+\.py\b", names)
+        if not list((package / f).rglob(n))
+    ]
+    assert missing == []
