@@ -556,7 +556,7 @@ def formats_page() -> str:
         for one in formats.values():
             more = [name for name in one.optional if name not in one.example]
             optional = f" Optional: {', '.join(f'`{name}`' for name in more)}." if more else ""
-            about = textwrap.fill(f"For {one.stages}. {one.note}{optional}".strip(), 120, break_on_hyphens=False)
+            about = textwrap.fill(" ".join(f"For {one.stages}. {one.note}{optional}".split()), 120, break_on_hyphens=False)
             lines += [
                 f"### `{one.name}`: {one.title}",
                 "",
