@@ -26,7 +26,7 @@ INTRODUCTIONS = {
     " `algorithm: {name: dapo, l_max: 1024}`. [algorithms.md](../algorithms.md) compares them.",
     "task": "Where problems come from: `rl.task=gsm8k`, or `task: {name: gsm8k, ...}`. [tasks.md](../tasks.md) says how to write one.",
     "reward": "What pays a response: `reward: math` of a task. [rewards.md](../rewards.md) says how to compose them and to write one.",
-    "recipe": "Whole pipelines: `posttrain run NAME KEY=VALUE`. Each has a page under [recipes](../recipes/quickstart.md).",
+    "recipe": "Whole pipelines: `posttrain run NAME KEY=VALUE`. Each has a page under [recipes](../recipes/index.md).",
 }
 PEER_VERSIONS = "verl 0.9.1 and OpenRLHF 0.11.2"
 

@@ -207,6 +207,7 @@ def test_every_recipe_has_a_page(recipe: str) -> None:
     pages = [path for path in (ROOT / "docs" / "recipes").glob("*.md") if f"posttrain run {recipe}" in path.read_text()]
     assert pages, f"docs/recipes has no page on {recipe}"
     assert any(f"posttrain/recipes/{recipe}.py" in path.read_text() and LINK.search(path.read_text()) for path in pages)
+    assert re.search(rf"\b{recipe}\b", (ROOT / "docs" / "recipes" / "index.md").read_text()), "docs/recipes/index.md"
 
 
 RESULTS = ROOT / "benchmarks" / "results"
