@@ -20,13 +20,17 @@ from posttrain.data.safe_readers import read_yaml
 GENERATED = "<!-- made by docs/make_reference.py; do not edit -->"
 HEADS = ("key", "type", "default", "meaning")
 INTRODUCTIONS = {
-    "stage": "A run is a list of stages. Keys are set as `NAME.KEY=VALUE` on the command line, where NAME is the stage's in the recipe,"
-    " as arguments in Python, and in YAML ([pipelines.md](../pipelines.md)).",
-    "algorithm": "What a stage trains by: `rl.algorithm=dapo rl.algorithm.l_max=1024`, `pt.rl(algorithm=pt.DAPO(l_max=1024), ...)`, or"
-    " `algorithm: {name: dapo, l_max: 1024}`. [algorithms.md](../algorithms.md) compares them.",
-    "task": "Where problems come from: `rl.task=gsm8k`, or `task: {name: gsm8k, ...}`. [tasks.md](../tasks.md) says how to write one.",
-    "reward": "What pays a response: `reward: math` of a task. [rewards.md](../rewards.md) says how to compose them and to write one.",
-    "recipe": "Whole pipelines: `posttrain run NAME KEY=VALUE`. Each has a page under [recipes](../recipes/index.md).",
+    "stage": "Every key of every stage. A run is a list of stages. Keys are set as `NAME.KEY=VALUE` on the command line, where NAME is"
+    " the stage's in the recipe, as arguments in Python, and in YAML ([pipelines.md](../pipelines.md)).",
+    "algorithm": "Every key of every algorithm, which is what a stage trains by: `rl.algorithm=dapo rl.algorithm.l_max=1024`,"
+    " `pt.rl(algorithm=pt.DAPO(l_max=1024), ...)`, or `algorithm: {name: dapo, l_max: 1024}`. [algorithms.md](../algorithms.md)"
+    " compares them.",
+    "task": "Every key of every task, which is where problems come from: `rl.task=gsm8k`, or `task: {name: gsm8k, ...}`."
+    " [tasks.md](../tasks.md) says how to write one.",
+    "reward": "Every option of the shipped rewards, which pay a response: `reward: math` of a task. [rewards.md](../rewards.md) says"
+    " how to compose them and to write one.",
+    "recipe": "Every key of every recipe, a whole pipeline: `posttrain run NAME KEY=VALUE`. Each has a page under"
+    " [recipes](../recipes/index.md).",
 }
 PEER_VERSIONS = "verl 0.9.1 and OpenRLHF 0.11.2"
 
@@ -70,7 +74,8 @@ def explained(kind: str, name: str, file: str) -> list[str]:
 
 
 def kind_page(kind: str) -> str:
-    lines = [GENERATED, f"# Reference: {kind}s", "", INTRODUCTIONS[kind], ""]
+    links = ", ".join(f"[{name}](#{name})" for name in catalogue.names(kind))
+    lines = [GENERATED, f"# Reference: {kind}s", "", INTRODUCTIONS[kind], "", links, ""]
     for entry in catalogue.describe(kind):
         paper = f" {entry.paper}." if entry.paper else ""
         lines += [f"## {entry.name}", "", f"[{entry.file}](../../{entry.file}).{paper}", ""]
@@ -110,7 +115,7 @@ def functions_page() -> str:
         GENERATED,
         "# Reference: functions",
         "",
-        "`import posttrain as pt`; [python.md](../python.md) shows them at work.",
+        "Every function of `import posttrain as pt`, with its arguments; [python.md](../python.md) shows them at work.",
         "",
     ]
     for node in ast.parse((catalogue.HOME / "api" / "functions.py").read_text("utf-8")).body:
