@@ -81,6 +81,7 @@ SMALL = {
     "favourites.prompts=64",
     "run claim_arms.py:thoughts": "steps=1 prompts=2 tokens=16 problems=4",
     "host_step.py": "--steps 4 --prompts 4",
+    "host_grpo_step.py": "--steps 2",
     "multi_turn.py": "--only turns",
     "publish.py": "--times 1",
     "sequence_ratio_mismatch.py": "--tiny",
