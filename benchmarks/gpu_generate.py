@@ -15,6 +15,7 @@ import datetime
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -54,12 +55,11 @@ class Varied(Scheduler):
 
     lengths = np.zeros(0, np.int64)
 
-    def _enter(self, work: Work) -> None:
-        first = self.rows.count
-        super()._enter(work)
-        given = self.lengths[[request.session for request in work.requests]]
-        backend = backend_of(self)
-        backend.promised -= sum(map(pages_of, work.limits)) - sum(pages_of(int(n)) for n in given)
+    def _enter(self, works: Sequence[Work], first: int) -> None:
+        super()._enter(works, first)
+        given = self.lengths[[request.session for work in works for request in work.requests]]
+        promised = sum(sum(map(pages_of, work.limits)) for work in works)
+        backend_of(self).promised -= promised - sum(pages_of(int(n)) for n in given)
         self.rows.live("limit", first)[:] = given
 
 

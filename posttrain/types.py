@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from posttrain.errors import Count, NotNegative, Range, Whole, check_fields, require
+from posttrain.errors import Count, NotNegative, Range, UserError, Whole, check_fields, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,9 +195,9 @@ class Request:
     model: str = ""  # "" is the policy; else the name of a frozen checkpoint
 
     def __post_init__(self) -> None:
-        empty = "a prompt needs at least one token: nothing would predict the first of the answer"
-        require(self.ids, empty)
-        require(self.turn >= 0, f"turns are counted from 0, not {self.turn}")
+        require(self.ids, "a prompt needs at least one token, to predict the first of the answer")
+        if self.turn < 0:
+            raise UserError(f"turns are counted from 0, not {self.turn}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -154,9 +154,10 @@ class CUDABackend:
         pages_R = np.cumsum([w.pages for w in works])
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
         begun = works[: int(fitting.sum())]
-        pairs = (pair for w in begun for pair in zip(w.limits, w.done, strict=True))
-        ahead = [min(limit, done + AHEAD) for limit, done in pairs]
-        pool = 1 + sum(map(pages_of, (*ahead, *(len(w.ids) for w in begun))))
+        limit_R = np.array([limit for w in begun for limit in w.limits], np.int64)
+        done_R = np.array([done for w in begun for done in w.done], np.int64)
+        ahead_R = -(-np.minimum(limit_R, done_R + AHEAD) // PAGE)
+        pool = 1 + int(ahead_R.sum()) + sum(pages_of(len(w.ids)) for w in begun)
         pages = pages_of(max(max(w.limits) for w in works))
         positions = max(len(w.ids) + max(w.limits) for w in works)
         # a history grows from turn to turn: by powers of two, so that graphs are seldom captured anew

@@ -50,7 +50,8 @@ def check_requests(
     longest = 0
     for request in requests:
         key, turn, session = request.session, request.turn, sessions.get(request.session)
-        require(not request.model, f"this sampler has the policy alone, no model {request.model!r}")
+        if request.model:
+            raise UserError(f"this sampler has the policy alone, no model {request.model!r}")
         if turn and (session is None or session.waits or session.turn != turn - 1):
             raise UserError(f"turn {turn} of session {key} needs turn {turn - 1} finished and kept")
         if not turn and session is not None:

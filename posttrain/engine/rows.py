@@ -86,6 +86,12 @@ class RowTable:
         self.integers, self.floats = np.pad(self.integers, more), np.pad(self.floats, more)
         self["done"][self.count :] = 1
 
+    def add(self, count: int) -> int:
+        """Make the next `count` rows live, all of whose columns are 0. Returns the first of them."""
+        first, self.count = self.count, self.count + count
+        self.integers[:, first : self.count] = 0
+        return first
+
     def take(self, order: np.ndarray) -> None:
         """Make the given rows the live ones, in that order. Entries after them look like finished rows."""
         count, before = len(order), self.count

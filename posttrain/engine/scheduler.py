@@ -279,12 +279,13 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.kept.pop(work.session, None)
-            self._enter(work)
+            self.backend.enter(work, self.rows.add(len(work.requests)))
             works.append(work)
             caches.append(cache)
             tokens += 0 if work.written else new  # the backend divides these itself
             self.counts["prefilled"] += new - again
             self.counts["recomputed"] += again
+        self._enter(works, first)
         if works[0].written:
             self.backend.resume(works, first)
         else:
@@ -294,18 +295,19 @@ class Scheduler:
                 self.backend.drop(cache)
         self._retire()
 
-    def _enter(self, work: Work) -> None:
-        """Fill the rows of a work's samples. A suspended row continues after what it has sampled."""
-        rows, first = self.rows, self.rows.count
-        rows.count += len(work.requests)
-        part, every = slice(first, rows.count), [r.sampling for r in work.requests]
+    def _enter(self, works: Sequence[Work], first: int) -> None:
+        """Fill the rows of these works' samples, which begin at `first`. A suspended row continues after what it has sampled."""
+        rows, part = self.rows, slice(first, self.rows.count)
+        requests = [request for work in works for request in work.requests]
+        every = [request.sampling for request in requests]
         # one entry for all rows where they are sampled alike
         settings = every[:1] if every.count(every[0]) == len(every) else every
-        rows.integers[:, part] = 0
-        rows["prefix"][part], rows["limit"][part] = len(work.ids), work.limits
+        groups = [len(work.requests) for work in works]
+        rows["prefix"][part] = np.repeat([len(work.ids) for work in works], groups)
+        rows["limit"][part] = [limit for work in works for limit in work.limits]
         rows["min"][part] = [one.min_new_tokens for one in settings]
         rows["top_k"][part] = [one.top_k for one in settings]
-        seeds = [r.seed & MASK for r in work.requests]
+        seeds = [request.seed & MASK for request in requests]
         rows["seed"][part] = np.array(seeds, np.uint64).view(np.int64)
         rows.floats[0, part] = [one.temperature for one in settings]
         rows.floats[1, part] = [one.top_p for one in settings]
@@ -315,15 +317,14 @@ class Scheduler:
             self.free.extend(range(len(self.tokens[0]) - 1, size - 1, -1))
         slots = [self.free.pop() for _ in every]
         rows["output"][part] = slots
-        for member, slot in enumerate(slots):
-            self.members[slot] = work, member
-        for row, had in enumerate(work.written, first):
+        members = ((work, member) for work in works for member in range(len(work.requests)))
+        self.members.update(zip(slots, members, strict=True))
+        for row, had in enumerate((own for work in works for own in work.written), first):
             count = rows["count"][row] = len(had[0])
             rows["last"][row] = had[0][-1]
             self._reserve(count)
             for column, own in zip(self.tokens, had, strict=True):
                 column[rows["output"][row], :count] = own
-        self.backend.enter(work, first)
 
     def _reserve(self, length: int) -> None:
         """Make room for responses of this length."""
