@@ -30,6 +30,7 @@ PREFILL_TOKENS = 1 << 15  # prompt tokens computed in one forward
 BURST = 64  # max steps between two looks of the host
 STOPPABLE = 16  # the same where a response may end at any of them
 LOOK = 2  # steps of a burst that the device still has when the host looks which rows are done
+LAST = 4  # steps of the last burst: while it is computed, the host writes down those before
 FEW = 128  # rows; a step of fewer takes hardly less time
 PROMPT_PAGES = 32  # room from the start for the pages of what is before a response
 # the ids of a sequence, their slots, and how many of them are stored already
@@ -360,7 +361,8 @@ class CUDABackend:
         """The number of steps of a burst that begins `before` steps after those that the host has seen."""
         rows = self.rows
         left = int((rows.live("limit") - rows.live("count")).max()) - before
-        return min(BURST if self.endless else STOPPABLE, left)
+        longest = BURST if self.endless else STOPPABLE
+        return left - LAST if 2 * LAST < left <= longest else min(longest, left)
 
     def _replay(self, steps: int) -> None:
         assert self.state is not None

@@ -247,11 +247,11 @@ def test_the_next_burst_is_launched_before_the_last_one_is_read(policy: Policy, 
         monkeypatch.setattr(
             CUDABackend, name, lambda one, *given, name=name, method=method: (calls.append(name), method(one, *given))[1]
         )
-    lengths = [3 * PAGE, 3 * PAGE - 5, 3 * PAGE - 20, 40]
+    lengths = [3 * PAGE, 3 * PAGE - 1, 3 * PAGE - 3, 40]
     requests = [Prompt((5, 6, n), 1, n, Sampling(length, min_new_tokens=length)) for n, length in enumerate(lengths)]
     engine = Engine(policy)
     assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and all_free(engine)
-    assert calls == ["launch", "_replay", "_replay", "collect", "_replay", "collect", "collect"]
+    assert calls == ["launch", "_replay", *["_replay", "collect"] * 3, "collect"]
 
 
 def test_rows_that_are_done_leave_before_the_host_has_read_what_they_drew(
@@ -285,7 +285,7 @@ def test_the_host_looks_while_the_device_has_steps_left(policy: Policy, monkeypa
     for _ in range(2):
         looks.clear()
         assert ids(list(generate_groups(engine, requests))) == ids(plain(policy, requests)) and all_free(engine)
-    assert looks == [14, 14, 14, 13]
+    assert looks == [14, 14, 14, 9, 2], "the last burst is short, so that little is left to be written down after it"
 
 
 def test_a_burst_of_rows_that_had_all_ended_is_nothing(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
