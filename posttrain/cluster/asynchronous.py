@@ -31,6 +31,7 @@ from posttrain.episodes import Episodes
 from posttrain.errors import GuardStop
 from posttrain.system.world import current
 from posttrain.tasks._rollouts import group_of_rows, rollout_row
+from posttrain.train.pack import token_versions
 from posttrain.train.processes import LONGEST_WAIT
 from posttrain.turns import Seconds
 from posttrain.types import JSON, Group, Metric, Problem, Sampler, Sampling
@@ -247,6 +248,9 @@ class Asynchronous(Rollouts):
         self.waited = 0.0
         found = super().collect(step, algorithm, state)
         batch = found.batch
+        rollouts = [r for group in found.groups for r in group.rollouts]
+        packed = [rollouts[n] for n in batch.rollout_N.tolist()]
+        batch = batch.replace(version_T=token_versions(packed, self.device))
         age_T = (step - batch.version_T).where(batch.mask_T, 0)
         metrics = [
             Metric("staleness/mean", age_T.sum(), batch.mask_T.sum()),

@@ -44,7 +44,6 @@ def pack_groups(
     cut = np.array([s.sampled and s.finish == "length" for s in segments], np.int64)
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
     lengths, cuts = (np.diff(np.cumsum(np.r_[0, column])[bounds]) for column in (sizes, cut))
-    versions = _filled([s.versions for s in segments], sizes, -1, np.int32)
     return _batch(
         lengths.tolist(),
         _joined([s.ids for s in segments], np.int64),
@@ -61,7 +60,6 @@ def pack_groups(
         valid_N=_column([r.score.valid for r in rollouts], np.bool_, device),
         truncated_N=torch.from_numpy(cuts > 0).to(device),
         rollout_N=torch.arange(len(rollouts), device=device),
-        version_T=torch.from_numpy(versions).to(device),
         routes_T=_routes(rollouts, device),
         episode_N=torch.tensor([places[one] for one in episodes], device=device)
         if several
@@ -70,6 +68,14 @@ def pack_groups(
         if any(s.reward for s in segments)
         else None,
     )
+
+
+def token_versions(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
+    """int32 [T]: the version of the weights that sampled each token of these rollouts, -1 for given tokens."""
+    segments = [s for r in rollouts for s in r.segments]
+    sizes = np.array([len(s.ids) for s in segments], np.int64)
+    versions = _filled([s.versions for s in segments], sizes, -1, np.int32)
+    return torch.from_numpy(versions).to(device)
 
 
 def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor | None:

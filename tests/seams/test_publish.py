@@ -13,7 +13,7 @@ from posttrain.episodes import rollout_groups
 from posttrain.models.policy import wrap_model
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.tasks.arithmetic import Arithmetic
-from posttrain.train.pack import pack_groups
+from posttrain.train.pack import pack_groups, token_versions
 from posttrain.types import Completion, Request, Sampling, Statistics
 
 TASK = Arithmetic(level=2)
@@ -61,8 +61,8 @@ def test_versions_of_tokens_say_which_weights_sampled_them() -> None:
     problems, decoder = TASK.problems("train")[:6], Decoder(tokenizer)
     groups = rollout_groups(TASK, sampler, decoder, problems, 2, Sampling(40), 3, ordered=False)
     batch = pack_groups(groups, 1.0)
-    versions = batch.version_T
-    assert versions is not None and set(versions.tolist()) == {-1, 0, 1}
+    versions = token_versions([r for group in groups for r in group.rollouts], batch.ids_T.device)
+    assert set(versions.tolist()) == {-1, 0, 1}
     assert torch.equal(versions >= 0, batch.mask_T)
     whole = [versions[a:b][batch.mask_T[a:b]].tolist() for a, b in zip(batch.starts, batch.starts[1:], strict=False)]
     assert all(one == sorted(one) for one in whole) and any(set(one) == {0, 1} for one in whole), "rows in flight go on"
