@@ -44,29 +44,26 @@ def pack_groups(
     cut = np.array([s.sampled and s.finish == "length" for s in segments], np.int64)
     bounds = np.cumsum([0, *[len(r.segments) for r in rollouts]])
     lengths, cuts = (np.diff(np.cumsum(np.r_[0, column])[bounds]) for column in (sizes, cut))
+    device = torch.device(device)
     return _batch(
         lengths.tolist(),
-        _joined([s.ids for s in segments], np.int64),
-        np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes),
-        _filled([s.logprobs for s in segments], sizes, 0, np.float32),
+        _joined([s.ids for s in segments], torch.int64, device),
+        torch.from_numpy(np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes)),
+        _filled([s.logprobs for s in segments], sizes, 0, torch.float32, device),
         [float("nan") if r.score.value is None else r.score.value for r in rollouts],
         [step_rewards(r) for r in rollouts],
         number,
         number if together else range(len(rollouts)),
         device,
     ).replace(
-        **{part_column(n): torch.tensor(part_values(rollouts, n), device=device) for n in parts},
+        **{part_column(n): _column(part_values(rollouts, n), np.float32, device) for n in parts},
         temperature=temperature,
         valid_N=_column([r.score.valid for r in rollouts], np.bool_, device),
-        truncated_N=torch.from_numpy(cuts > 0).to(device),
+        truncated_N=sent(cuts > 0, device),
         rollout_N=torch.arange(len(rollouts), device=device),
         routes_T=_routes(rollouts, device),
-        episode_N=torch.tensor([places[one] for one in episodes], device=device)
-        if several
-        else None,
-        paid_T=torch.from_numpy(_paid(segments)).to(device)
-        if any(s.reward for s in segments)
-        else None,
+        episode_N=_column([places[one] for one in episodes], np.int64, device) if several else None,
+        paid_T=sent(_paid(segments), device) if any(s.reward for s in segments) else None,
     )
 
 
@@ -74,11 +71,11 @@ def token_versions(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
     """int32 [T]: the version of the weights that sampled each token of these rollouts, -1 for given tokens."""
     segments = [s for r in rollouts for s in r.segments]
     sizes = np.array([len(s.ids) for s in segments], np.int64)
-    versions = _filled([s.versions for s in segments], sizes, -1, np.int32)
-    return torch.from_numpy(versions).to(device)
+    versions = _filled([s.versions for s in segments], sizes, -1, torch.int32, device)
+    return sent(versions, device)
 
 
-def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor | None:
+def _routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | None:
     """The recorded experts of all tokens, -1 where unknown: after the last completion, and in rollouts without routes."""
     width = next((r.routes.shape[1] for r in rollouts if r.routes is not None), 0)
     if not width:
@@ -87,7 +84,7 @@ def _routes(rollouts: Sequence[Rollout], device: torch.device | str) -> Tensor |
     for made, rollout in zip(whole, rollouts, strict=True):
         if rollout.routes is not None:
             made[: len(rollout.routes)] = rollout.routes[: len(made)]
-    return torch.from_numpy(np.concatenate(whole)).to(device)
+    return sent(np.concatenate(whole), device)
 
 
 def part_values(rollouts: Sequence[Rollout], name: str) -> list[float]:
@@ -118,11 +115,12 @@ def pack_examples(
     lengths = [len(e.ids) for e in examples]
     if lengths != [len(e.mask) for e in examples]:
         raise ValueError(MASKS)
+    device = torch.device(device)
     return _batch(
         lengths,
-        _joined([e.ids for e in examples], np.int64),
-        _joined([e.mask for e in examples], np.bool_),
-        np.zeros(sum(lengths), np.float32),
+        _joined([e.ids for e in examples], torch.int64, device),
+        _joined([e.mask for e in examples], torch.bool, device),
+        torch.zeros(sum(lengths)),
         [e.reward for e in examples],
         [e.steps for e in examples],
         units,
@@ -152,67 +150,77 @@ def step_rewards(rollout: Rollout) -> np.ndarray | None:
 
 def _batch(
     lengths: Sequence[int],
-    ids: np.ndarray,
-    mask: np.ndarray,
-    behaviour: np.ndarray,
+    ids_T: Tensor,
+    mask_T: Tensor,
+    behaviour_T: Tensor,
     rewards: Sequence[float],
     steps: Sequence[np.ndarray | None],
     group: Sequence[int],
     units: Sequence[int],
-    device: torch.device | str,
+    device: torch.device,
 ) -> Batch:
-    starts = _starts(lengths)
+    starts, mask = _starts(lengths), mask_T.numpy()
     if not all(lengths) or mask[list(starts[:-1])].any():
         raise ValueError(MASKS)
     columns = {}
     if any(one is not None for one in steps):
         pairs = zip(lengths, steps, strict=True)
         whole = [np.full(length, np.nan) if s is None else s for length, s in pairs]
-        columns["step_T"] = torch.from_numpy(_joined(whole, np.float32)).to(device)
+        columns["step_T"] = sent(_joined(whole, torch.float32, device), device)
     count = len(lengths)
     return Batch(
-        ids_T=torch.from_numpy(ids).to(device),
+        ids_T=sent(ids_T, device),
         starts=starts,
         sequence_T=_sequences(lengths, device),
-        mask_T=torch.from_numpy(mask).to(device),
-        behaviour_T=torch.from_numpy(behaviour).to(device),
+        mask_T=sent(mask_T, device),
+        behaviour_T=sent(behaviour_T, device),
         reward_N=_column(rewards, np.float32, device),
         valid_N=torch.ones(count, dtype=torch.bool, device=device),
         group_N=_column(group, np.int64, device),
         unit_N=tuple(units),
         truncated_N=torch.zeros(count, dtype=torch.bool, device=device),
         columns=columns,
-        ids=ids,
+        ids=ids_T.numpy(),
         mask=mask,
     )
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+def _joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Join arrays in host memory from which the device copies by itself."""
+    count, pinned = sum(map(len, arrays)), device.type == "cuda"
+    joined = torch.empty(count, dtype=dtype, pin_memory=pinned)
+    if arrays:
+        np.concatenate(arrays, out=joined.numpy(), casting="unsafe")
+    return joined
 
 
 def _filled(
-    arrays: Sequence[np.ndarray | None], sizes: np.ndarray, rest: int, dtype: type
-) -> np.ndarray:
+    arrays: Sequence[np.ndarray | None],
+    sizes: np.ndarray,
+    rest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Join arrays of these sizes, with `rest` in place of those that are None."""
-    blank = np.full(sizes.max(initial=0), rest, dtype)
+    blank = torch.full((sizes.max(initial=0),), rest, dtype=dtype).numpy()
     pairs = zip(arrays, sizes.tolist(), strict=True)
-    return _joined([blank[:size] if array is None else array for array, size in pairs], dtype)
+    whole = [blank[:size] if array is None else array for array, size in pairs]
+    return _joined(whole, dtype, device)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
     return (0, *np.cumsum(lengths, dtype=np.int64).tolist())
 
 
-def _sequences(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+def _sequences(lengths: Sequence[int], device: torch.device) -> Tensor:
     """The index of each token's sequence, computed on the device: lengths are quicker to copy."""
-    length_N = sent(np.array(lengths, np.int64), torch.device(device))
+    length_N = sent(np.array(lengths, np.int64), device)
     return torch.repeat_interleave(length_N, output_size=sum(lengths))
 
 
-def _column(values: Sequence[float], dtype: type, device: torch.device | str) -> Tensor:
+def _column(values: Sequence[float], dtype: type, device: torch.device) -> Tensor:
     """A tensor of many numbers; torch.tensor takes three times as long."""
-    return torch.from_numpy(np.array(values, dtype)).to(device)
+    return sent(np.array(values, dtype), device)
 
 
 def host_ids(batch: Batch) -> np.ndarray:

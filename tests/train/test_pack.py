@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from material_for_tests import copies_that_wait, group, rollout, segment
 
 from posttrain.algorithms.rloo import RLOO
-from posttrain.train.pack import gather, micro_batches, mini_batches, pack_examples, pack_groups, take, with_loss
-from posttrain.types import Batch, Example, Group
+from posttrain.train.pack import (
+    gather,
+    micro_batches,
+    mini_batches,
+    pack_examples,
+    pack_groups,
+    take,
+    token_versions,
+    with_loss,
+)
+from posttrain.types import Batch, Example, Group, Score
 
 
 def example(ids: list[int], mask: list[int], unit: int = -1) -> Example:
@@ -40,6 +49,18 @@ def test_groups_by_hand() -> None:
     assert batch.group_N.tolist() == [0, 0, 1]
     assert batch.unit_N == (0, 1, 2)
     assert batch.temperature == 0.7
+
+
+def test_packing_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that of columns which few batches have: parts of rewards, rewards by turn, episodes, experts, labels of steps."""
+    waited = copies_that_wait(monkeypatch)
+    turns = [segment([1], False), replace(segment([2], True, [-1.0]), reward=0.5)]
+    one = replace(rollout(turns, None), score=Score(1.0, {"task": 1.0}), routes=np.zeros((1, 2), np.int16))
+    batch = pack_groups([Group(one.problem, (one, one))], 1.0, parts=["task"])
+    assert {"episode_N", "paid_T", "part/task_N", "routes_T"} <= batch.columns.keys()
+    steps = replace(example([1, 2], [0, 1]), steps=np.array([np.nan, 1.0], np.float32))
+    assert "step_T" in pack_examples([steps]).columns
+    assert token_versions([one], torch.device("cpu")).tolist() == [-1, -1] and waited == []
 
 
 def test_sequences_of_one_episode_share_its_vote() -> None:
