@@ -534,27 +534,27 @@ class CUDABackend:
 
     def drop(self, kept: KeptPages) -> None:
         self.promised -= len(kept.own)
-        self.pages.give(kept.own)
-        self._dereference(kept.prompt, 1)
+        self.pages.give(np.concatenate([kept.own, self._dereference(kept.prompt, 1)]))
 
-    def _dereference(self, prompt: int, number: int) -> None:
-        """Remove a reference to a prompt, which keeps its pages until its last row, live or kept, is gone."""
+    def _dereference(self, prompt: int, number: int) -> np.ndarray:
+        """Remove references to a prompt. Returns the pages that this frees: those of the prompt, when its last row, live or kept, is
+        gone."""
         references, pages = self.prompts.pop(prompt)
         if references > number:
             self.prompts[prompt] = (references - number, pages)
-        else:
-            self.promised -= len(pages)
-            self.pages.give(pages)
+            return pages[:0]
+        self.promised -= len(pages)
+        return pages
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
         """Remaining rows keep their order."""
         rows = self.rows
         taken = np.arange(self.table.shape[1]) < rows["pages"][gone][:, None]
-        self.pages.give(self.table[gone][taken])
         self.promised -= int((-(-rows["limit"][gone] // PAGE)).sum())
         counted = np.unique(rows["prompt"][gone], return_counts=True)
-        for prompt, number in zip(*(a.tolist() for a in counted), strict=True):
-            self._dereference(prompt, number)
+        ended = zip(*(a.tolist() for a in counted), strict=True)
+        freed = [self._dereference(prompt, number) for prompt, number in ended]
+        self.pages.give(np.concatenate([self.table[gone][taken], *freed]))
         stay = np.delete(np.arange(rows.count), gone)
         for table in (self.table, self.prompt_table):
             table[: len(stay)], table[len(stay) : rows.count] = table[stay], 0
