@@ -239,6 +239,8 @@ def with_loss(batch: Batch) -> Batch:
     mask = host_mask(batch)
     batch = batch if batch.mask is mask else batch.replace(mask=mask)
     loss_N = np.logical_or.reduceat(mask, batch.starts[:-1]) if batch.sequences else ()
+    if np.all(loss_N):
+        return batch
     alive = {unit for unit, loss in zip(batch.unit_N, loss_N, strict=True) if loss}
     keep = [n for n, unit in enumerate(batch.unit_N) if unit in alive]
     return batch if len(keep) == batch.sequences else gather(batch, keep)
@@ -303,16 +305,11 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
 
     The weights were computed for the whole step before, so the gradients of the pieces add up to the same sum however they are cut.
     """
-    cuts, held = [0], 0
-    units = unit_ends(batch)
-    for begin, end in zip([0, *units], units, strict=False):
-        tokens = batch.starts[end] - batch.starts[begin]
-        if held and held + tokens > token_budget:
-            cuts.append(begin)
-            held = 0
-        held += tokens
-    cuts.append(batch.sequences)
-    return [take(batch, a, b) for a, b in pairwise(cuts) if b > a]
+    cuts, ends, starts = [0], np.array(unit_ends(batch)), np.array(batch.starts)
+    while cuts[-1] < batch.sequences:
+        fitting = ends[starts[ends] <= starts[cuts[-1]] + token_budget]
+        cuts.append(int(max(ends[ends > cuts[-1]][0], fitting.max(initial=0))))
+    return [take(batch, a, b) for a, b in pairwise(cuts)]
 
 
 def mini_batches(batch: Batch, count: int, seed: int) -> list[Batch]:
