@@ -292,14 +292,14 @@ class Rollouts(Source):
 def generate(sampler: Sampler, requests: Sequence[Request]) -> Generator[Completion, None, None]:
     """Submit all requests and yield their completions in the same order, each as soon as it and those before it are finished. If the
     caller stops early, the rest is cancelled. Nothing else may use the sampler meanwhile."""
-    place = {(request.session, request.turn): n for n, request in enumerate(requests)}
+    place = {request.session: n for n, request in enumerate(requests)}
     finished: dict[int, Completion] = {}
     answered = received = 0
     sampler.submit(requests)
     try:
         while answered < len(requests):
             for request, completion in sampler.poll():
-                finished[place[request.session, request.turn]] = completion
+                finished[place[request.session]] = completion
                 received += 1
             while answered in finished:
                 yield finished.pop(answered)

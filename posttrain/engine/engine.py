@@ -114,8 +114,7 @@ class Engine:
             scheduler.backend.check_room(works)
         for work in works:
             for request in work.requests:
-                known = self.sessions.get(request.session)
-                worker = None if known is None else known.worker
+                worker = self.sessions[request.session].worker if request.turn else None
                 self.sessions[request.session] = Session(work.ids, request.turn, worker=worker)
         here, first = list[Work](), list[Work]()
         for work in works:
@@ -147,8 +146,8 @@ class Engine:
                 found += scheduler.poll()
             self.took_over &= scheduler.busy
         for request, completion in found:
-            session = self.sessions[request.session]
             if request.keep:
+                session = self.sessions[request.session]
                 session.ids, session.waits = np.concatenate([session.ids, completion.ids]), False
             else:
                 del self.sessions[request.session]
