@@ -20,6 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from posttrain.train import forward as forward_module  # noqa: E402
 from posttrain.train.optimizer import Optimization  # noqa: E402
 from posttrain.train.pack import micro_batches, pack_groups  # noqa: E402
 from posttrain.train.trainer import Trainer  # noqa: E402
-from posttrain.types import Batch, Group, Problem, Rollout, Score, Segment  # noqa: E402
+from posttrain.types import Batch, Completion, Group, Problem, Rollout, Score, Segment  # noqa: E402
 
 BUDGETS = {
     "a": 49152,
@@ -67,8 +68,10 @@ class Ours:
         self.algorithm = GRPO(beta=0.0, group=case.group)
         self.trainer = Trainer(self.policy, self.algorithm, Optimization(lr=1e-6, token_budget=budget))
         self.random = random.Random(0)
+        self.answered = 0.0  # when the last answer of a step was there
 
     def step(self, seed: int) -> dict[str, float]:
+        """Seconds of its parts; `pack` is the end of `generate`, in which the device has nothing to do."""
         marks = [clock()]
         batch = self.rollout(seed)
         marks.append(clock())
@@ -78,8 +81,9 @@ class Ours:
         marks.append(clock())
         figures = {m.name: m for m in update.metrics}
         assert update.moved and figures["mismatch"] is not None
-        return {"generate": marks[1] - marks[0], "prepare": marks[2] - marks[1], "train": marks[3] - marks[2],
-                "step": marks[3] - marks[0], "grad_norm": update.grad_norm, "mismatch": mean(update.metrics, "mismatch"),
+        return {"generate": marks[1] - marks[0], "pack": marks[1] - self.answered, "prepare": marks[2] - marks[1],
+                "train": marks[3] - marks[2], "step": marks[3] - marks[0],
+                "grad_norm": update.grad_norm, "mismatch": mean(update.metrics, "mismatch"),
                 **{n: mean(update.metrics, n) for n in ("router/balance", "router/mismatch") if n in figures}}  # fmt: skip
 
     @torch.inference_mode()
@@ -105,14 +109,18 @@ class Ours:
     def rollout(self, seed: int, times: int = 1) -> Batch:
         """Sampled groups with random rewards, packed; each answer `times` over."""
         requests, groups = make_requests(self.case, seed), []
-        for number, (request, completions) in enumerate(zip(requests, generate_groups(self.engine, requests), strict=True)):
+        answers = list(generate_groups(self.engine, requests))
+        if times > 1:
+            answers = [tuple(repeated(one, times) for one in group) for group in answers]
+        self.answered = time.perf_counter()
+        for number, (request, completions) in enumerate(zip(requests, answers, strict=True)):
             prompt = Segment(np.array(request.ids), "", False)
             problem = Problem(str(number), "")
             rollouts = tuple(
                 Rollout(
                     problem,
                     n,
-                    (prompt, Segment(repeated(c.ids, times), "", True, repeated(c.logprobs, times))),
+                    (prompt, Segment(c.ids, "", True, c.logprobs)),
                     Score(self.random.random()),
                     routes=c.routes,
                 )
@@ -122,9 +130,16 @@ class Ours:
         return pack_groups(groups, 1.0, self.policy.device)
 
 
-def repeated(values: np.ndarray, times: int) -> np.ndarray:
-    """`np.tile`, which takes 5 us also where there is nothing to do."""
-    return values if times == 1 else np.tile(values, times)
+def repeated(answer: Completion, times: int) -> Completion:
+    return replace(answer, ids=np.tile(answer.ids, times), logprobs=np.tile(answer.logprobs, times))
+
+
+def allocations() -> dict[str, int]:
+    """How often memory was taken from the device so far, how often it had to be given back first, and how often pinned memory was taken
+    from the host. In a step like the one before it, none should be."""
+    device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    names = {"device_allocations": "num_device_alloc", "retries": "num_alloc_retries"}
+    return {own: int(device.get(name, 0)) for own, name in names.items()} | {"pinned": int(host.get("num_host_alloc", 0))}
 
 
 def backend_of(engine: Engine) -> CUDABackend:
@@ -194,9 +209,11 @@ def run_case(
         forward_module.SHARED = {"shared": 4, "plain": 1 << 60}[way]
         ours.step(2)
         settle()
+        before = allocations()
         with manual_garbage_collection():  # as in the training loop
             steps = [ours.step(10 + n) for n in range(repeats)]
         result[way] = {key: statistics.median(s[key] for s in steps) for key in steps[0]}
+        result[way] |= {name: count - before[name] for name, count in allocations().items()}
         result[way] |= {"fastest": min(s["step"] for s in steps), "slowest": max(s["step"] for s in steps),
                         "peak_gib": torch.cuda.max_memory_allocated() / 2**30}  # fmt: skip
     forward_module.SHARED = 4
