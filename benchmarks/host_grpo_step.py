@@ -3,20 +3,24 @@ nothing, and the kernels, graphs and the optimizer's step do nothing.
 
     python benchmarks/host_grpo_step.py                      # case d
     python benchmarks/host_grpo_step.py --cases a,b --steps 9
+    python benchmarks/host_grpo_step.py --against FOLDER     # another checkout, a step of each in turn, in this process
 
 The answers are random tokens that were drawn beforehand. A GPU is idle in the parts marked with *; in the others it has work queued.
 Copies take no time here, and some operations of the meta device are slower to start than kernels, so compare two versions of the
-package, not a part with a GPU's time. Prints the smallest and the median milliseconds of each part, then one JSON line.
+package, not a part with a GPU's time. Prints the median milliseconds of each part; of two versions those of both, and the median of
+what this one takes of the other's. One JSON line last.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -46,6 +50,8 @@ from posttrain.train.optimizer import Optimizer  # noqa: E402
 
 LAYERS = 8  # at most: the host's part of a layer is in graphs, or is not timed
 WARM_UP = 2  # steps
+COPIED = {"posttrain", "gpu_cases", "gpu_grpo_step"}  # of each checkout its own
+ALL = "* all parts in which a GPU is idle"
 
 
 class Marks(list[tuple[str, float]]):
@@ -68,6 +74,7 @@ class Marks(list[tuple[str, float]]):
             "after the last micro-batch was begun": (self.of("forward")[-1], self.of("end")[0]),
         }
         found = {name: 1000 * (end - begin) for name, (begin, end) in spans.items()}
+        found[ALL] = sum(milliseconds for name, milliseconds in found.items() if name.startswith("*"))
         between = [1000 * (b - a) for a, b in pairwise(self.of("forward"))]
         return found | ({"from one micro-batch to the next": statistics.mean(between)} if between else {})
 
@@ -172,14 +179,47 @@ def one_step(ours: gpu_grpo_step.Ours, seed: int, marks: Marks) -> dict[str, flo
     return marks.parts()
 
 
-def run_case(name: str, steps: int, budget: int | None) -> dict[str, list[float]]:
-    """Milliseconds of each part in each step."""
-    case, marks = CASES[name], Marks()
-    policy = make_policy(case)
-    with without_a_device(case, policy, marks), manual_garbage_collection():
-        ours = gpu_grpo_step.Ours(case, budget or gpu_grpo_step.BUDGETS[name])
-        rows = [one_step(ours, seed, marks) for seed in range(WARM_UP + steps)][WARM_UP:]
-    return {part: [row[part] for row in rows] for part in rows[0]}
+def steps_of(case: Case, budget: int) -> Callable[[int], dict[str, float]]:
+    """A function that takes a step and returns the milliseconds of its parts."""
+    policy, marks = make_policy(case), Marks()
+    with without_a_device(case, policy, marks):
+        ours = gpu_grpo_step.Ours(case, budget)
+
+    def step(seed: int) -> dict[str, float]:
+        with without_a_device(case, policy, marks):
+            return one_step(ours, seed, marks)
+
+    return step
+
+
+def of_checkout(folder: Path) -> Any:
+    """This script with the package and the benchmarks of another checkout."""
+    own = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in COPIED}
+    sys.path[:0] = [str(folder / "benchmarks"), str(folder)]
+    try:
+        importlib.import_module("gpu_grpo_step")
+        found = importlib.util.spec_from_file_location("host_grpo_step_of_another", __file__)
+        assert found is not None and found.loader is not None
+        script = importlib.util.module_from_spec(found)
+        sys.modules[found.name] = script
+        found.loader.exec_module(script)
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] in COPIED]:
+            del sys.modules[name]
+        sys.modules.update(own)
+    assert Path(script.cuda.__file__).is_relative_to(folder.resolve()), f"{folder} is no checkout"
+    return script
+
+
+def run_case(name: str, steps: int, budget: int | None, other: Any = None) -> list[list[dict[str, float]]]:
+    """The parts of each step; where there is another checkout, its own after them."""
+    case, tokens = CASES[name], budget or gpu_grpo_step.BUDGETS[name]
+    versions = [steps_of(case, tokens)]
+    if other is not None:
+        versions.append(other.steps_of(other.CASES[name], tokens))
+    with manual_garbage_collection():
+        rows = [[step(seed) for step in versions] for seed in range(WARM_UP + steps)][WARM_UP:]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,15 +227,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default="d")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--budget", type=int)
+    parser.add_argument("--against", type=Path, help="another checkout")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = {}
+    other, found = given.against and of_checkout(given.against), dict[str, dict[str, list[float]]]()
     for name in given.cases.split(","):
-        parts = run_case(name, given.steps, given.budget)
-        for part, milliseconds in parts.items():
-            print(f"{name} {min(milliseconds):8.2f} {statistics.median(milliseconds):8.2f} ms  {part}")
-        found[name] = {part: statistics.median(milliseconds) for part, milliseconds in parts.items()}
-    print(json.dumps({"benchmark": "host_grpo_step", "milliseconds": found}))
+        versions, found[name] = run_case(name, given.steps, given.budget, other), {}
+        for part in versions[0][0]:
+            columns = [[row[part] for row in rows] for rows in versions]
+            figures = [statistics.median(column) for column in columns]
+            if other is not None:
+                figures.append(statistics.median(mine / its for mine, its in zip(*columns, strict=True)))
+            print(name, *(f"{figure:8.2f}" for figure in figures), f" {part}")
+            found[name][part] = figures
+    print(json.dumps({"benchmark": "host_grpo_step", "found": found}))
 
 
 if __name__ == "__main__":
