@@ -10,15 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.errors import require
-from posttrain.models.load import (
-    Loaded,
-    Reader,
-    as_dtype,
-    check_device,
-    check_vocabulary,
-    longest,
-    stop_ids,
-)
+from posttrain.models import load
+from posttrain.models.load import Loaded, Reader
 from posttrain.models.tiny import without_length_warning
 from posttrain.trust import elsewhere, known_as
 
@@ -34,7 +27,7 @@ def give(model: Any, tokenizer: Any) -> str:
     require(plain and not hasattr(model, "peft_config"), other)
     alone = f"model: a module ({kind}) comes with its tokenizer: give tokenizer=..., or model=(module, tokenizer)"
     require(callable(getattr(tokenizer, "get_vocab", None)), alone)
-    check_vocabulary(model, tokenizer, kind)
+    load.check_vocabulary(model, tokenizer, kind)
     name = known_as(_given, kind, lambda one: one[0] is model and one[1] is tokenizer)
     _given[name] = model, without_length_warning(tokenizer)
     return name
@@ -43,7 +36,7 @@ def give(model: Any, tokenizer: Any) -> str:
 def reader(name: str) -> Reader:
     """How the module reads."""
     model, tokenizer = _known(name)
-    return Reader(tokenizer, name, longest(model.config))
+    return Reader(tokenizer, name, load.longest(model.config))
 
 
 def content(name: str) -> str:
@@ -67,8 +60,8 @@ def copied(
 ) -> Loaded:
     """A copy of the module, which is never changed itself: a run trains the copy, and a reference is another one."""
     model, tokenizer = _known(name)
-    check_device(device)
-    made = copy.deepcopy(model).to(device=device, dtype=as_dtype(dtype))
+    load.check_device(device)
+    made = copy.deepcopy(model).to(device=device, dtype=load.as_dtype(dtype))
     for parameter in made.parameters():
         parameter.requires_grad_(True)
-    return Loaded(made.eval(), tokenizer, name, stop_ids(made, tokenizer, name))
+    return Loaded(made.eval(), tokenizer, name, load.stop_ids(made, tokenizer, name))

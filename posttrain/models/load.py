@@ -400,21 +400,14 @@ def scorer_class(kind: type[PretrainedConfig]) -> Any:
     return _SCORERS[kind]
 
 
-def _from_config(made: Any, config: PretrainedConfig, /, **given: Any) -> Any:
-    return made._from_config(config, **given)
-
-
 def _made_scorer(kind: type[PretrainedConfig], body: type[PreTrainedModel]) -> Any:
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GenericForSequenceClassification
 
     family = next(base for base in body.__mro__[1:] if issubclass(base, PreTrainedModel))
     name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
-    own = {
-        "__module__": body.__module__,
-        "config_class": kind,
-        "from_config": classmethod(_from_config),
-    }
+    own = {"__module__": body.__module__, "config_class": kind}
+    own["from_config"] = vars(PreTrainedModel)["_from_config"]
     return type(name, (GenericForSequenceClassification, family), own)
 
 

@@ -141,12 +141,11 @@ def _flash(device: torch.device, width: int) -> Callable[..., Tensor] | None:
     ends, cut = torch.tensor([0, 70, 200], dtype=torch.int32, device=device), (70, 130)
 
     def usual(*given: Any, scale: float) -> Tensor:
-        query, *both = (tensor.transpose(0, 1) for tensor in given[:3])
-        key, value = (tensor.repeat_interleave(2, 0) for tensor in both)
-        out = list[Tensor]()
-        for q, k, v in zip(*(t.split(cut, 1) for t in (query, key, value)), strict=True):
-            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale))
-        return torch.cat(out, 1).transpose(0, 1)
+        attend = partial(
+            F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True
+        )
+        rows = (tensor.transpose(0, 1)[None].split(cut, 2) for tensor in given[:3])
+        return torch.cat([attend(*qkv) for qkv in zip(*rows, strict=True)], 2)[0].transpose(0, 1)
 
     def passes(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Output and gradients, also where the caller wants none."""
@@ -161,24 +160,12 @@ def _flash(device: torch.device, width: int) -> Callable[..., Tensor] | None:
     return _attend if _agrees("FlashAttention 4", trial, same) else None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    from_N: Tensor,
-    of_N: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *packed: Any, scale: float) -> Tensor:
     from flash_attn.cute import flash_attn_varlen_func
 
-    starts = {"cu_seqlens_q": from_N, "cu_seqlens_k": of_N}
-    longest = {"max_seqlen_q": longest_query, "max_seqlen_k": longest_key}
-    out = flash_attn_varlen_func(
-        query, key, value, **starts, **longest, softmax_scale=scale, causal=True
-    )
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    how = dict(zip(names, packed, strict=True)) | {"softmax_scale": scale, "causal": True}
+    out = flash_attn_varlen_func(query, key, value, **how)
     return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
 

@@ -111,13 +111,7 @@ def gated_kernel(both_ptr, out_ptr, width, TANH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def gated_backward_kernel(
-    grad_ptr,
-    both_ptr,
-    out_ptr,
-    width,
-    TANH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grad_ptr, both_ptr, out_ptr, width, TANH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Of y = act(gate) * up: dgate = g up act'(gate), dup = g act(gate). PAIRS: gate and up of an element lie side by side."""
     row = tl.program_id(0).to(tl.int64)
