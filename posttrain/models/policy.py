@@ -71,6 +71,14 @@ class Network:
         their neighbours."""
         return getattr(self.body, PADDED, False)
 
+    def learn(self) -> None:
+        """Training mode, because layers are computed again in backward only then. Routers that draw experts in it (Phi-MoE) stay
+        as they are where the model samples."""
+        self.model.train()
+        for module in self.model.modules():
+            if any("jitter" in name for name in vars(module)):
+                module.eval()
+
     def hidden(self, ids: Tensor, position_ids: Tensor, **layout: Any) -> Tensor:
         """The final hidden states, [B, S, H], of ids at explicit positions under a layout of models/attention.py. Routers of
         experts record their choices in `ROUTES`."""
@@ -209,6 +217,7 @@ def with_our_attention(
             ) from error
         finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
         require(expected.isfinite().all(), f"{where}: {finite}")
+        network.learn()
         for padded in (False, True):
             setattr(network.body, PADDED, padded)
             try:

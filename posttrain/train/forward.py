@@ -50,7 +50,7 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
 
 def routes_of(policy: Policy, batch: Batch) -> Routes | None:
     """The routing of a mixture of experts: free, or a replay of the routes that the sampler recorded. None for a dense model."""
-    gates = routers(policy.body)
+    gates = {} if policy.padded else routers(policy.body)  # those see padding, too
     if not gates or not policy.router_replay or "routes_T" not in batch.columns:
         return Routes() if gates else None
     parts = batch.routes_T.split_with_sizes([gate.top_k for gate in gates.values()], 1)

@@ -194,7 +194,7 @@ class Trainer:
     def _learn(self, role: Role, learner: Learner, batch: Batch) -> list[Mapping[str, Tensor]]:
         """Compute a role's columns for this process's share of the batch and, in the same pass, the gradient of its loss."""
         learner.optimizer.zero()
-        learner.network.model.train()
+        learner.network.learn()
         pieces, idle = parallel.own_passes(batch, self.token_budget, self.sharded)
         found, self.early = list[Mapping[str, Tensor]](), []
         for number, piece in enumerate((*pieces, *idle)):
@@ -264,9 +264,8 @@ class Trainer:
     ) -> list[tuple[str, list[Metric]]]:
         """Run forward and backward over all micro-batches of this process, which accumulates its part of the gradient. Returns the
         metrics of the step under the name "", and those of each batch that a role added under the role's name."""
-        # layers checkpoint activations only in training mode; nothing else depends on the mode
         for learner in self.learners:
-            learner.network.model.train()
+            learner.network.learn()
         found = [("", self._passes(batch, meanwhile))]
         for name, more in added if "policy" not in batch.resting else ():
             found.append((name, self._passes(with_loss(more.batch), lambda: None, more.algorithm)))

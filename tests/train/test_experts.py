@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from families_for_tests import EXPERTS, HEADS, IDS, SHAPE, STOP, models
 from kernels_for_tests import decode_in_pages
 from material_for_tests import group, rollout, segment, small_mixture, small_policy
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -18,7 +20,7 @@ from posttrain.collect import Prompt, generate, generate_groups
 from posttrain.engine import cuda
 from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
-from posttrain.models.policy import Policy
+from posttrain.models.policy import PADDED, Policy, wrap_model
 from posttrain.models.routing import ROUTES
 from posttrain.ops.experts import Routes
 from posttrain.train.forward import forward
@@ -181,3 +183,24 @@ def test_reinforcement_raises_the_reward_of_what_is_sampled() -> None:
         figures = {m.name: m.value for m in update.metrics}
         assert figures["mismatch"] < 1e-5 and 2.0 <= figures["router/balance"] < 4.0
     assert np.mean(rewards[-32:]) > np.mean(rewards[:32]) + 0.3
+
+
+def test_routers_that_draw_experts_in_training_do_as_they_sample() -> None:
+    """Phi-MoE's; elsewhere nothing is computed otherwise in training mode."""
+    config = transformers.PhimoeConfig(
+        **(SHAPE | HEADS | IDS | EXPERTS | {"router_jitter_noise": 0.3, "input_jitter_noise": 0.1})
+    )
+    policy = wrap_model(transformers.AutoModelForCausalLM.from_config(config).eval(), None, (STOP,))
+    batch = pack_examples([Example(np.arange(3, 20), np.arange(17) > 0)])
+    with torch.no_grad():
+        sampled = forward(policy, batch).logprob_T
+        policy.learn()
+        assert policy.model.training and torch.equal(forward(policy, batch).logprob_T, sampled)
+
+
+def test_experts_of_padding_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, policy = models("qwen3-moe")
+    monkeypatch.setattr(policy.body, PADDED, True)
+    policy.model.set_attn_implementation("eager")
+    found = forward(policy, pack_examples([Example(np.arange(3, end), np.arange(end - 3) > 0) for end in (5, 20)]))
+    assert set(found.columns) == {"logprob_T", "entropy_T"}
