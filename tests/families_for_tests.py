@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
     "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "hyperclovax": ("HyperCLOVAXConfig", {"logits_scaling": 0.5}),  # Granite divides by it
     "gpt2": ("GPT2Config", {"n_positions": 128}),
     "olmo": ("OlmoConfig", {}),  # norms without weights
     "gpt-oss": (
@@ -87,6 +88,7 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_d_ssm": 64,
     "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.5,
 }
 # models that our attention cannot compute: with a state besides attention, with attention of their own, with layers that do not hand on
 # our layout, and with layers that attend twice

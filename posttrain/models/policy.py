@@ -130,8 +130,10 @@ class Policy(Network):
     def head(self) -> Head:
         """The head, read at each use: the parameter may be replaced, as when embeddings are tied or adapters added."""
         layer, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
-        divisor = getattr(config, "logits_scaling", None) or 1.0
-        scale = getattr(config, "logit_scale", None) or 1.0 / divisor
+        names = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+        scale, multiplier, other = (getattr(config, name, None) or 1.0 for name in names)
+        # HyperCLOVA X multiplies by it
+        scale *= multiplier * other ** (1 if config.model_type == "hyperclovax" else -1)
         softcap = getattr(config, "final_logit_softcapping", None)
         return Head(layer.weight, layer.bias, float(scale), softcap)
 
