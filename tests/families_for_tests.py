@@ -119,6 +119,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("Mistral3Config", {"model_type": "mistral"}, PATCHES | {"model_type": "pixtral"}),
     "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 8} | ANGLES, VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3.5-vision": ("Qwen3_5Config", LINEAR, VISION),
+    "smolvlm": ("SmolVLMConfig", {"model_type": "llama"}, PATCHES),
     "llama4": (
         "Llama4Config",
         CHUNKS,

@@ -100,7 +100,8 @@ class Network:
 
 def text_body(model: Any) -> Any:
     """The part of a model that computes hidden states of text; of a model that also reads images, its language model."""
-    inner = getattr(model.base_model, "language_model", model.base_model)
+    body = model.base_model
+    inner = getattr(body, "language_model", None) or getattr(body, "text_model", body)
     # a language model of its own within (Llama 4), which names no part as its body
     return inner if inner.get_output_embeddings() is None else inner.model
 

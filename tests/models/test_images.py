@@ -29,7 +29,7 @@ from posttrain.types import Example, Sampling
 
 PROMPTS = [(5,), (7, 8, 9), (3, 4, 5, 6, 7, 8, 9, 10, 11)]
 BATCH = pack_examples([Example(np.array(ids), np.arange(len(ids)) > 0) for ids in ([3, 4, 5, 6, 7], [3, 4, 10, 2], [8, 3])])
-EYES = ("vision", "visual", "multi_modal")
+EYES = ("vision", "visual", "multi_modal", "connector")
 
 
 def train(policy: Policy) -> None:
@@ -118,7 +118,7 @@ def test_a_config_of_text_alone_is_read_as_a_language_model() -> None:
 
 def test_the_body_is_that_of_the_text(family: str) -> None:
     body = text_body(stock_model(family))
-    assert type(body).__name__.endswith(("TextModel", "MistralModel"))
+    assert type(body).__name__.endswith(("TextModel", "MistralModel", "LlamaModel"))
     assert body.get_output_embeddings() is None and not any(
         any(part in name for part in EYES) for name, _ in body.named_modules()
     )
