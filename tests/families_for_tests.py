@@ -90,8 +90,9 @@ MAMBA = {
     "mamba_chunk_size": 16,
     "lm_head_multiplier": 0.5,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 10, **LAYERS, "num_experts": 4, "shared_expert_intermediate_size": 24}
 # models that our attention cannot compute: with a state besides attention, with attention of their own, with layers that do not hand on
-# our layout, and with layers that attend twice
+# our layout, with layers that attend twice, and with a window in the mask alone
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
@@ -101,6 +102,7 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}),
     "stablelm": ("StableLmConfig", {}),
     "diffllama": ("DiffLlamaConfig", {}),
+    "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | WINDOW),
 }
 # models that also read images, of text as above
 ANGLES = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}

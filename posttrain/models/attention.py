@@ -29,6 +29,8 @@ LAYOUT = "posttrain_layout"  # the keyword that carries the mode through the mod
 SUPPORTED = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", LAYOUT}
 IGNORED = {"position_ids", "cache_position", "use_cache", "position_embeddings"}
 IGNORED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
+SLIDING = "sliding_attention"
+KINDS = {"full_attention", SLIDING, "chunked_attention"}  # of layers that our attention computes
 WASTE = 1.25  # sequences share a padded attention call while the longest is at most this many times the shortest
 NARROW = (torch.bfloat16, torch.float16)
 MANY = 8  # sequences of equal length that are worth a batch
@@ -190,14 +192,20 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A layout for layers that attend once each, as our caches have it; DiffLlama's do twice."""
+    """A layout for layers that attend once each and do what their configuration says: DiffLlama's attend twice, DeepSeek-V4's also to
+    keys that stand for many tokens, and Phi-MoE's have a window in their mask alone."""
 
     layout: Layout
+    config: Any
     asked: set[int] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if layer in self.asked:
-            raise NotImplementedError("a layer attends more than once")
+        kinds, window = (getattr(self.config, n, None) for n in ("layer_types", "sliding_window"))
+        kind = kinds[layer] if kinds else SLIDING
+        if layer in self.asked or kind not in KINDS:
+            raise NotImplementedError(f"a layer attends more than once, or is {kind}")
+        if window and kind == SLIDING and rule.sliding_window != window:
+            raise NotImplementedError(f"a layer does not ask for its window of {window}")
         self.asked.add(layer)
         return self.layout.attend(layer, query, key, value, rule)
 

@@ -147,10 +147,15 @@ class Policy(Network):
         check_positions(self.source, self.positions, tokens, advice)
 
 
-def probe_tokens(model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Ids, positions and starts of two short packed sequences, on which two forward passes are compared."""
-    ids_T = torch.arange(1, 12, device=model.device) % model.config.get_text_config().vocab_size
-    return ids_T, torch.cat([torch.arange(7), torch.arange(4)]).to(model.device), (0, 7, 11)
+def probe_tokens(
+    model: Any, starts: tuple[int, ...] = (0, 7, 11)
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Ids, positions and starts of short packed sequences, on which two forward passes are compared. The ids are spread, because the
+    first ones of a vocabulary may be alike: nobody trained them."""
+    ids_T = torch.arange(1, starts[-1] + 1, device=model.device)
+    ids_T = ids_T * model.config.get_text_config().vocab_size // (starts[-1] + 2)
+    positions = [torch.arange(end - start) for start, end in pairwise(starts)]
+    return ids_T, torch.cat(positions).to(model.device), starts
 
 
 def silence_dropout(model: nn.Module) -> None:
@@ -205,9 +210,9 @@ def with_our_attention(
     silence_dropout(model)
     stock, was_training = model.config._attn_implementation, model.training
     ids_K, device = probe_tokens(model)[0], model.device
-    starts, source = (0, 7, 15), torch.tensor([*range(7), *range(4), *range(7, 11)], device=device)
+    _, position_T, starts = probe_tokens(model, (0, 7, 15))
+    source = torch.tensor([*range(7), *range(4), *range(7, 11)], device=device)
     kept = torch.tensor([*range(7), *range(11, 15)], device=device)
-    position_T = torch.cat([torch.arange(7), torch.arange(8)]).to(device)
     model.eval()
     layout: dict[str, Layout]
     reasons = list[str]()
@@ -230,7 +235,10 @@ def with_our_attention(
                     hidden_TH = network.hidden(ids_K[source][None], position_T[None], **layout)[0]
                 else:
                     install(model)
-                    layout = {LAYOUT: Once(Packed(starts, device, kept, source))}
+                    once = Once(
+                        Packed(starts, device, kept, source), model.config.get_text_config()
+                    )
+                    layout = {LAYOUT: once}
                     found_KH = network.hidden(ids_K[None], position_T[kept][None], **layout)[0]
                     hidden_TH = found_KH[source]
                 worst, limit = disagreement(outputs(network, hidden_TH), expected, model.dtype)

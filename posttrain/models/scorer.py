@@ -73,7 +73,8 @@ def from_policy(
     model.score = make_head(head, width, zero, seed, policy.dtype, policy.device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())  # codes of 4 bits cannot learn
-    install(model)
+    if not policy.padded:
+        install(model)
     if model.config.pad_token_id is None and policy.tokenizer is not None:
         model.config.pad_token_id = policy.tokenizer.pad_token_id
     return Scorer(model, policy.tokenizer, policy.source)

@@ -24,7 +24,7 @@ COMMON = [np.array([3, 4, 5, 6, 7, 8, 9, 10, 11, *rest]) for rest in ([12], [13,
 ALIKE = [np.arange(3 + n, 12 + n) for n in range(3)]
 
 
-@pytest.fixture(params=["qwen3.5", "lfm2", "mamba", "falcon-h1", "bloom", "gptj", "stablelm", "diffllama"])
+@pytest.fixture(params=["qwen3.5", "lfm2", "mamba", "falcon-h1", "bloom", "gptj", "stablelm", "diffllama", "qwen2-moe"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -54,7 +54,7 @@ def test_scores_are_those_of_the_sequences_one_by_one(name: str) -> None:
     """transformers has a model with a score for the first alone."""
     _, policy = models(name)
     scorer = from_policy(policy, zero=False)
-    assert scorer.padded
+    assert scorer.padded and scorer.model.config._attn_implementation == "eager"
     together = scores(scorer, packed(COMMON))
     alone = torch.cat([scores(scorer, packed([ids])) for ids in COMMON])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
@@ -88,4 +88,35 @@ def test_a_body_that_decodes_otherwise_than_it_trains_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"OlmoForCausalLM cannot be sampled token by token here: outputs differ by .* is rounding"
     ):
+        plain_backend(policy)
+
+
+def test_keys_for_many_tokens_are_of_one_sequence(long: list[np.ndarray]) -> None:
+    """DeepSeek-V4 makes one key of 128 tokens: end to end, of its neighbours'. Padded on the left, of padding."""
+    config = transformers.DeepseekV4Config(**(SHAPE | HEADS | IDS | {"max_position_embeddings": 512}))
+    stock = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    policy, batch = wrap_model(copy.deepcopy(stock), None, (STOP,)), packed(long)
+    with torch.no_grad():
+        logprob_T = forward(policy, batch).logprob_T
+        for start, ids in zip(batch.starts, long, strict=False):
+            one = torch.from_numpy(ids)
+            own = torch.log_softmax(stock(one[None], use_cache=False).logits[0], -1)[:-1].gather(1, one[1:, None])[:, 0]
+            np.testing.assert_allclose(logprob_T[start + 1 : start + len(ids)], own, rtol=0, atol=1e-4)
+        assert torch.equal(scores(from_policy(policy), batch), torch.zeros(batch.tokens))
+    with pytest.raises(
+        UserError, match=r"DeepseekV4ForCausalLM cannot be sampled token by token here: what its keys stand for"
+    ):
+        plain_backend(policy)
+
+
+@pytest.fixture
+def long() -> list[np.ndarray]:
+    draws = np.random.default_rng(0)
+    return [draws.integers(3, SHAPE["vocab_size"], length) for length in (150, 300, 17)]
+
+
+def test_a_cache_whose_rows_do_not_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, policy = models("lfm2")
+    monkeypatch.setattr(transformers.DynamicCache, "reorder_cache", lambda *_: None)
+    with pytest.raises(UserError, match="cannot be sampled token by token here: outputs differ"):
         plain_backend(policy)
