@@ -95,7 +95,8 @@ class Network:
     def body_pass(self, ids: Tensor, position_ids: Tensor, **given: Any) -> Tensor:
         """The body's own forward pass."""
         given = {"use_cache": False} | given
-        return self.body(input_ids=ids, position_ids=position_ids, **given).last_hidden_state  # type: ignore[no-any-return]
+        found = self.body(input_ids=ids, position_ids=position_ids, **given).last_hidden_state
+        return found.to(self.dtype)  # type: ignore[no-any-return]  # Mamba's is float32
 
 
 def text_body(model: Any) -> Any:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families_for_tests import HEADS, IDS, SHAPE, STOP, models
+from families_for_tests import HEADS, IDS, SHAPE, STOP, models, stock_model
 
-from posttrain.engine.padded import plain_backend
+from posttrain.engine.padded import PaddedBackend, plain_backend
 from posttrain.errors import UserError
 from posttrain.models.policy import wrap_model
 from posttrain.models.scorer import from_policy
@@ -113,6 +113,14 @@ def test_keys_for_many_tokens_are_of_one_sequence(long: list[np.ndarray]) -> Non
 def long() -> list[np.ndarray]:
     draws = np.random.default_rng(0)
     return [draws.integers(3, SHAPE["vocab_size"], length) for length in (150, 300, 17)]
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3.5", "falcon-h1"])
+def test_half_precision_is_trained_and_sampled(name: str) -> None:
+    """Mamba's states are float32, also where its head is not."""
+    policy = wrap_model(copy.deepcopy(stock_model(name)).bfloat16(), None, (STOP,))
+    forward(policy, packed(COMMON)).logprob_T.sum().backward()
+    assert plain_backend(policy) is PaddedBackend
 
 
 def test_a_cache_whose_rows_do_not_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
