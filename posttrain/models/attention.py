@@ -192,8 +192,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A layout for layers that attend once each and do what their configuration says: DiffLlama's attend twice, DeepSeek-V4's also to
-    keys that stand for many tokens, and Phi-MoE's have a window in their mask alone."""
+    """A layout for a trial of layers of this configuration, each of which must attend once and do nothing else: DiffLlama's attend
+    twice, some of Qwen3.5's carry a state, and those of Qwen2-MoE have a window in their mask alone. Numbers may not show it, least of
+    all of weights that nobody trained."""
 
     layout: Layout
     config: Any
@@ -201,13 +202,17 @@ class Once:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         kinds, window = (getattr(self.config, n, None) for n in ("layer_types", "sliding_window"))
-        kind = kinds[layer] if kinds else SLIDING
-        if layer in self.asked or kind not in KINDS:
-            raise NotImplementedError(f"a layer attends more than once, or is {kind}")
-        if window and kind == SLIDING and rule.sliding_window != window:
-            raise NotImplementedError(f"a layer does not ask for its window of {window}")
+        slides = kinds is None or kinds[layer] == SLIDING
+        if layer in self.asked or (slides and window and rule.sliding_window != window):
+            raise NotImplementedError("a layer attends more than once, or hides its window")
         self.asked.add(layer)
         return self.layout.attend(layer, query, key, value, rule)
+
+    def check(self) -> None:
+        """Raise an error unless all layers have attended."""
+        others = {*(getattr(self.config, "layer_types", None) or ())} - KINDS
+        if others or len(self.asked) != self.config.num_hidden_layers:
+            raise NotImplementedError("some layers do other than attend, or attend by themselves")
 
 
 def bucket(lengths: Sequence[int]) -> list[list[int]]:

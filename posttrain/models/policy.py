@@ -210,6 +210,7 @@ def with_our_attention(
     model, where = network.model, network.source or type(network.model).__name__
     silence_dropout(model)
     stock, was_training = model.config._attn_implementation, model.training
+    text = model.config.get_text_config()
     ids_K, device = probe_tokens(model)[0], model.device
     _, position_T, starts = probe_tokens(model, (0, 7, 15))
     source = torch.tensor([*range(7), *range(4), *range(7, 11)], device=device)
@@ -236,11 +237,10 @@ def with_our_attention(
                     hidden_TH = network.hidden(ids_K[source][None], position_T[None], **layout)[0]
                 else:
                     install(model)
-                    once = Once(
-                        Packed(starts, device, kept, source), model.config.get_text_config()
-                    )
+                    once = Once(Packed(starts, device, kept, source), text)
                     layout = {LAYOUT: once}
                     found_KH = network.hidden(ids_K[None], position_T[kept][None], **layout)[0]
+                    once.check()
                     hidden_TH = found_KH[source]
                 worst, limit = disagreement(outputs(network, hidden_TH), expected, model.dtype)
             except FAILURES as error:

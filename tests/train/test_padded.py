@@ -33,6 +33,14 @@ def packed(sequences: list[np.ndarray]) -> Batch:
     return pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in sequences])
 
 
+def test_a_state_is_known_where_no_number_shows_it(family: str) -> None:
+    """In bfloat16, of small random weights, such as samplers of other processes and pretraining begin with."""
+    config = copy.deepcopy(stock_model(family).config)
+    config.initializer_range = 0.005
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert wrap_model(model.eval(), None, (STOP,)).padded
+
+
 @pytest.mark.parametrize("sequences", [COMMON, ALIKE], ids=["common", "alike"])
 def test_gradients_are_those_of_the_sequences_one_by_one(family: str, sequences: list[np.ndarray]) -> None:
     stock, policy = models(family)
