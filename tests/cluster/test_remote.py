@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children_for_tests import running
+from families_for_tests import models
 from material_for_tests import small_mixture
 from torch import Tensor
 
@@ -50,6 +51,13 @@ PROBLEMS = TASK.problems("train")[:4]
 def make_policy(seed: int) -> Policy:
     tokenizer = character_tokenizer(str(TASK.alphabet))
     return wrap_model(tiny_model(tokenizer, "nano", seed), tokenizer, (tokenizer.eos_token_id,))
+
+
+def test_a_model_that_decodes_otherwise_than_it_trains_is_refused_before_a_process_starts() -> None:
+    _, policy = models("olmo")
+    policy.body.layers[1].self_attn.layer_idx = 0  # both layers write one cache
+    with pytest.raises(UserError, match="OlmoForCausalLM cannot be sampled token by token here"):
+        remote(policy)
 
 
 def remote(policy: Policy, count: int = 1) -> RemoteSampler:
