@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from posttrain.errors import Checked, Positive, Several, optional, require
+from posttrain.errors import Checked, Positive, Several, UserError, first_line, optional, require
 from posttrain.models import nf4
 from posttrain.models.policy import Network, Policy, text_body
 
@@ -65,8 +66,10 @@ class Lora(Checked):
     def layers(self, body: nn.Module) -> dict[str, nn.Linear]:
         """The linear layers that get an adapter, by name. In a mixture of experts only those of the attention do: experts are not
         linear layers, and peft would take the name of an MLP layer for them. Of a Mamba mixer only the first does: Mamba's kernels read
-        the weights of the others themselves, past adapters."""
+        the weights of the others themselves, past adapters. A weight that layers share (Zamba2) gets none: each would have its own, and
+        one weight cannot be merged with both."""
         inner = has_experts(body)
+        uses = Counter(id(m._parameters.get("weight")) for m in body.modules())
         mixers = tuple(
             f"{name}."
             for name, m in body.named_modules()
@@ -75,7 +78,8 @@ class Lora(Checked):
         linear = {
             name: m
             for name, m in body.named_modules()
-            if type(m) in (nn.Linear, nf4.Linear4bit) and not (inner and ".mlp." in name)
+            if type(m) in (nn.Linear, nf4.Linear4bit) and not (inner and ".mlp" in name)
+            if isinstance(m, nf4.Linear4bit) or uses[id(m.weight)] == 1
             if not name.startswith(mixers) or name.endswith(".in_proj")
         }
         chosen = self.targets or {name.rsplit(".", 1)[-1] for name in linear}
@@ -108,7 +112,14 @@ def add_adapters(model: Any, lora: Lora, seed: int, learning: Sequence[str] = ()
     settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(settings, body)
+        try:
+            peft.inject_adapter_in_model(settings, body)
+        except (
+            ValueError,
+            AttributeError,
+        ) as error:  # it knows some layers of experts by their names
+            advice = "name others by lora.targets, or train all weights"
+            raise UserError(f"lora: {first_line(error)}; {advice}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(ADAPTER in name or name.startswith(tuple(learning)))
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families_for_tests import models
+import transformers
+from families_for_tests import GROUPS, HEADS, IDS, LATENT, SHAPE, STOP, models
 from material_for_tests import WIDE, material, small_mixture, small_policy
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from posttrain.engine.engine import Engine
 from posttrain.errors import UserError
 from posttrain.models.load import load
 from posttrain.models.lora import Lora, add_adapters, merge_adapters, share_weights
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.models.tiny import character_tokenizer
 from posttrain.runs.read import Run
@@ -309,3 +310,39 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         UserError, match="^lora: no layer of GPT2Model is an nn.Linear, to which adapters are added; train all weights: leave"
     ):
         add_adapters(models("gpt2")[1].model, LORA, seed=1)
+
+
+def family(name: str, **changes: Any) -> Policy:
+    config = transformers.AutoConfig.for_model(name, **(SHAPE | HEADS | IDS | {"pad_token_id": 2} | changes))
+    return wrap_model(transformers.AutoModelForCausalLM.from_config(config).eval(), None, (STOP,))
+
+
+def test_a_weight_that_layers_share_has_no_adapters() -> None:
+    """Zamba2's, which would be merged with those of all its layers."""
+    mamba = {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1}
+    layers = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "use_shared_mlp_adapter": False}
+    policy = family("zamba2", adapter_rank=4, **mamba, **layers)
+    add_adapters(policy.model, Lora(rank=2), seed=1)
+    train(policy, 5)
+    before = logprobs(policy)
+    merge_adapters(policy.model)
+    torch.testing.assert_close(logprobs(policy), before, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_beside_lists_of_layers_are_left_alone() -> None:
+    """LongCat's, in the same block as `mlps`: their adapters could not be merged when a run ended."""
+    sizes = {"ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 2}
+    policy = family("longcat_flash", head_dim=4, qk_head_dim=8, **(LATENT | GROUPS | sizes))
+    add_adapters(policy.model, Lora(rank=2), seed=1)
+    train(policy)
+    before = logprobs(policy)
+    merge_adapters(policy.model)
+    torch.testing.assert_close(logprobs(policy), before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_peft_refuses_is_one_line() -> None:
+    """It takes the gate of AfMoE's attention for one of its experts."""
+    policy = family("afmoe", **(GROUPS | {"num_experts": 4}))
+    with pytest.raises(UserError, match=r"^lora: Cannot convert PEFT target\(s\) gate_proj .*; name others by lora.targets"):
+        add_adapters(policy.model, Lora(rank=2), seed=1)
+    add_adapters(policy.model, Lora(rank=2, targets=("q_proj", "v_proj")), seed=1)
