@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 LOADING_SETTINGS = ("is_local", "local_files_only", "trust_remote_code")
 # Names of one class: version 5 of transformers writes the first, and version 4 knows only the second.
 NEW_TOKENIZER, KNOWN_TOKENIZER = "TokenizersBackend", "PreTrainedTokenizerFast"
+# how images are prepared, which transformers and vLLM read beside a model that takes them
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 FULL_DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -82,6 +85,10 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
             if kept is not None:
                 model.generation_config = kept
         tokenizer.save_pretrained(folder)
+    if hasattr(model.config, "vision_config"):
+        for read in (Path(model.name_or_path, name) for name in PROCESSORS):
+            if read.is_file():
+                shutil.copyfile(read, folder / read.name)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text("utf-8"))
     for name in LOADING_SETTINGS:

@@ -70,11 +70,13 @@ def test_what_is_sampled_is_what_transformers_generates_and_training_computes(fa
 def test_training_changes_the_language_model_alone_and_all_is_written(family: str, tmp_path: Path) -> None:
     stock = stock_model(family)
     save(stock, tokenizer(), tmp_path / "before")
+    (tmp_path / "before" / "preprocessor_config.json").write_text('{"size": 28}')
     model, _ = read_directory(tmp_path / "before", None)
     assert type(model) is type(stock)
     policy = wrap_model(model, None, (STOP,))
     train(policy)
     save(policy.model, tokenizer(), tmp_path / "after")
+    assert (tmp_path / "after" / "preprocessor_config.json").read_text() == '{"size": 28}'
     kind = transformers.AutoModelForImageTextToText
     before, after = (kind.from_pretrained(tmp_path / name).state_dict() for name in ("before", "after"))
     assert before.keys() == after.keys()
