@@ -98,7 +98,7 @@ def shared_lines(stage: Stage, policy: Policy | None, settings: Settings) -> lis
     if count == 1 or policy is None or not isinstance(stage, TrainStage):
         return []
     adapters = 0 if stage.lora is None else stage.lora.parameters(policy.body)
-    learning = learning_bytes(policy, adapters or policy.parameters, stage.optimizer.moment_bytes)
+    learning = learning_bytes(policy, adapters or policy.trainable, stage.optimizer.moment_bytes)
     whole = weight_bytes(policy) + sum(learning.values())
     copied = f" and {size_text(weight_bytes(policy))} of the copy for generation"
     copied = copied if stage.shares == "prompts" else ""

@@ -68,16 +68,13 @@ class Lora(Checked):
         linear layers, and peft would take the name of an MLP layer for them. Of a Mamba mixer only the first does: Mamba's kernels read
         the weights of the others themselves, past adapters. A weight that layers share (Zamba2) gets none: each would have its own, and
         one weight cannot be merged with both."""
-        inner = has_experts(body)
-        uses = Counter(id(m._parameters.get("weight")) for m in body.modules())
-        mixers = tuple(
-            f"{name}."
-            for name, m in body.named_modules()
-            if hasattr(m, "A_log") and hasattr(m, "D")
-        )
+        inner, named = has_experts(body), dict(body.named_modules())
+        uses = Counter(id(m._parameters.get("weight")) for m in named.values())
+        mixed = (n for n, m in named.items() if hasattr(m, "A_log") and hasattr(m, "D"))
+        mixers = tuple(f"{name}." for name in mixed)
         linear = {
             name: m
-            for name, m in body.named_modules()
+            for name, m in named.items()
             if type(m) in (nn.Linear, nf4.Linear4bit) and not (inner and ".mlp" in name)
             if isinstance(m, nf4.Linear4bit) or uses[id(m.weight)] == 1
             if not name.startswith(mixers) or name.endswith(".in_proj")

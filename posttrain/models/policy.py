@@ -54,6 +54,11 @@ class Network:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
+    def trainable(self) -> int:
+        """The number of parameters that are trained where all are: of models that also read images, those of the text."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
     def active_parameters(self) -> int:
         """The number of parameters that a token is multiplied with: for a mixture of experts, with its share of the experts."""
         return active_parameters(self.model)
@@ -222,9 +227,8 @@ def with_our_attention(
         try:
             expected = torch.cat([own(ids_K[source[start:end]]) for start, end in pairwise(starts)])
         except FAILURES as error:
-            raise UserError(
-                f"{where}: the model does not run ({first_line(error)}); check config.json"
-            ) from error
+            reason = f"the model does not run ({first_line(error)}); check config.json"
+            raise UserError(f"{where}: {reason}") from error
         finite = "its outputs are not finite: weights are NaN, infinite or far too large; copy the model anew"
         require(expected.isfinite().all(), f"{where}: {finite}")
         network.learn()
@@ -243,18 +247,15 @@ def with_our_attention(
                     once.check()
                     hidden_TH = found_KH[source]
                 worst, limit = disagreement(outputs(network, hidden_TH), expected, model.dtype)
+                if worst <= limit:
+                    model.train(was_training)
+                    return network
+                off = f"by {worst:.2g} (at most {limit:g} is rounding)"
+                reasons.append(f"outputs differ from the model's own {off}")
             except FAILURES as error:
                 reasons.append(first_line(error).rstrip("."))
-                continue
-            if worst <= limit:
-                model.train(was_training)
-                return network
-            reasons.append(
-                f"outputs differ from the model's own by {worst:.2g} (at most {limit:g} is rounding)"
-            )
-    raise UserError(
-        f"{where}: this architecture is not supported: {reasons[0]}; with its own attention: {reasons[1]}"
-    )
+    both = f"{reasons[0]}; with its own attention: {reasons[1]}"
+    raise UserError(f"{where}: this architecture is not supported: {both}")
 
 
 def untrained_tags(policy: Policy, tags: Sequence[str]) -> list[str]:

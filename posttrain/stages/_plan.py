@@ -116,7 +116,7 @@ def training_memory(
     adapters = 0 if lora is None else lora.parameters(policy.body)
     more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)
     items = {"weights": memory.weight_bytes(policy) + more}
-    items |= memory.learning_bytes(policy, adapters or policy.parameters, optimizer.moment_bytes)
+    items |= memory.learning_bytes(policy, adapters or policy.trainable, optimizer.moment_bytes)
     items["activations"] = memory.activation_bytes(policy, tokens, layered)
     items["logits"] = memory.logits_bytes(policy, predicted or tokens)
     items["logits"] += 0.0 if adapters else memory.head_bytes(policy)
@@ -138,7 +138,7 @@ class Way:
 def planned_way(stage: TrainStage, policy: Policy, longest: int, reserved: float = 0.0) -> Way:
     """The `Way` of a stage for sequences of up to `longest` tokens. Trained roles are not counted."""
     optimizer, lora, have = stage.optimizer, stage.lora, memory.at_hand(policy.device)
-    count = policy.parameters if lora is None else lora.parameters(policy.body)
+    count = policy.trainable if lora is None else lora.parameters(policy.body)
     if have is not None:  # free memory after the weights are loaded, possibly in 4 bits
         there = policy.model.device.type == policy.device.type
         more = 0.0 if lora is None else lora.weight_bytes(policy.body, policy.dtype.itemsize)

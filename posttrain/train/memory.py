@@ -104,11 +104,9 @@ def _number(text: Any, *names: str) -> int:
     """The first of these settings that a config has, 0 if it has none; of one for each layer (Gemma 3n, Gemma 4) the largest."""
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     for name in names:
-        values = [value for layer in layers if (value := getattr(layer, name, None))]
-        if values:
-            return int(
-                max(max(value) if isinstance(value, list | tuple) else value for value in values)
-            )
+        found = [one for layer in layers if (one := getattr(layer, name, None))]
+        if found:
+            return int(max(max(one) if isinstance(one, list | tuple) else one for one in found))
     return 0
 
 

@@ -21,6 +21,8 @@ from posttrain.models.policy import Policy, text_body, wrap_model
 from posttrain.models.save import save
 from posttrain.models.scorer import from_policy, load_scorer
 from posttrain.models.tiny import character_tokenizer
+from posttrain.stages._plan import training_memory
+from posttrain.stages.sft import SFTStage
 from posttrain.train.forward import forward, scores
 from posttrain.train.optimizer import Optimization
 from posttrain.train.pack import pack_examples
@@ -140,3 +142,12 @@ def test_longrope_is_bounded_by_its_first_length(first: int | None) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4, "rope_type": "longrope"}
     changes = {} if first is None else {"rope_parameters": factors, "original_max_position_embeddings": first}
     assert longest(transformers.Phi3Config(**shape, **changes)) == (first or 128)
+
+
+def test_what_reads_images_needs_no_gradients_and_moments(family: str) -> None:
+    _, policy = models(family)
+    train(policy)
+    text = sum(p.numel() for name, p in policy.model.named_parameters() if not any(part in name for part in EYES))
+    assert policy.trainable == text < policy.parameters
+    found = training_memory(SFTStage(name="sft", model="x", data=("y",)), policy, 64, False, {}).sizes
+    assert found["gradients"] == 4.0 * text and found["optimizer"] == 8.0 * text

@@ -37,7 +37,7 @@ class Critic(Role):
     ) -> float:
         """Bytes of a critic of the policy's size, with the activations of `tokens` tokens. `adapters` is the number of LoRA weights;
         `own_body` says that the frozen body is not shared with the policy."""
-        count = policy.parameters if adapters is None else adapters
+        count = policy.trainable if adapters is None else adapters
         weights = weight_bytes(policy) if adapters is None or own_body else 0.0
         added = 0.0 if adapters is None else float(policy.dtype.itemsize * count)
         learning = sum(learning_bytes(policy, count, settings.moment_bytes).values())
