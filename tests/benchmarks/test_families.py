@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("llama", "fast"), ("gpt2", "packed"), ("bloom", "padded"), ("rwkv", "train"), ("bert", "refused")]
+    ("family", "way"),
+    [("llama", "fast"), ("gpt2", "packed"), ("bloom", "padded"), ("deepseek_v4", "train"), ("bert", "refused")],
 )
 def test_each_way_is_found_as_the_page_says(family: str, way: str) -> None:
     script = load_script("benchmarks/families.py")
