@@ -30,7 +30,7 @@ from posttrain.runs.trackers import Trackers
 from posttrain.runs.write import RunWriter
 from posttrain.system.world import World, current
 from posttrain.train import checkpoint
-from posttrain.train.pack import mini_batches
+from posttrain.train.pack import host_ids, mini_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer, Update
 from posttrain.types import JSON, Batch, Group, Metric, Sampling
@@ -389,12 +389,12 @@ class Loop:
     def trained_arrays(self, batch: Batch, groups: Sequence[Group]) -> TrainedArrays:
         """The per-token arrays of a prepared batch, copied to the host."""
         advantage_T = batch.columns.get("advantage_T", torch.zeros_like(batch.behaviour_T))
-        arrays = {"ids": batch.ids_T, "logprob": batch.behaviour_T, "advantage": advantage_T}
+        arrays = {"logprob": batch.behaviour_T, "advantage": advantage_T}
         if any(r.turns > 1 for g in groups for r in g.rollouts):
             arrays["sampled"] = batch.mask_T  # given tokens follow the prompt, too
         for role in self.trainer.roles:
             arrays |= role.token_arrays(batch)
-        host = {name: array.cpu().numpy() for name, array in arrays.items()}
+        host = {"ids": host_ids(batch), **{name: t.cpu().numpy() for name, t in arrays.items()}}
         return TrainedArrays(tuple(batch.rollout_N.tolist()), batch.starts, host)
 
     def save(self) -> None:
