@@ -421,7 +421,6 @@ class Batch(_Columns):
     token_reward_T  float32: the reward of every token, where a critic estimates advantages
     weight_T     the reduction: the loss is a plain sum of weight * loss
     weight_N     the same for losses per sequence or per unit
-    version_T    int32: the version of the weights that sampled the token, -1 where not sampled; present in asynchronous training
     stale_T      bool: another policy sampled the token, so its log-prob is expected to differ
     baseline_N   the baseline of a sequence
     bonus_N      the weight of an exploration term, in addition to weight_N

@@ -248,10 +248,7 @@ class Asynchronous(Rollouts):
         self.waited = 0.0
         found = super().collect(step, algorithm, state)
         batch = found.batch
-        rollouts = [r for group in found.groups for r in group.rollouts]
-        packed = [rollouts[n] for n in batch.rollout_N.tolist()]
-        batch = batch.replace(version_T=token_versions(packed, self.device))
-        age_T = (step - batch.version_T).where(batch.mask_T, 0)
+        age_T = (step - token_versions(found.groups, batch)).where(batch.mask_T, 0)
         metrics = [
             Metric("staleness/mean", age_T.sum(), batch.mask_T.sum()),
             Metric("queue", len(self.admission.finished) - len(self.taken), None),

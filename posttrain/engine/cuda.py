@@ -156,9 +156,8 @@ class CUDABackend:
         fitting = (rows_R <= self.capacity) & (pages_R < self.room_pages)
         begun = works[: int(fitting.sum())]
         limit_R = np.array([limit for w in begun for limit in w.limits], np.int64)
-        done_R = np.array([done for w in begun for done in w.done], np.int64)
-        ahead_R = -(-np.minimum(limit_R, done_R + AHEAD) // PAGE)
-        pool = 1 + int(ahead_R.sum()) + sum(pages_of(len(w.ids)) for w in begun)
+        ahead_R = np.minimum(limit_R, [done + AHEAD for w in begun for done in w.done])
+        pool = 1 + int((-(-ahead_R // PAGE)).sum()) + sum(pages_of(len(w.ids)) for w in begun)
         pages = pages_of(max(max(w.limits) for w in works))
         positions = max(len(w.ids) + max(w.limits) for w in works)
         # a history grows from turn to turn: by powers of two, so that graphs are seldom captured anew

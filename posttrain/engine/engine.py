@@ -65,9 +65,8 @@ def check_requests(
             raise ValueError(
                 f"a token id is outside the model's vocabulary, 0 to {vocabulary - 1:,}"
             )
-    sessions_asked = {request.session for request in requests}
-    same = "requests submitted together must be of different sessions"
-    require(len(sessions_asked) == len(requests), same)
+    differ = len({request.session for request in requests}) == len(requests)
+    require(differ, "requests submitted together must be of different sessions")
 
 
 def _prefill_key(r: Request) -> object:

@@ -60,7 +60,7 @@ class Pages:
 class RowTable:
     """The host's state of the rows, of which the first `count` are live. For each row: `count` sampled tokens, of which the last is
     `last`; it ends at `limit` tokens, or at a stop id after `min` tokens; `done` is 0 while it is live, else 1 (length), 2 (stop)
-    or 3 (cancelled)."""
+    or 3 (cancelled). After the live ones `done` is 1 and all else is 0."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -85,12 +85,6 @@ class RowTable:
         more = ((0, 0), (0, capacity - self.capacity))
         self.integers, self.floats = np.pad(self.integers, more), np.pad(self.floats, more)
         self["done"][self.count :] = 1
-
-    def add(self, count: int) -> int:
-        """Make the next `count` rows live, all of whose columns are 0. Returns the first of them."""
-        first, self.count = self.count, self.count + count
-        self.integers[:, first : self.count] = 0
-        return first
 
     def take(self, order: np.ndarray) -> None:
         """Make the given rows the live ones, in that order. Entries after them look like finished rows."""

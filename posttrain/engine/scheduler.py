@@ -279,7 +279,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.kept.pop(work.session, None)
-            self.backend.enter(work, self.rows.add(len(work.requests)))
+            self.rows.count += len(work.requests)
+            self.backend.enter(work, self.rows.count - len(work.requests))
             works.append(work)
             caches.append(cache)
             tokens += 0 if work.written else new  # the backend divides these itself
@@ -302,21 +303,19 @@ class Scheduler:
         every = [request.sampling for request in requests]
         # one entry for all rows where they are sampled alike
         settings = every[:1] if every.count(every[0]) == len(every) else every
-        groups = [len(work.requests) for work in works]
-        rows["prefix"][part] = np.repeat([len(work.ids) for work in works], groups)
+        rows["done"][part] = 0
+        rows["prefix"][part] = [len(work.ids) for work in works for _ in work.requests]
         rows["limit"][part] = [limit for work in works for limit in work.limits]
         rows["min"][part] = [one.min_new_tokens for one in settings]
         rows["top_k"][part] = [one.top_k for one in settings]
-        seeds = [request.seed & MASK for request in requests]
-        rows["seed"][part] = np.array(seeds, np.uint64).view(np.int64)
+        rows["seed"][part] = np.array([r.seed & MASK for r in requests], np.uint64).view(np.int64)
         rows.floats[0, part] = [one.temperature for one in settings]
         rows.floats[1, part] = [one.top_p for one in settings]
         while len(self.free) < len(every):
             size = len(self.tokens[0])
             self._grow(max(size, 16), 0)
             self.free.extend(range(len(self.tokens[0]) - 1, size - 1, -1))
-        slots = [self.free.pop() for _ in every]
-        rows["output"][part] = slots
+        slots = rows["output"][part] = [self.free.pop() for _ in every]
         members = ((work, member) for work in works for member in range(len(work.requests)))
         self.members.update(zip(slots, members, strict=True))
         for row, had in enumerate((own for work in works for own in work.written), first):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -49,7 +50,7 @@ def pack_groups(
         lengths.tolist(),
         _joined([s.ids for s in segments], torch.int64, device),
         torch.from_numpy(np.repeat(np.array([s.sampled for s in segments], np.bool_), sizes)),
-        _filled([s.logprobs for s in segments], sizes, 0, torch.float32, device),
+        _filled([s.logprobs for s in segments], sizes, np.float32(0), device),
         [float("nan") if r.score.value is None else r.score.value for r in rollouts],
         [step_rewards(r) for r in rollouts],
         number,
@@ -67,12 +68,12 @@ def pack_groups(
     )
 
 
-def token_versions(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
-    """int32 [T]: the version of the weights that sampled each token of these rollouts, -1 for given tokens."""
-    segments = [s for r in rollouts for s in r.segments]
+def token_versions(groups: Sequence[Group], batch: Batch) -> Tensor:
+    """int32 [T]: the version of the weights that sampled each token of a batch of rollouts of these groups, -1 for given tokens."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    segments = [s for n in batch.rollout_N.tolist() for s in rollouts[n].segments]
     sizes = np.array([len(s.ids) for s in segments], np.int64)
-    versions = _filled([s.versions for s in segments], sizes, -1, torch.int32, device)
-    return sent(versions, device)
+    return _filled([s.versions for s in segments], sizes, np.int32(-1), batch.ids_T.device)
 
 
 def _routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | None:
@@ -120,7 +121,7 @@ def pack_examples(
         lengths,
         _joined([e.ids for e in examples], torch.int64, device),
         _joined([e.mask for e in examples], torch.bool, device),
-        torch.zeros(sum(lengths)),
+        torch.zeros(sum(lengths), device=device),
         [e.reward for e in examples],
         [e.steps for e in examples],
         units,
@@ -167,18 +168,17 @@ def _batch(
         pairs = zip(lengths, steps, strict=True)
         whole = [np.full(length, np.nan) if s is None else s for length, s in pairs]
         columns["step_T"] = sent(_joined(whole, torch.float32, device), device)
-    count = len(lengths)
     return Batch(
         ids_T=sent(ids_T, device),
         starts=starts,
         sequence_T=_sequences(lengths, device),
         mask_T=sent(mask_T, device),
-        behaviour_T=sent(behaviour_T, device),
+        behaviour_T=behaviour_T,
         reward_N=_column(rewards, np.float32, device),
-        valid_N=torch.ones(count, dtype=torch.bool, device=device),
+        valid_N=torch.ones(len(lengths), dtype=torch.bool, device=device),
         group_N=_column(group, np.int64, device),
         unit_N=tuple(units),
-        truncated_N=torch.zeros(count, dtype=torch.bool, device=device),
+        truncated_N=torch.zeros(len(lengths), dtype=torch.bool, device=device),
         columns=columns,
         ids=ids_T.numpy(),
         mask=mask,
@@ -187,25 +187,19 @@ def _batch(
 
 def _joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Join arrays in host memory from which the device copies by itself."""
-    count, pinned = sum(map(len, arrays)), device.type == "cuda"
-    joined = torch.empty(count, dtype=dtype, pin_memory=pinned)
-    if arrays:
-        np.concatenate(arrays, out=joined.numpy(), casting="unsafe")
+    joined = torch.empty(sum(map(len, arrays)), dtype=dtype, pin_memory=device.type == "cuda")
+    np.concatenate([joined.numpy()[:0], *arrays], out=joined.numpy(), casting="unsafe")
     return joined
 
 
 def _filled(
-    arrays: Sequence[np.ndarray | None],
-    sizes: np.ndarray,
-    rest: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    arrays: Sequence[np.ndarray | None], sizes: np.ndarray, rest: np.generic, device: torch.device
 ) -> Tensor:
-    """Join arrays of these sizes, with `rest` in place of those that are None."""
-    blank = torch.full((sizes.max(initial=0),), rest, dtype=dtype).numpy()
+    """Join arrays of these sizes on the device, with `rest` in place of those that are None."""
+    blank = np.full(sizes.max(initial=0), rest)
     pairs = zip(arrays, sizes.tolist(), strict=True)
     whole = [blank[:size] if array is None else array for array, size in pairs]
-    return _joined(whole, dtype, device)
+    return sent(_joined(whole, torch.from_numpy(blank).dtype, device), device)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -239,8 +233,6 @@ def with_loss(batch: Batch) -> Batch:
     mask = host_mask(batch)
     batch = batch if batch.mask is mask else batch.replace(mask=mask)
     loss_N = np.logical_or.reduceat(mask, batch.starts[:-1]) if batch.sequences else ()
-    if np.all(loss_N):
-        return batch
     alive = {unit for unit, loss in zip(batch.unit_N, loss_N, strict=True) if loss}
     keep = [n for n, unit in enumerate(batch.unit_N) if unit in alive]
     return batch if len(keep) == batch.sequences else gather(batch, keep)
@@ -305,10 +297,11 @@ def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:
 
     The weights were computed for the whole step before, so the gradients of the pieces add up to the same sum however they are cut.
     """
-    cuts, ends, starts = [0], np.array(unit_ends(batch)), np.array(batch.starts)
-    while cuts[-1] < batch.sequences:
-        fitting = ends[starts[ends] <= starts[cuts[-1]] + token_budget]
-        cuts.append(int(max(ends[ends > cuts[-1]][0], fitting.max(initial=0))))
+    ends, cuts, units = unit_ends(batch), [0], 0
+    tokens = [batch.starts[end] for end in ends]
+    while units < len(ends):
+        units = max(units + 1, bisect_right(tokens, batch.starts[cuts[-1]] + token_budget))
+        cuts.append(ends[units - 1])
     return [take(batch, a, b) for a, b in pairwise(cuts)]
 
 

@@ -151,7 +151,8 @@ def entered(engine: Engine, prompts: list[Prompt]) -> CUDABackend:
     scheduler.rows.reserve(64)
     scheduler.backend.prepare(works, 64, True)
     for one in works:
-        scheduler.backend.enter(one, scheduler.rows.add(len(one.requests)))
+        scheduler.rows.count += len(one.requests)
+        scheduler.backend.enter(one, scheduler.rows.count - len(one.requests))
     scheduler._enter(works, 0)
     return pages_backend(engine)
 

@@ -61,7 +61,7 @@ def test_versions_of_tokens_say_which_weights_sampled_them() -> None:
     problems, decoder = TASK.problems("train")[:6], Decoder(tokenizer)
     groups = rollout_groups(TASK, sampler, decoder, problems, 2, Sampling(40), 3, ordered=False)
     batch = pack_groups(groups, 1.0)
-    versions = token_versions([r for group in groups for r in group.rollouts], batch.ids_T.device)
+    versions = token_versions(groups, batch)
     assert set(versions.tolist()) == {-1, 0, 1}
     assert torch.equal(versions >= 0, batch.mask_T)
     whole = [versions[a:b][batch.mask_T[a:b]].tolist() for a, b in zip(batch.starts, batch.starts[1:], strict=False)]

@@ -48,7 +48,7 @@ def test_ids_masks_and_log_probs_are_exact_and_the_cache_is_kept() -> None:
     batch = pack_groups(groups, 1.0)
     assert batch.ids_T.tolist() == [i for r in rollouts for i in r.ids]
     assert batch.mask_T.tolist() == [m for r in rollouts for m in r.mask]
-    assert (token_versions(rollouts, batch.ids_T.device) == torch.where(batch.mask_T, 0, -1)).all()
+    assert (token_versions(groups, batch) == torch.where(batch.mask_T, 0, -1)).all()
     # each prompt once for its group; of a second turn what was given, and the sampled token that was not read yet
     prompts = sum(len(g.rollouts[0].segments[0].ids) for g in groups)
     later = sum(len(r.segments[2].ids) + 1 for r in rollouts)

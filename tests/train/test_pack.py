@@ -60,7 +60,7 @@ def test_packing_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"episode_N", "paid_T", "part/task_N", "routes_T"} <= batch.columns.keys()
     steps = replace(example([1, 2], [0, 1]), steps=np.array([np.nan, 1.0], np.float32))
     assert "step_T" in pack_examples([steps]).columns
-    assert token_versions([one], torch.device("cpu")).tolist() == [-1, -1] and waited == []
+    assert token_versions([Group(one.problem, (one, one))], batch).tolist() == [-1] * 4 and waited == []
 
 
 def test_sequences_of_one_episode_share_its_vote() -> None:
