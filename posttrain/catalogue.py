@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from importlib.machinery import SourceFileLoader
@@ -35,6 +36,8 @@ KINDS = {
 }
 UNDECORATED = "write @dataclass(frozen=True) above the class, so that its settings are known"
 NOT_ENTRIES = ("base", "reward_sources", "toolbox", "train")
+# users' files that are being run
+reading: ContextVar[tuple[Path, ...]] = ContextVar("reading", default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ def check_name(kind: str, name: str) -> None:
     ruled = kind == "reward_source" and name in names("reward") and name not in names(kind)
     require(not ruled, f"reward: {name} is a rule, the reward of a task: task.reward={name}")
     if code_place(name) is None and name not in names(kind):
+        require(not name.endswith(".py"), f"{kind} {name}: say which of it, as in {name}:NAME")
         raise unknown(kind, name, names(kind), [kind])
 
 
@@ -183,9 +187,19 @@ class _SourceOnly(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
+def outside_files(path: Path | None = None) -> None:
+    """Raise an error while a user's file, or the one at `path`, is run for what it defines: a run that it begins there would read
+    the file again, which begins another."""
+    for one in reading.get():
+        apart = "or what it defines into a file of its own"
+        text = f"{one} is read for what it defines, and begins a run: put that below"
+        require(path not in (None, one), f'{text} `if __name__ == "__main__":`, {apart}')
+
+
 @lru_cache(maxsize=64)
 def _module(path: Path, changed: int, size: int) -> ModuleType:
     """The only place that runs a user's file: once in a process, and again if it was edited since."""
+    outside_files(path)
     module_name = f"posttrain_user_{path.stem}_{abs(hash(str(path))) % 10**8}"
     loader = _SourceOnly(module_name, str(path))
     spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
@@ -199,6 +213,7 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
     sys.path.insert(0, folder)
     for tell in on_import:
         tell(True)
+    token = reading.set((*reading.get(), path))
     try:
         spec.loader.exec_module(module)
     except (UserError, KeyboardInterrupt):
@@ -207,6 +222,7 @@ def _module(path: Path, changed: int, size: int) -> ModuleType:
         del sys.modules[module_name]
         raise UserError(place_of(error, path)) from error
     finally:
+        reading.reset(token)
         sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)

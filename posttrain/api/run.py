@@ -51,6 +51,8 @@ class Run:
         files: Files | None = None,
         callback: Callback | None = None,
     ) -> None:
+        if settings is not None:
+            catalogue.outside_files()
         self.directory = Path(directory)
         fine = callback is None or callable(callback)
         require(fine, f"callback: a function of a step's metrics, not {callback!r}")

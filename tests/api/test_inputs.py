@@ -359,3 +359,20 @@ def test_a_recipe_by_name_and_stages_in_a_list() -> None:
     assert [row["stage"] for row in two.metrics] == ["a", "b"]
     with pytest.raises(pt.UserError, match="unknown setting 'seeed'; did you mean 'seed'"):
         pt.run(stages, seeed=1)
+
+
+@pytest.mark.parametrize("body", ["pt.grpo('tiny:nano', task=__file__ + ':Mine')", "pt.sft('tiny:nano', [{'text': 'a'}])"])
+def test_a_file_that_begins_a_run_where_it_is_read_is_refused(body: str) -> None:
+    """It would be read again for that run, which would begin another, and so on."""
+    text = (
+        "import posttrain as pt\nfrom dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Mine(pt.Task):\n"
+        "    def problems(self, split, level=None):\n        return [pt.Problem(split, split, '1')]\n\n"
+        "    def score(self, problem, response):\n        return pt.Score(1.0)\n\n\n"
+    )
+    Path("mine.py").write_text(f"{text}{body}\n")
+    with pytest.raises(
+        UserError, match="mine.py is read for what it defines, and begins a run: put that below `if __name__ == "
+    ):
+        pt.rl("tiny:nano", task="mine.py:Mine", algorithm="grpo")
+    Path("mine.py").write_text(f"{text}if __name__ == '__main__':\n    {body}\n")
+    assert len(pt.grpo("tiny:nano", task="mine.py:Mine", **GRPO).metrics) == 1
