@@ -97,6 +97,8 @@ class Questions(Task):
         turns = list(parse_messages(problem.facts["messages"], where))
         refused = "is a conversation, before which no examples can be shown; set examples to 0"
         require(not self.examples, f"{where} {refused}")
+        twice = self.system and any(turn.role == "system" for turn in turns)
+        require(not twice, f"{where} has a system message of its own; leave out that or `system`")
         ends = "ends with a turn of the assistant, which the policy would read as its prompt"
         require(turns[-1].role != "assistant", f"{where} {ends}; leave that turn out")
         asked = [place for place, turn in enumerate(turns) if turn.role == "user"]

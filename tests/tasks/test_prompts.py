@@ -50,6 +50,15 @@ def test_every_column_is_kept_and_the_answer_is_optional(tmp_path: Path) -> None
     assert (second.question, second.answer, second.facts["columns"]) == ("2+2=", "4", {"question": "2+2=", "answer": 4})
 
 
+def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
+    chats = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}], "hello"]
+    task = Prompts(written(tmp_path, [{"prompt": chat} for chat in chats]), system="be long")
+    first, second = task.problems("train")
+    with pytest.raises(UserError, match="problem .*:1 has a system message of its own; leave out that or `system`"):
+        task.prompt(first)
+    assert [message.role for message in task.prompt(second)] == ["system", "user"]
+
+
 def test_without_a_reward_it_scores_nothing_and_a_stage_must(tmp_path: Path) -> None:
     task = Prompts(written(tmp_path, [{"prompt": "a"}]))
     assert not task.score(task.problems("train")[0], "b").valid
