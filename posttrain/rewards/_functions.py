@@ -109,11 +109,21 @@ class Function:
         named = ", ".join(LISTS if self.batched else TEXTS)
         asks = f"reward {self} asks for {', '.join(missing)}, which is neither {named} nor {has}"
         require(not missing or ordered, asks)
-        gold = [n for n in self.required if SAME.get(n, n) == "answer" and n not in columns]
+        asks = f"reward {self} asks for {self.asks_for_answer(columns)}, but no row has an answer"
+        fine = answered or not self.asks_for_answer(columns)
+        require(fine, f"{asks}: answer=NAME says which is {has}")
+
+    def asks_for_answer(self, columns: Collection[str]) -> str:
+        """Return the parameter that gets the answer, and has no default; "" if there is none."""
+        known = {*(LISTS if self.batched else (*TEXTS, *SAME)), "answer", *columns}
+        ordered = self.in_order(known) and not self.batched
         if ordered and TEXTS.index("answer") < len(self.required):
-            gold = [self.positional[TEXTS.index("answer")]]
-        asks = f"reward {self} asks for {', '.join(gold)}, but no row has an answer"
-        require(not gold or answered, f"{asks}: answer=NAME says which is {has}")
+            return self.positional[TEXTS.index("answer")]
+        gold = {
+            "answer",
+            *(name for name in SAME if SAME[name] == "answer" and name not in columns),
+        }
+        return ", ".join(name for name in self.required if name in gold)
 
     def said(self, columns: Sequence[str]) -> str:
         """Return which text each parameter gets, if several are filled by order alone; else ""."""
@@ -266,9 +276,9 @@ def columns_of(problem: Problem) -> Mapping[str, JSON]:
 
 def answer_of(problem: Problem) -> JSON:
     """Return the answer as the task reads it, which may be a part of the column; a column that is not text is returned
-    unchanged."""
+    unchanged. None if there is none: every response has an empty text in it."""
     column = columns_of(problem).get("answer")
-    return problem.answer if column is None or isinstance(column, str) else column
+    return (problem.answer or None) if isinstance(column, str | None) else column
 
 
 def give(mix: Mix) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import catalogue
-from posttrain.errors import UserError, refuse_unknown, require, unknown
-from posttrain.rewards._functions import Function, Mix, columns_of, given, of_file
+from posttrain.errors import UserError, many, refuse_unknown, require, unknown
+from posttrain.rewards._functions import Function, Mix, answer_of, columns_of, given, of_file
 from posttrain.rewards.compose import Gate, Part, Product, Reward, Weighted
 from posttrain.rewards.judge import check_options as check_judge_options
 from posttrain.trust import PREFIX, code_place
@@ -92,25 +92,25 @@ def check_function(name: str, options: Options, problems: Sequence[Problem]) -> 
     """Raise an error if the user's own reward does not exist, is not a function, or has a parameter that no row of these
     problems can fill. Returns how the parameters are filled, if they have names of the user's own. The file is parsed and not
     run: a name that the source does not show (imported or computed) is checked when it is called."""
-    columns = [*columns_of(problems[0])]
     looked = problems if isinstance(problems, list | tuple) else problems[:1]
+    columns = [*columns_of(problems[0])]
     answered = "answer" in columns or any(problem.answer for problem in looked)
-    if name.startswith(PREFIX):
-        functions = given(name).functions
-        for function in functions:
-            function.check(columns, answered)
-        return [line for function in functions if (line := function.said(columns))]
-    elif (place := code_place(name)) is not None:
-        found = check_code(name, *place)
-        if found is not None:
-            if not found.takes_all:
-                refuse_unknown(f"option of the reward {name}:", options, found.names)
-            required = tuple(key for key in found.required if key not in options)
-            positional = tuple(key for key in found.positional if key not in options)
-            found = replace(found, required=required, positional=positional)
-            found.check(columns, answered)
-            return [line for line in [found.said(columns)] if line]
-    return []
+    functions = given(name).functions if name.startswith(PREFIX) else ()
+    place = None if functions else code_place(name)
+    if place is not None and (found := check_code(name, *place)) is not None:
+        if not found.takes_all:
+            refuse_unknown(f"option of the reward {name}:", options, found.names)
+        required = tuple(key for key in found.required if key not in options)
+        positional = tuple(key for key in found.positional if key not in options)
+        functions = (replace(found, required=required, positional=positional),)
+    for function in functions:
+        function.check(columns, answered)
+    lines = [line for function in functions if (line := function.said(columns))]
+    lacking = [problem for problem in looked if answer_of(problem) is None]
+    if lacking and (asking := [f for f in functions if f.asks_for_answer(columns)]):
+        count = f"{len(lacking)} of {many(len(looked), 'prompt')} to train on have no answer"
+        lines.append(f"{count}, such as {lacking[0].id}: reward {asking[0]} gets None for it")
+    return lines
 
 
 def check_code(name: str, path: Path, attribute: str) -> Function | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from posttrain.errors import UserError, require
-from posttrain.rewards._functions import given, then
+from posttrain.rewards._functions import COLUMNS, columns_of, given, then
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
 from posttrain.rewards.code import patience
@@ -225,4 +225,13 @@ def _read(
         if isinstance(gold, list | dict):
             one = f"the reward {single} compares with one text; a function of yours gets it whole"
             raise UserError(f"{where}: the answer is a {type(gold).__name__}, but {one}")
-    return _questions.Pool(tuple(problems))
+    every = dict.fromkeys(name for problem in problems for name in columns_of(problem))
+    return _questions.Pool(tuple(_filled(problem, every) for problem in problems))
+
+
+def _filled(problem: Problem, columns: Mapping[str, None]) -> Problem:
+    """Return the problem with None in the columns that only other rows have, as a table would."""
+    row = columns_of(problem)
+    if len(row) == len(columns):
+        return problem
+    return replace(problem, facts={**problem.facts, COLUMNS: {**columns, **row}})

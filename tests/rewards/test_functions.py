@@ -60,11 +60,19 @@ def test_lists_are_those_of_trl_and_conversations_stay_such() -> None:
     def batch(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         assert prompts == ["ask", [{"role": "user", "content": "ask"}]]
         assert completions == ["a", [{"role": "assistant", "content": "b"}]]
-        assert columns == {"answer": [["gold"], ""], "style": ["x", None]}
+        assert columns == {"answer": [["gold"], None], "style": ["x", None]}
         return [1, True]
 
     mix = Mix((Function.of(batch),), (1.0,))
     assert [score.value for score in mix.scores([PROBLEM, CHAT], ["a", "b"])] == [1.0, 1.0]
+
+
+def test_without_an_answer_a_function_gets_none_in_which_no_text_is() -> None:
+    """An empty text is in every response, so that `answer in response` would pay all of them."""
+    empty = Problem("p3", "ask", facts={"columns": {"prompt": "ask", "answer": ""}})
+    for problem in (empty, CHAT):
+        assert not called(lambda response, answer: float(answer in response), problem).valid
+        assert called(lambda response, answer: float(response == answer), problem).value == 0.0
 
 
 def test_other_callables_are_called_by_their_own_parameters() -> None:

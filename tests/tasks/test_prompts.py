@@ -47,7 +47,8 @@ def test_every_column_is_kept_and_the_answer_is_optional(tmp_path: Path) -> None
     first, second = Prompts(file).problems("train")
     assert [m.content for m in Prompts(file).prompt(first)] == ["be brief", "hello"]
     assert (first.answer, first.facts["columns"]["style"]) == ("", "x")
-    assert (second.question, second.answer, second.facts["columns"]) == ("2+2=", "4", {"question": "2+2=", "answer": 4})
+    assert (second.question, second.answer) == ("2+2=", "4")
+    assert second.facts["columns"] == {"prompt": None, "style": None, "question": "2+2=", "answer": 4}
 
 
 def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
@@ -57,6 +58,23 @@ def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="problem .*:1 has a system message of its own; leave out that or `system`"):
         task.prompt(first)
     assert [message.role for message in task.prompt(second)] == ["system", "user"]
+
+
+def test_rows_without_an_answer_are_counted_before_a_reward_that_asks_for_it(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def right(response, answer): return 1.0\ndef length(response, **columns): return 1.0\n"
+        "def own(response, ground_truth, target): return 1.0 if target is None else 0.0\n"
+    )
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "1", "target": 2}, {"prompt": "c", "answer": ""}]
+    file = written(tmp_path, rows)
+    for name, says in (("right", True), ("length", False), ("own", True)):
+        task = Prompts(file, reward=f"{mine}:{name}", held_out=0)
+        lines = [line for line in task.ready() if "no answer" in line]
+        count = f"2 of 3 prompts to train on have no answer, such as prompts.jsonl:1: reward {name}"
+        assert [line.startswith(count) and line.endswith("gets None for it") for line in lines] == [True] * says
+    score = task.score(task.problems("train")[0], "x")  # the first row has no target, and gets None
+    assert isinstance(score, Score) and score.value == 1.0
 
 
 def test_without_a_reward_it_scores_nothing_and_a_stage_must(tmp_path: Path) -> None:
