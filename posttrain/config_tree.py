@@ -97,7 +97,8 @@ def from_tree(tree: JSON, kind: Any, where: str) -> Any:
     algorithm, a task or a reward is short for its settings, and one value for a list of one."""
     tree = meant(_named(tree, kind), kind)
     if kind in NAMED:
-        require(isinstance(tree, dict), f"{where}: give a mapping")
+        given = f"give a {NAMED[kind]} by its name or settings, not {type(tree).__name__}"
+        require(isinstance(tree, dict), f"{where}: {given}")
         tag = "stage" if kind is Stage else "name"
         rest = {k: v for k, v in tree.items() if k != tag}
         require(tag in tree, f"{where}: no {tag!r} says which {NAMED[kind]} it is")

@@ -263,7 +263,9 @@ def load(place: str | Path) -> Run | Model:
     none = f"there is no run and no model {place}; check the path (on the hub it is org/name)"
     require(isinstance(place, str | Path) and bool(str(place)), none)
     found = Path(place).expanduser()
-    require("/" in str(place) or os.path.exists(found), none)
+    # a mistyped run: its folder has others
+    mistyped = not os.path.lexists(found) and any(found.parent.glob(f"*/{CONFIG}"))
+    require(("/" in str(place) and not mistyped) or os.path.exists(found), none)
     if any(found.glob(f"*/{CONFIG}")) and not (found / "config.json").is_file():
         require_run(found)
     return Run(found) if (found / CONFIG).is_file() else Model(str(place))
@@ -284,6 +286,8 @@ def sample(
     several = isinstance(prompt, list | tuple) and bool(prompt)
     several = several and all(isinstance(p, str | list) for p in prompt)
     listed = prompt if several else [prompt]
+    rows = isinstance(listed[0], list) and listed[0] and "prompt" in listed[0][0]
+    require(not rows, "sample: a prompt is text or messages: give [row['prompt'] for row in rows]")
     asked = [p if isinstance(p, str) else parse_messages(p, "prompt") for p in listed]
     requests = [Prompt(prompt_ids(policy.tokenizer, one), n, seed, how) for one in asked]
     groups = answers(make_sampler(policy), policy.tokenizer, requests)

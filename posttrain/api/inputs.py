@@ -187,7 +187,8 @@ def as_task(task: Any) -> Task:
         require(is_dataclass(task), f"task {type(task).__name__}: {UNDECORATED}")
         return task
     fine = isinstance(task, str | Mapping)
-    require(fine, f"task: a name, settings or a Task, not {type(task).__name__}")
+    kind = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
+    require(fine, f"task: a name, settings or a Task, such as Mine(), not {kind}")
     tree = {"name": task} if isinstance(task, str) else dict(task)
     made: Task = config_tree.from_tree(tree, Task, "task")
     return made
@@ -333,11 +334,11 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
     known = {name: [f.name for f in fields(group) if f.init] for name, group in groups.items()}
     free = [name for name, group in groups.items() if not getattr(group, "apart", False)]
     inner: dict[str, dict[str, Any]] = {}
+    called = [text for key in settings if key not in hints and (text := called_here(key))]
+    require(not called, f"{where}: {'; '.join(called)}")
     for key, value in settings.items():
         head, dot, rest = key.partition(".")
         inside = [head] if dot and head in groups else [name for name in free if key in known[name]]
-        called = "" if key in hints or dot else called_here(key)
-        require(not called, f"{where}: {called}")
         if key in groups and hints[key] is type(groups[key]) and isinstance(value, Mapping):
             inner.setdefault(key, {}).update(value)
         elif key in hints:
@@ -359,6 +360,10 @@ def built(kind: Any, given: Mapping[str, Any], settings: Mapping[str, Any], wher
 def value_of(value: Any, hint: Any, where: str) -> Any:
     """A value of the type `hint`; an error names `where`. NumPy's numbers become plain ones."""
     if is_dataclass(value) or isinstance(value, Task):
+        kinds = tuple(kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type))
+        keys = ", ".join(f.name for kind in kinds if is_dataclass(kind) for f in fields(kind))
+        fine = not kinds or isinstance(value, kinds)
+        require(fine, f"{where}: give its keys ({keys}), not {type(value).__name__}")
         return value
     value = value.item() if hasattr(value, "item") else value
     plain = list(value) if isinstance(value, tuple) else value

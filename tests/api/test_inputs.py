@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ class Undecorated(pt.Task):
         return 1.0
 
 
+@dataclass
+class Adapters:
+    """A dataclass of another library, such as peft's LoraConfig."""
+
+    r: int = 8
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "grop": 4}, "unknown setting 'grop'; did you mean 'group'"),
     ({"prompts": ["a"], "reward": len, "steps": 0}, "steps must be at least 1, not 0"),
@@ -206,6 +214,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "reward": len, "max_new_tokens": 4000}, "2048 positions; lower max_new_tokens$"),
     ({"prompts": ["a"], "reward": len, "optimizer": None}, "optimizer takes keys, not None"),
     ({"prompts": ["a"], "reward": letters}, "returned 1 values for 2 completions; return one for each"),
+    ({"prompts": ["a"], "reward": len, "lora": Adapters()}, r"lora: give its keys \(rank, .*\), not Adapters"),
+    ({"prompts": ["a"], "reward": len, "lora": pt.GRPO()}, r"lora: give its keys \(rank, .*\), not GRPO"),
+    (
+        {"prompts": ["a"], "reward": len, "learning_rate": 1e-5, "num_generations": 4, "bf16": True},
+        "learning_rate is called lr here; num_generations is called group here; bf16 is left out here",
+    ),
+    ({"prompts": ["a"], "reward": "mine.py"}, "reward mine.py: say which of it, as in mine.py:NAME"),
+    ({"prompts": ["a"], "reward": len, "tools": [3]}, "tools: give a tool by its name or settings, not int"),
+    ({"task": Undecorated}, "task: a name, settings or a Task, such as Mine\\(\\), not the class Undecorated"),
     ({"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
     ({"task": Undecorated()}, r"task Undecorated: write @dataclass\(frozen=True\) above the class"),
     ({"prompts": ["a"], "reward": len, "model": 3}, "int is no plain causal language model"),
@@ -247,6 +264,8 @@ def test_what_a_run_is_asked_for_is_checked() -> None:
         "compare: a run or its directory, not 3": lambda: run.compare(3),
         "are the same run": lambda: run.compare(str(run.directory)),
         "there is no run and no model None": lambda: pt.load(None),
+        "there is no run and no model runs/grop-1": lambda: pt.load("runs/grop-1"),
+        r"sample: a prompt is text or messages: give \[row\['prompt'\] for row in rows\]": lambda: run.sample([{"prompt": "a"}]),
         "reward: the name of a shipped reward, not 3": lambda: pt.reward(3),
         "run: model: text, numbers, lists or dicts, not object": lambda: pt.run("quickstart", model=object()),
     }  # fmt: skip
