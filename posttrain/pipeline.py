@@ -32,7 +32,7 @@ from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line, how_to_continue
 from posttrain.runs.plot import draw
 from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
@@ -318,7 +318,7 @@ def _run(
         context = _run_stages(settings, writer, workers, interrupt, on_step, begin=begin)
     left = [stage.name for stage in settings.recipe.stages if context.result(stage.name) is None]
     if left:
-        go_on = f"go on with: posttrain resume {shlex.quote(str(writer.directory))}"
+        go_on = f"go on with: {how_to_continue(writer.directory)}"
         console.write_text(f"not run yet: {', '.join(left)}; {go_on}\n", sys.stdout)
         return
     _export(context, settings)
@@ -471,6 +471,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
 
     def stopped(error: Interrupted) -> Interrupted:
         error.directory = directory
+        error.add_note(f"continue with: {how_to_continue(directory)}")
         if interrupt.hung_up:
             error.code = 129
         return error
@@ -490,7 +491,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
     except KeyboardInterrupt as error:
         if interrupt.hung_up:
             raise stopped(Interrupted("stopped because its terminal was closed")) from error
-        error.add_note(f"continue with: posttrain resume {shlex.quote(str(directory))}")
+        error.add_note(f"continue with: {how_to_continue(directory)}")
         error.directory = directory  # type: ignore[attr-defined]
         raise
     finally:

@@ -8,7 +8,6 @@ no other program can take its port. They end with this process, even if it is ki
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from typing import IO, Any, Protocol
 
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
-from posttrain.runs.layout import CONFIG
+from posttrain.runs.layout import CONFIG, how_to_continue
 from posttrain.system import processes
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
@@ -294,6 +293,6 @@ def report(failed: Started, started: Sequence[Started], directory: Path) -> int:
         text = f"one of the processes {', '.join(hanging)} of {len(started)} {HANGS}"
     text += "; the others were stopped"
     if (directory / CONFIG).is_file():
-        text += f"; continue with: posttrain resume {shlex.quote(str(directory))}"
+        text += f"; continue with: {how_to_continue(directory)}"
     write_text(f"posttrain: {text}\n", sys.stderr)
     return 1

@@ -310,10 +310,10 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _refuse_used(directory: Path) -> None:
     names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
     used = ", ".join(name for name in names if (directory / name).exists())
-    place = shlex.quote(str(directory))
-    resume = f"continue it with 'posttrain resume {place}'"
+    resume = f"continue with: {layout.how_to_continue(directory)}"
     if (directory / layout.SUMMARY).exists():
-        resume = f"it is complete: see 'posttrain show {place}', or do what has changed again by again=true"
+        shown = shlex.quote(str(directory))
+        resume = f"it is complete: see 'posttrain show {shown}', or do what has changed again by again=true"
     resume += ", or choose another directory"
     require(not used, f"{directory} already holds a run ({used}); {resume}")
     found = [directory / name for name in FOREIGN if (directory / name).exists()]

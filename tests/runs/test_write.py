@@ -67,6 +67,12 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
+def test_a_run_with_a_function_of_its_program_is_continued_by_the_call(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run", {"task": {"reward": "python:right (mine.py line 3)"}}).close()
+    with pytest.raises(UserError, match="continue with: the same call with its out= and again=True, or choose another"):
+        RunWriter.create(tmp_path / "run", {})
+
+
 def test_a_command_to_copy_quotes_the_directory(tmp_path: Path) -> None:
     directory = tmp_path / "my run"
     RunWriter.create(directory, {}).close()
