@@ -4,12 +4,15 @@ Exact overlap is counted by content hashes of the normalised question. Near over
 word n-grams of a held-out question that occur in any training question:
 
     share(q) = |ngrams(q) in train| / |ngrams(q)|
+
+N-grams that most training questions have are not counted: they are an instruction or a system message, not the question.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,12 +81,12 @@ def overlap(
     exact = [(place, places[own]) for place, own in enumerate(hashes) if own in places]
     wanted = [ngrams(question, n) for question in held_out]
     every = set().union(*wanted) if wanted else set()
-    seen: set[tuple[str, ...]] = set()
-    for question in train[:SCANNED]:
-        seen |= ngrams(question, n) & every
+    seen = Counter(gram for question in train[:SCANNED] for gram in ngrams(question, n) & every)
+    often = max(2, min(len(train), SCANNED) / 2)  # an instruction that most prompts share
+    wanted = [{gram for gram in own if seen[gram] <= often} for own in wanted]
     taken = {place for place, _ in exact}
     open_ = [(place, own) for place, own in enumerate(wanted) if own and place not in taken]
-    shares = [(place, len(own & seen) / len(own)) for place, own in open_]
+    shares = [(place, len(own & seen.keys()) / len(own)) for place, own in open_]
     similar = tuple((place, share) for place, share in shares if share >= near)
     return Overlap(len(train), len(held_out), tuple(exact), similar)
 

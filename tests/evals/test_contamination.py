@@ -49,6 +49,13 @@ def test_overlap_by_hand() -> None:
     assert overlap([], []).exact == ()
 
 
+def test_an_instruction_that_most_questions_share_does_not_make_them_near() -> None:
+    said = "think first and then answer in the box"
+    train = [f"{said} {n} apples and {n} pears" for n in (1, 2, 3, 4)]
+    assert overlap(train, [f"{said} 7 plums cost 9 euros"], n=4).near == ()
+    assert overlap(train, [f"{said} 3 apples and 3 nuts"], n=4).near == ((0, 4 / 5),)  # of 5 that begin in or after it
+
+
 def test_the_first_of_equal_training_questions_is_named() -> None:
     assert overlap(["x y", "a b", "A b"], ["a  b"]).exact == ((0, 1),)
 
