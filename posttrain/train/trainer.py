@@ -353,9 +353,8 @@ class Trainer:
         if not still:
             return None
         every = current().first or not self.sharded
-        parts = [
-            own_part(p.detach()).contiguous() for p in still.values() if every or is_sharded(p)
-        ]
+        counted = [p for p in still.values() if every or is_sharded(p)]
+        parts = [own_part(p.detach()).contiguous() for p in counted]
         bits = (part.view(whole[part.element_size()]) for part in parts)
         sums = [one.sum(dtype=torch.int64).cpu() for one in bits]
         found = torch.stack([torch.zeros((), dtype=torch.int64), *sums]).sum()
@@ -388,10 +387,11 @@ class Trainer:
 def backward(terms: Sequence[Term], factor: float) -> list[Metric]:
     """Backpropagate `factor` times the sum of the terms, and return their losses as metrics."""
     for term in terms:
-        shapes = f"{list(term.loss.shape)} and its weights {list(term.weight.shape)}"
+        shapes = f"{[*term.loss.shape]} and its weights {[*getattr(term.weight, 'shape', ())]}"
         wrong = f"loss/{term.name} has the shape {shapes}; give the loss of each unit"
         advice = "not their mean, which depends on micro-batches"
-        require(term.loss.shape == term.weight.shape, f"{wrong}, {advice}")
+        fine = isinstance(term.weight, Tensor) and term.loss.shape == term.weight.shape
+        require(fine, f"{wrong}, {advice}")
     losses = [(term.name, (term.weight * term.loss).sum()) for term in terms]
     total = torch.stack([loss for _, loss in losses]).sum()
     (total if factor == 1.0 else factor * total).backward()  # type: ignore[no-untyped-call]

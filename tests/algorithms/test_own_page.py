@@ -42,6 +42,17 @@ def test_the_algorithm_of_the_page_runs_in_every_way(tmp_path: Path, monkeypatch
     sys.modules.pop("median", None)
 
 
+def test_the_loss_on_pairs_of_the_page_is_its_target_squared_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, _, _, squared, *_ = BLOCK.findall(PAGE.read_text())
+    Path("squared.py").write_text(squared)
+    pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": "no"} for n in range(4)]
+    settings = {"steps": 2, "batch": 4, "held_out": 0, "lr": 1e-3, "warmup": 0}
+    run = pt.preference("tiny:nano", pairs, algorithm="squared.py:SquaredDPO", target=2.0, **settings).train()
+    first, second = run.metrics
+    assert first["loss"] == pytest.approx(4.0) and second["loss"] < 3.99  # the policy is its reference, so that all r are 0
+
+
 def test_the_schedule_of_the_page_changes_beta_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     *_, fading, _ = BLOCK.findall(PAGE.read_text())

@@ -138,6 +138,12 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
             "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -(ratio_T * advantage_T).mean(), ratio_T > 2",
             r"loss/policy has the shape \[\] and its weights \[\d+\]; give the loss of each unit, not their mean",
         ),
+        (
+            "def terms(self, outputs, batch):\n"
+            "        from posttrain.types import Term, Terms\n"
+            "        return Terms((Term('more', outputs.entropy_T.mean(), 0.1),))",
+            r"loss/more has the shape \[\] and its weights \[\]; give the loss of each unit, not their mean",
+        ),
     ],
 )
 def test_a_mean_or_values_of_responses_in_place_of_tokens_are_refused(
