@@ -77,10 +77,8 @@ def rollout_groups(
         found = [group for groups in run_to_end(episodes.run()) for group in groups]
     if world.size == 1:
         return found
-    place = {id(problem): n for n, problem in zip(own, given, strict=True)}
-    rows = [
-        [place[id(g.problem)], g.role, list(map(_rollouts.rollout_row, g.rollouts))] for g in found
-    ]
+    at = {id(problem): n for n, problem in zip(own, given, strict=True)}
+    rows = [[at[id(g.problem)], g.role, [*map(_rollouts.rollout_row, g.rollouts)]] for g in found]
     gathered = [row for rows in world.gather(rows) for row in rows]
     return [_rollouts.group_of_rows(every[n], role, members) for n, role, members in gathered]
 
@@ -204,7 +202,7 @@ class Episode:
         self, score: Score | float | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         if not self.segments:
-            raise ValueError("a rollout needs a turn that the policy has sampled")
+            raise ValueError("a rollout needs a turn that was sampled: await generate() first")
         pending = Score.pending(outcome) if outcome else PENDING
         segments, counts = tuple(self.segments), dict(self.counts)
         made = Rollout(

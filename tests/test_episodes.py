@@ -466,9 +466,9 @@ def test_an_answer_is_scored_in_place_of_all_turns() -> None:
     ("given", "failure"),
     [
         ("x" * 1_000_001, "ValueError: the task gives 1,000,001 characters at once"),
-        ({"a": 1}, "TypeError: generate takes messages, text or ids"),
-        (None, "TypeError: generate takes messages, text or ids"),
-        (b"abc", "TypeError: generate takes messages, text or ids"),
+        ({"a": 1}, "TypeError: generate takes text, ids, or messages"),
+        (None, "TypeError: generate takes text, ids, or messages"),
+        (b"abc", "TypeError: generate takes text, ids, or messages"),
     ],
 )
 def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: str) -> None:
@@ -481,7 +481,9 @@ def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: 
     assert str(rollout.score.failure).startswith(failure) and rollout.score.outcome == "episode failed"
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(999_999, "a token id is outside the model's"), (-1, "the task gives a negative")])
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(999_999, "a token id is outside the vocabulary"), (-1, "the task gives a negative")]
+)
 def test_ids_that_the_model_does_not_have_fail_their_episode_alone(wrong: int, said: str) -> None:
     async def run(problem: Problem, generate: Generate) -> Rollout:
         await generate()

@@ -64,7 +64,7 @@ class Renderer:
         if isinstance(given, str):
             return self.segment(tokenizer(given, add_special_tokens=first)["input_ids"])
         if not messages or len(messages) < len(items):
-            raise TypeError("generate takes messages, text or ids")
+            raise TypeError("generate takes text, ids, or messages, such as [Message('user', ...)]")
         stop = int(last.ids[-1]) if last is not None and last.finish == "stop" else None
         key = (draw if first else -1, stop, messages, json.dumps(tools))
         if key not in self.others:

@@ -51,7 +51,7 @@ def answer_problems(
     if evaluation.failed == sum(len(g.rollouts) for g in groups):
         failure = groups[0].rollouts[0].score.failure
         none = f"no answer to the {many(len(problems), 'held-out problem')} could be scored ({failure})"
-        raise UserError(f"{none}; hold out problems that can be")
+        raise UserError(f"{none}; fix it, or hold out problems that can be")
     return evaluation
 
 

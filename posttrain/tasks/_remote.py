@@ -72,7 +72,7 @@ class Remote:
         self, score: Score | float | None = None, outcome: str = "", answer: str | None = None
     ) -> Rollout:
         if not self.segments:
-            raise ValueError("a rollout needs a turn that the policy has sampled")
+            raise ValueError("a rollout needs a turn that was sampled: await generate() first")
         found = Score.pending(outcome) if score is None else as_score(score)
         return Rollout(self.problem, self.number, tuple(self.segments), found, self.role, answer)
 
@@ -145,4 +145,4 @@ def _message_row(one: object) -> JSON:
         return [one.role, one.content, dict(one.more)]
     if isinstance(one, int | np.integer):
         return int(one)
-    raise TypeError("generate takes messages, text or ids")
+    raise TypeError("generate takes text, ids, or messages, such as [Message('user', ...)]")

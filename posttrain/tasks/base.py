@@ -249,6 +249,9 @@ def _checked(problems: Callable[..., Any]) -> Callable[..., Any]:
         fine = listed and (first is None or isinstance(first, Problem))
         kind = type(found).__name__ + ("" if first is None else f" of {type(first).__name__}")
         self.check(fine, f"problems returns a {kind}; return a list or a tuple of Problem")
+        asked = type(getattr(first, "question", "")).__name__
+        text = f"a question is text, not {asked}; messages are what `prompt` returns"
+        self.check(asked == "str", text)
         return found
 
     return checked

@@ -251,7 +251,7 @@ def test_a_reward_that_scores_none_of_the_held_out_prompts_is_said_to() -> None:
     def known(answer: str) -> float | None:
         return None
 
-    said = r"rl: no answer to the 2 held-out problems could be scored \(.*known returned None\); hold out problems that can be"
+    said = r"rl: no answer to the 2 held-out problems could be scored \(.*known returned None\); fix it, or hold out"
     with pytest.raises(pt.UserError, match=said):
         pt.grpo(prompts=[{"prompt": text, "answer": ""} for text in FOUR], reward=known, **{**SMALL, "held_out": 2})
 

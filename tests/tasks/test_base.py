@@ -81,6 +81,9 @@ def test_problems_must_be_a_sequence() -> None:
             Other().problems("train")
         value = [made]
         assert Other().problems("train", level=0) == [made]
+        value = [Problem("a", [Message("user", "1+1=")], "2")]  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="^Other: a question is text, not list; messages are what `prompt` returns"):
+            Other().problems("train")
 
 
 @dataclass(frozen=True)
