@@ -67,7 +67,10 @@ class Lineage:
                 found.append(f"{key}: {short(was)} -> {short(now)}")
         for name, was in before.inputs.items():
             if self.inputs.get(name) != was:
-                what = "has changed" if name in self.inputs else "is gone"
+                file = Path(name.removesuffix(" (code)"))
+                there = PREFIX in name or not file.suffix or file.is_absolute() or file.exists()
+                lost = "is gone" if there else f"is not in {Path.cwd()}"
+                what = "has changed" if name in self.inputs else lost
                 found.append(f"its input {name} {what}")
         return found
 

@@ -19,7 +19,7 @@ from posttrain.recipes.base import Recipe, best_round, repeat
 from posttrain.recipes.iterative_dpo import iterative_dpo
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.stages._lineage import MODELS, PLACES
+from posttrain.stages._lineage import MODELS, PLACES, Lineage
 from posttrain.stages._naming import Names
 from posttrain.stages.base import Context, Stage, check_inputs, data_place, run_stages
 from posttrain.stages.best import BestStage
@@ -461,3 +461,14 @@ def test_the_best_round_is_kept_by_its_figure(tmp_path: Path) -> None:
     for figure, words in (("accuracies", "has no figure"), ("accuracy.x", "has no figure"), ("lineage.inputs", "not a number")):
         with pytest.raises(UserError, match=words):
             ran(tmp_path, (*stages[:2], replace(stages[2], score=0.9), replace(best, figure=figure)))
+
+
+def test_a_file_that_is_not_in_this_folder_is_said_to_be_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed in another folder than the one where it was begun."""
+    monkeypatch.chdir(tmp_path)
+    names = ["rows.jsonl", "mine.py (code)", "/none/rows.jsonl", "python:Mine.right (code)", "org/model"]
+    lost = Lineage({}, {}).changes(Lineage({}, dict.fromkeys(names, "0" * 64)))
+    here = f"is not in {tmp_path}"
+    assert lost == [f"its input {name} {how}" for name, how in zip(names, [here, here, *["is gone"] * 3], strict=True)]
