@@ -16,7 +16,7 @@ from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
-from posttrain.errors import many, require
+from posttrain.errors import UserError, many, require
 from posttrain.types import Example, Message, Problem
 
 # columns of other formats: without them the model would learn to answer from less than it should see
@@ -98,11 +98,13 @@ def from_file(
 ) -> list[Example]:
     """Every line of a JSONL file as an Example; the names of unread columns are added to `unused`. An error names the file and the
     line."""
-    examples = []
-    for where, record in read_rows(path, columns):
+    examples, rows = [], read_rows(path, columns)
+    for where, record in rows:
         kind = revealed(record, DEMONSTRATIONS.values())
         if kind is None:
-            raise unrecognised(record, where, DEMONSTRATIONS)
+            others = sum(revealed(row, DEMONSTRATIONS.values()) is None for _, row in rows)
+            more = f" ({many(others, 'later row')} like it)" if others else ""
+            raise UserError(f"{unrecognised(record, where, DEMONSTRATIONS)}{more}")
         extra = unread(record, kind.columns, where)
         if unused is not None:
             unused |= extra

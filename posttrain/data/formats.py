@@ -107,7 +107,8 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
     advice = f"rename {', '.join(f'{was} to {to}' for to, was in found.items())}" if found else ""
     added = [f.replace("|", " or ") for f in nearest.missing(row) if f not in found]
     named = ", ".join(f"{to}: {was}" for to, was in found.items())
-    advice = " and ".join(filter(None, (advice, f"add {', '.join(added)}" if added else "")))
+    more = f"add {', '.join(added)} (absent or null here)" if added else ""
+    advice = " and ".join(filter(None, (advice, more)))
     advice += "" if added else f"; or give columns={{{named}}}"
     near = f"nearest is {nearest.name}, with {nearest.shown()}: {advice}"
     return UserError(f"{none}; {near}; see 'posttrain list formats'")

@@ -220,6 +220,14 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path, line: bytes, said: st
     assert "\n" not in str(caught.value)
 
 
+def test_rows_of_no_format_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = ['{"text": "a"}', '{"prompt": "a", "completion": null}', '{"text": "b"}', '{"prompt": "c"}', "{}"]
+    path.write_text("\n".join(rows))
+    with pytest.raises(UserError, match=r"line 2: .*: add completion \(absent or null here\); .* \(2 later rows like it\)$"):
+        from_file(path, byte_level(CHATML_BLOCKS))
+
+
 def test_empty_and_missing_files(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     with pytest.raises(UserError, match="cannot read"):
