@@ -52,7 +52,7 @@ class Text(str):
 def pair(argument: str) -> tuple[str, JSON]:
     """Split key=value. The value is text, a list or a mapping; other values stay as typed until their field is known."""
     key, equals, text = argument.partition("=")
-    require(equals and key, f"{argument!r} is not key=value")
+    require(equals and key, f"{argument!r} is not key=value, such as steps=10")
     plain = text.lstrip()[:1] not in tuple("'\"[{|>")
     try:
         if plain and re.search(r"(?:^|\s)#", text):  # a comment to YAML; here a marker such as ####

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import catalogue, config, pipeline
 from posttrain.api.display import Rollouts, rollouts
-from posttrain.errors import Interrupted, UserError, optional, require
+from posttrain.errors import Interrupted, UserError, optional, refuse_unknown, require
 from posttrain.runs import read
 from posttrain.runs.html import run_html
 from posttrain.runs.index import Index
@@ -174,9 +174,9 @@ class Run:
         stages = [name for name in reader.stages() if reader.rollout_steps(name)]
         require(stages, f"{self.directory} holds no rollouts")
         stage = stage or stages[-1]
+        refuse_unknown("stage with rollouts", [stage], stages)
         kept = reader.rollout_steps(stage)
-        wanted = (kept or [0])[-1] if step is None else step
-        there = ", ".join(map(str, kept))
+        wanted, there = kept[-1] if step is None else step, ", ".join(map(str, kept))
         require(wanted in kept, f"no rollouts of {stage} step {wanted}; there are those of {there}")
         return rollouts(reader, stage, wanted)
 

@@ -264,6 +264,8 @@ def test_what_a_run_is_asked_for_is_checked() -> None:
         "compare: a run or its directory, not 3": lambda: run.compare(3),
         "are the same run": lambda: run.compare(str(run.directory)),
         "there is no run and no model None": lambda: pt.load(None),
+        "unknown stage with rollouts 'sft'; known: rl": lambda: run.rollouts(stage="sft"),
+        "no rollouts of rl step 9; there are those of 1": lambda: run.rollouts(9),
         "there is no run and no model runs/grop-1": lambda: pt.load("runs/grop-1"),
         r"sample: a prompt is text or messages: give \[row\['prompt'\] for row in rows\]": lambda: run.sample([{"prompt": "a"}]),
         "reward: the name of a shipped reward, not 3": lambda: pt.reward(3),
