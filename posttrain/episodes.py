@@ -147,9 +147,8 @@ class Episode:
         groups = episodes.groups
         group = -1 if turn else groups.setdefault((self.draw, ids), len(groups))
         seed = derive(self.seed, turn) if turn else self.seed
-        request = types.Request(
-            ids, seed, sampling, self.number, turn - self.first, group, keep=not last
-        )
+        at = turn - self.first
+        request = types.Request(ids, seed, sampling, self.number, at, group, keep=not last)
         made = await episodes.turns.ask(request, (self.draw, self.sample), shared, self.restart)
         self.kept, self.routes = not last, made.routes
         text, offsets = episodes.decoder.decode(made.ids)

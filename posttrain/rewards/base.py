@@ -106,11 +106,13 @@ def check_function(name: str, options: Options, problems: Sequence[Problem]) -> 
     for function in functions:
         function.check(columns, answered)
     lines = [line for function in functions if (line := function.said(columns))]
+    asking = [f"reward {f}" for f in functions if f.asks_for_answer(columns)][:1]
     lacking = [problem for problem in looked if answer_of(problem) is None]
-    if lacking and (asking := [f for f in functions if f.asks_for_answer(columns)]):
-        count = f"{len(lacking)} of {many(len(looked), 'prompt')} to train on have no answer"
-        lines.append(f"{count}, such as {lacking[0].id}: reward {asking[0]} gets None for it")
-    return lines
+    count = f"{len(lacking)} of {many(len(looked), 'prompt')} to train on have no answer"
+    lines += [f"{count}, such as {lacking[0].id}: {f} gets None for it" for f in asking if lacking]
+    numbers = [gold for p in looked if isinstance(gold := answer_of(p), int | float)][:1]
+    typed = "gets a number as the answer, such as {!r}, and the response as text"
+    return [*lines, *(f"{f} {typed.format(gold)}" for f in asking for gold in numbers)]
 
 
 def check_code(name: str, path: Path, attribute: str) -> Function | None:

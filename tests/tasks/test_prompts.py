@@ -77,6 +77,16 @@ def test_rows_without_an_answer_are_counted_before_a_reward_that_asks_for_it(tmp
     assert isinstance(score, Score) and score.value == 1.0
 
 
+def test_answers_that_are_numbers_are_said_to_be(tmp_path: Path) -> None:
+    """`response == answer` would be false for all."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def right(response, answer): return response == answer\ndef length(response): return 1.0\n")
+    for answer, name, says in ((42, "right", True), ("42", "right", False), (42, "length", False)):
+        task = Prompts(written(tmp_path, [{"prompt": f"{answer!r}", "answer": answer}]), reward=f"{mine}:{name}", held_out=0)
+        line = "reward right (mine.py line 1) gets a number as the answer, such as 42, and the response as text"
+        assert [line for line in task.ready() if "as text" in line] == [line] * says
+
+
 def test_without_a_reward_it_scores_nothing_and_a_stage_must(tmp_path: Path) -> None:
     task = Prompts(written(tmp_path, [{"prompt": "a"}]))
     assert not task.score(task.problems("train")[0], "b").valid
