@@ -484,7 +484,7 @@ This page lists the rows that posttrain trains on. Each line of a JSONL file is 
 {"messages": [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]}
 ```
 
-Files may be JSONL, a JSON list, CSV (also with semicolons) or TSV, all also gzipped, or parquet; empty rows are skipped. In
+Files may be JSONL, a JSON list, CSV (also with semicolons or tabs) or TSV, all also gzipped, or parquet; empty rows are skipped. In
 Python, rows may also be a list of dicts, a `datasets.Dataset` or a pandas table. `posttrain list formats` prints the formats
 below, with `--json` for programs.
 

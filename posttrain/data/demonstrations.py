@@ -115,7 +115,7 @@ def from_file(
 
 def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:
     """The columns of a row that are not read. Columns that the model would see in another format are an error."""
-    extra = record.keys() - set(known)
+    extra = record.keys() - {*known, ""}  # an index has no name in CSV
     for name in sorted(extra & NEEDED):
         hint = "write it into the prompt or the messages, or remove it"
         require(not record[name], f"{where}: the column {name} would be dropped; {hint}")

@@ -99,8 +99,8 @@ def _table(path: Path, file: str, delimiter: str) -> Iterator[tuple[str, dict[st
     csv.field_size_limit(2**31 - 1)  # of all of Python; a long text is no mistake
     first = next(lines, "")
     plain = re.sub(r'"[^"]*"', "", first)  # without quoted names
-    if delimiter == "," and plain.count(";") > plain.count(","):
-        delimiter = ";"  # of spreadsheets in countries with a decimal comma
+    if delimiter == ",":  # spreadsheets also write ; where a comma is decimal, and tabs
+        delimiter = max(",;\t", key=plain.count)
     reader = csv.DictReader(chain([first], lines), delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames or ()

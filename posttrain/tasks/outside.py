@@ -135,7 +135,7 @@ class Outside(Nested):
                 tail.cancel()
         printed, complaint = (t.result() if not t.cancelled() and t.done() else "" for t in tails)
         if code:
-            raise AgentFailed(f"the agent ended with {code}: {complaint}")
+            raise AgentFailed(f"the agent ended with {code}: {complaint or 'it wrote no error'}")
         return printed
 
 

@@ -68,7 +68,9 @@ class Prompts(Jsonl):
         problems = self.pool("train")
         count = len(self.pool("test"))
         kept = f"{count:,} held out" if count else "none held out: nothing is measured on others"
-        lines = [f"{many(len(problems), 'prompt')} to train on, {kept}", *super().ready()]
+        different = len({f"{p.facts.get('messages', '')}{p.question}" for p in problems})
+        among = f" ({different:,} different)" if different < len(problems) else ""
+        lines = [f"{many(len(problems), 'prompt')} to train on{among}, {kept}", *super().ready()]
         if not self.style and self.wording != "direct":
             added = " ".join(self.ask("").split())
             lines.append(

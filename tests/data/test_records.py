@@ -99,6 +99,8 @@ def test_tables_are_read_with_the_line_of_each_row(tmp_path: Path) -> None:
     table.write_text("prompt,answer,prompt\na,1,b\n")
     with pytest.raises(UserError, match=r"a.csv line 1: the column 'prompt' is there twice; rename one"):
         list(read_jsonl(table))
+    table.write_text("prompt\tanswer\na, b;c\t1\n")
+    assert list(read_jsonl(table)) == [(f"{table} line 2", {"prompt": "a, b;c", "answer": "1"})]
     table.write_text("prompt;answer\na, b;1\n")
     assert list(read_jsonl(table)) == [(f"{table} line 2", {"prompt": "a, b", "answer": "1"})]
     table.write_text('prompt;answer, short;"x;,,"\na;1,5;b\n')

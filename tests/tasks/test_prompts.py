@@ -39,6 +39,7 @@ def test_a_share_or_a_number_is_held_out_of_small_files(tmp_path: Path, count: i
 def test_a_prompt_that_comes_twice_is_on_one_side(tmp_path: Path) -> None:
     task = Prompts(written(tmp_path, [{"prompt": f"say {n % 5}"} for n in range(20)]), held_out=2)
     assert len(task.problems("test")) == 8 and len(task.problems("train")) == 12
+    assert task.ready() == ("12 prompts to train on (3 different), 8 held out",)
 
 
 def test_every_column_is_kept_and_the_answer_is_optional(tmp_path: Path) -> None:
