@@ -359,6 +359,10 @@ def _own_task(model: Any, task: Any, settings: Mapping[str, Any]) -> TaskOfRun |
         return None
     model.policy()  # a run that has not begun is trained first
     found = task_of_run(str(model.directory), task or "")
+    name = str(found.tree["name"]).removeprefix(PREFIX) if found else ""
+    lost = f"evaluate: the run's task is the class {name} of a program, which its directory does not hold"
+    fine = found is None or found.tree["name"] == name
+    require(fine, f"{lost}; give the task, as in evaluate({name}(...))")
     changed = (key.removeprefix("task.") for key in settings)
     return None if found and task and any(key in found.tree for key in changed) else found
 

@@ -11,7 +11,7 @@ import runpy
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,24 @@ def test_a_run_is_evaluated_on_its_own_task() -> None:
     assert run.evaluate(level=2, **short)["task_source"] == source.replace("level=1", "level=2")
     with pytest.raises(pt.UserError, match="evaluate: give either prompts or a task"):
         pt.evaluate("some/model")
+
+
+@dataclass(frozen=True)
+class Spoken(pt.Task):
+    def problems(self, split: str, level: int | None = None) -> list[pt.Problem]:
+        return [pt.Problem(f"{split}{n}", f"{split} {n}", "1") for n in range(2)]
+
+    def score(self, problem: pt.Problem, response: str) -> pt.Score:
+        return pt.Score(float("a" in response))
+
+
+def test_a_task_of_a_program_is_given_to_evaluate_its_run() -> None:
+    run = pt.grpo(task=Spoken(), **SMALL)
+    with pytest.raises(
+        pt.UserError, match=r"task is the class Spoken of a program, .*; give the task, as in evaluate\(Spoken\("
+    ):
+        run.evaluate(problems=2)
+    assert run.evaluate(Spoken(), problems=2, max_new_tokens=2)["problems"] == 2
 
 
 def test_tokens_are_spelled_before_a_model_is_saved() -> None:
