@@ -20,32 +20,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import yaml
+
 from posttrain.errors import refuse_unknown
 from posttrain.types import Score
 
-# The scripts, as Unicode names begin, that a language is written in.
 PROFILED = ("en", "de", "fr", "es", "it", "pt", "nl")
-_SCRIPTS = "ru CYRILLIC, el GREEK, he HEBREW, ar ARABIC, hi DEVANAGARI, th THAI, ko HANGUL, "
-_SCRIPTS += "zh CJK, ja HIRAGANA KATAKANA CJK"
-SCRIPTS = dict.fromkeys(("latin", *PROFILED), ("LATIN",)) | {
-    name: tuple(scripts) for name, *scripts in map(str.split, _SCRIPTS.split(","))
-}
-# Further languages that `written_in` knows; languages of one script are distinguished by their commonest words.
-_MORE = "bg CYRILLIC, fa ARABIC, ur ARABIC, mr DEVANAGARI, ne DEVANAGARI, bn BENGALI, gu GUJARATI, pa GURMUKHI, "
-_MORE += "kn KANNADA, ta TAMIL, te TELUGU, vi LATIN, fi LATIN, sw LATIN"
-WRITTEN = {name: scripts for name, scripts in SCRIPTS.items() if name != "latin"} | {
-    name: tuple(scripts) for name, *scripts in map(str.split, _MORE.split(","))
-}
-# Common words of reasoning, in the languages of one script that can be distinguished.
-COMMON = {
-    "en": """the a an and or but not of to in on at by for with from as is are was were be been has have had do does so then than
-    thus hence that this these those there here it its we you they what which who when where how because if else each every all some
-    more most less first next now carry makes gives equals plus minus times sum total answer therefore let wait check again""",
-    "de": """der das ein eine einen und oder aber nicht von zu im auf bei mit aus als ist sind waren sein haben hatte dann dass dies
-    diese dieser dort es wir ihr sie wenn weil welche wer wo wie jede jeder alle mehr weniger zuerst erst nun jetzt merke macht gibt
-    gleich mal summe antwort daher deshalb sei warte noch nochmal""",
-}
-WORDS = {name: frozenset(text.split()) for name, text in COMMON.items()}
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+SCRIPTS: dict[str, list[str]] = _TABLES["scripts"]
+WRITTEN = {name: scripts for name, scripts in SCRIPTS.items() if name != "latin"} | _TABLES["more"]
+WORDS = {name: frozenset(text.split()) for name, text in _TABLES["reasoning"].items()}
 # written without spaces: every character counts as a word
 IDEOGRAPHS = ("CJK", "HIRAGANA", "KATAKANA", "THAI")
 # mathematics and code belong to no language

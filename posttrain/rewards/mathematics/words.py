@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
+
+import yaml
 
 
 def words(text: str) -> frozenset[str]:
@@ -40,45 +41,26 @@ def sizes(text: str) -> dict[str, Fraction]:
     return table
 
 
-NUMBERS = sizes(
-    "zero:0 one:1 two:2 three:3 four:4 five:5 six:6 seven:7 eight:8 nine:9 ten:10 eleven:11 twelve:12 thirteen:13 fourteen:14 "
-    "fifteen:15 sixteen:16 seventeen:17 eighteen:18 nineteen:19 twenty:20 thirty:30 forty fourty:40 fifty:50 sixty:60 seventy:70 "
-    "eighty:80 ninety:90"
-)
-# A number before one of these is multiplied by it.
-SCALES = sizes(
-    "hundred:1e2 thousand:1e3 lakh lac:1e5 million mn:1e6 crore:1e7 billion bn:1e9 trillion:1e12 quadrillion:1e15 quintillion:1e18 "
-    "dozen:12"
-)
-RATES = sizes("percent pct:1e2 permil:1e3 ppm:1e6 ppb:1e9 bp:1e4")
-SCALES_BELOW = RATES | sizes("half halve:2 third:3 quarter:4 fifth:5 eighth:8 ninth:9 twelfth:12")
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+NUMBERS, SCALES, RATES = (sizes(_TABLES[name]) for name in ("numbers", "scales", "rates"))
+SCALES_BELOW = RATES | sizes(_TABLES["below"])
 SCALES_BELOW |= {
     f"{name.removesuffix('y')}{'ie' * name.endswith('y')}th": size
     for name, size in {**NUMBERS, **SCALES}.items()
     if size > 3
 }
-# Words that turn an answer into a sentence or another number: a second answer, a denial, a condition, an operation.
-NO_UNITS = words(
-    """not no none never nor neither either if when unless but except minus plus negative positive time over divided is was are be maybe
-    perhaps wrong incorrect false squared cubed factorial mod modulo modulu module than least most more less fewer wait actually root
-    percentage double doubled twice triple tripled quadrupled halved pair couple score gross googol myriad ten fold
-    reciprocal inverse log logarithm exponent conjugate complement negation opposite other greater before after ago short missing
-    away too zillion mil mill thou grand kilo mega giga both approximately about nearly almost roughly around only sine cosine tangent
-    loss lost debt deficit owed below under down"""
-).union(NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS, SCALES, SCALES_BELOW)
+NO_UNITS = words(_TABLES["no_units"]).union(
+    NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS, SCALES, SCALES_BELOW
+)
 MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
 MONTH += "|sept?(?:ember)?|oct(?:ober)?|(?:nov|dec)(?:ember)?"
 _MONTH = re.compile(MONTH)
 # Countable nouns without a plural s.
 _COUNTED = words("people men women children mice geese teeth fish sheep unit way person")
 
-# Quantities and their units: each group of unit names with its size in base units. Symbols are case-sensitive: MW is not mW.
-_MEASURES: dict[str, str] = json.loads(Path(__file__).with_name("units.json").read_text("utf-8"))
-
-
 MEASURES: dict[str, tuple[str, Fraction]] = {
     name: (dimension, size)
-    for dimension, text in _MEASURES.items()
+    for dimension, text in _TABLES["measures"].items()
     for name, size in sizes(text).items()
 }
 TEXT_MACROS = "text|textbf|textrm|textit|textsf|texttt|textsc|textup|textnormal|emph|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt"
