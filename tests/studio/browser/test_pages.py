@@ -32,6 +32,16 @@ def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit
     assert "from 0.42" in page.locator(".chart:has(h3:text-is('Reward while training')) .plot").get_attribute("aria-label")
 
 
+def test_a_pressed_button_can_be_read_while_the_pointer_is_on_it(root: Path, serve: Any, visit: Any) -> None:
+    page = visit(serve(root)).go(f"/run/{path_id(root / 'one')}/pipeline")
+    colours = "(b) => ['backgroundColor', 'color'].map((name) => getComputedStyle(b)[name])"
+    side = page.locator("button:text-is('Side by side')")
+    side.click()
+    plain = side.evaluate(colours)
+    side.click()
+    assert side.evaluate(colours) == [plain[1], "rgb(255, 255, 255)"]
+
+
 def test_reward_for_distance_has_an_axis_for_reward_and_one_for_gold(tmp_path: Path, serve: Any, visit: Any) -> None:
     with RunWriter.create(tmp_path / "run", {"format": 2, "name": "two", "stages": STAGES}) as writer:
         writer.event("stage", {"stage": "rl"})
