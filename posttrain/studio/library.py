@@ -301,11 +301,21 @@ def _spark(index: Index, stage: str) -> list[float | None]:
     return index.series(stage, name, SPARK).mean if name else []
 
 
-def timeline(events: Sequence[EventRow]) -> list[JSON]:
-    """Events to mark on the time line: stages, alarms, resumes, curriculum levels."""
-    kinds = ("stage", "alarm", "resume", "curriculum", "ended", "waiting", "damaged", "warning")
-    marked = [e for e in events if e.kind in kinds][-500:]
-    return [{"kind": e.kind, "time": e.time, "attempt": e.attempt, **e.details} for e in marked]
+def stage_seconds(events: Sequence[EventRow], ended: float) -> dict[str, float]:
+    """Seconds of each stage over all attempts, without the pauses between attempts. The last stage goes on until `ended`."""
+    found: dict[str, float] = {}
+    stage, began, attempt = "", 0.0, -1
+    for now, before in zip(events, [None, *events], strict=False):
+        if now.kind == "stage" or now.attempt != attempt:
+            if stage and before:
+                found[stage] = (
+                    found.get(stage, 0.0) + (now if now.attempt == attempt else before).time - began
+                )
+            stage = str(now.details.get("stage", "")) if now.kind == "stage" else ""
+            began, attempt = now.time, now.attempt
+    if stage:
+        found[stage] = found.get(stage, 0.0) + ended - began
+    return found
 
 
 def require_stage(index: Index, stage: str) -> str:

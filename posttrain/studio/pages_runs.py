@@ -16,7 +16,7 @@ from posttrain.runs.index import Index
 from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import alarms, status, verdict
 from posttrain.studio.jobs import recipe_settings
-from posttrain.studio.library import path_id, stages, timeline
+from posttrain.studio.library import path_id, stage_seconds, stages
 from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole, word
 from posttrain.types import JSON
 
@@ -75,14 +75,14 @@ def _run(studio: Studio, request: Request) -> Response:
     index.read_metrics(seconds=0.5)
     run, events = index.run, index.events()
     now = status(run, events)
+    row = studio.library.row(name)
     return reply(
-        studio.library.row(name)
+        row
         | {
             "status": asdict(now),
             "verdict": asdict(verdict(index)),
-            "stages": _stages(index, now.kind),
+            "stages": _stages(index, now.kind, row["began"] + row["seconds"]),
             "alarms": [{"time": e.time, **e.details} for e in alarms(events)],
-            "timeline": timeline(events),
             "figures": index.figures(),
             "summary": _summary(run.summary, run.config),
             "indexing": index.behind(),
@@ -99,26 +99,27 @@ def _summary(found: Mapping[str, JSON] | None, config: Mapping[str, JSON]) -> JS
     return {**{key: found.get(key) for key in kept}, "percent": all(shares)} if found else None
 
 
-def _stages(index: Index, kind: str) -> list[JSON]:
-    """The stages of the recipe in order: kind, start model, results, and whether each is done."""
+def _stages(index: Index, kind: str, ended: float) -> list[JSON]:
+    """The stages of the recipe in order: kind, start model, time, results, and whether each is done."""
     spans = {name: (begun, ended, step) for name, begun, ended, step in index.stage_spans()}
-    begun = {str(e.details.get("stage")): e.time for e in index.events() if e.kind == "stage"}
+    took = stage_seconds(index.events(), ended)
     rows = []
     for settings in stages(index.run.config):
         name = str(settings["name"])
         result = index.run.stage_rows(name, "result.json")
         done = bool(result)
-        state = "todo" if name not in begun else "live" if kind == "live" else "begun"
+        state = "todo" if name not in took else "live" if kind == "live" else "begun"
         chosen = settings.get("algorithm")
         rows.append(
             {
                 "name": name,
                 "kind": settings.get("stage", ""),
                 "model": settings.get("model", ""),
+                "against": settings.get("against", ""),
                 "algorithm": chosen.get("name", "") if isinstance(chosen, dict) else "",
                 "steps": settings.get("steps"),
                 "state": "done" if done else state,
-                "begun": begun.get(name),
+                "seconds": took.get(name, 0.0),
                 "span": spans.get(name),
                 "result": _short(result[0]) if done else {},
             }

@@ -11,6 +11,7 @@ import pytest
 from runs_for_tests import add_step, make_run
 from studio_for_tests import Studio
 
+from posttrain.runs.layout import EventRow
 from posttrain.runs.status import Status
 from posttrain.runs.write import RunWriter
 from posttrain.studio import library, pages_runs
@@ -122,3 +123,9 @@ def test_a_clock_that_was_set_back_makes_no_run_shorter_than_nothing(tmp_path: P
         monkeypatch.setattr(library.time, "time", lambda: 0.0)
         found = Library([tmp_path / "one"])
         assert [found.row(name)["seconds"] >= 0 for name in found.runs()] == [True]
+
+
+def test_the_time_of_a_stage_has_all_attempts_and_no_pause(tmp_path: Path) -> None:
+    rows = [("stage", 10.0, 1, "sft"), ("stage", 30.0, 1, "rl"), ("ended", 45.0, 1, ""), ("stage", 1000.0, 2, "rl")]
+    events = [EventRow(kind, time, attempt, {"stage": stage} if stage else {}) for kind, time, attempt, stage in rows]
+    assert library.stage_seconds(events, 1007.0) == {"sft": 20.0, "rl": 15.0 + 7.0}

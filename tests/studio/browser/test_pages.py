@@ -32,6 +32,32 @@ def test_is_my_run_learning_is_answered_at_the_top(root: Path, serve: Any, visit
     assert "from 0.42" in page.locator(".chart:has(h3:text-is('Reward while training')) .plot").get_attribute("aria-label")
 
 
+def test_results_of_stages_are_shown_and_only_the_first_groups_of_curves_are_open(
+    tmp_path: Path, serve: Any, visit: Any
+) -> None:
+    versus = {"stage": "versus", "name": "versus_sft", "model": "rl", "against": "sft"}
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "rlhf", "stages": [*STAGES, versus]}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        for step in range(1, 5):
+            writer.metrics("rl", step, {"reward": 0.5, "kl": 0.1, "loss": 0.0, "tokens": 9.0})
+        folder = tmp_path / "run" / "stages" / "versus_sft"
+        folder.mkdir(parents=True)
+        shares = {"win_rate": [0.75, 0.6, 0.9], "win_rate_at_equal_length": [0.7, 0.5, 0.9]}
+        (folder / "result.json").write_text(json.dumps({**shares, "problems": 40, "ties": 2, "kl": 7.5}))
+    page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}")
+    said = " ".join(page.locator("section[aria-label=Results] tbody").inner_text().split())
+    wanted = (
+        "versus_sft rl wins against sft 75.0% 60.0% to 90.0% 40 prompts 2 ties, 70.0% at equal length, KL 7.50 nats an answer"
+    )
+    assert said == wanted
+    titles = ["Reward while training", "KL from the start", "Loss", "Tokens"]
+    assert [page.locator(f".chart h3:text-is('{title}')").count() for title in titles] == [1, 1, 0, 0]
+    page.click("button.fold:text-is('How the update goes')")
+    assert page.locator(".chart h3:text-is('Loss')").count() == 1
+    page.reload()
+    page.wait_for_selector(".chart h3:text-is('Loss')")
+
+
 def test_a_pressed_button_can_be_read_while_the_pointer_is_on_it(root: Path, serve: Any, visit: Any) -> None:
     page = visit(serve(root)).go(f"/run/{path_id(root / 'one')}/pipeline")
     colours = "(b) => ['backgroundColor', 'color'].map((name) => getComputedStyle(b)[name])"

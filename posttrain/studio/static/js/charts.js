@@ -8,6 +8,7 @@ import { download, fill, h, number } from "./dom.js";
 /** @type {any} */
 const Plot = () => /** @type {any} */ (window).uPlot;
 const FEW = 40; // points, which are drawn as they are
+const WHOLE = Array.from({ length: 10 }, (_, n) => [1, 2, 5].map((v) => v * 10 ** n)).flat(); // between the marks of steps
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
 
 /** A colour of the design system. @param {number} place */
@@ -118,7 +119,7 @@ export class Chart {
       padding: [8, 16, 0, 0],
       scales: { x: { time: false }, y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => this.range(low, high) } },
       axes: [
-        { ...axis, size: 26, space: 60 },
+        { ...axis, size: 24, space: 60, label: this.view?.axis === "time" ? "minutes" : "step", labelSize: 14, labelGap: 0, labelFont: axis.font, ...(this.view?.axis === "time" ? {} : { incrs: WHOLE }) },
         { ...axis, size: 52, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ found) => found.map((v) => (this.words.percent ? `${short(100 * v)}%` : short(v))) },
       ],
       cursor: { sync: { key: "studio" }, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },

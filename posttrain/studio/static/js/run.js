@@ -3,7 +3,7 @@ import { follow, get, post } from "./api.js";
 import { Chart } from "./charts.js";
 import { ago, announce, duration, fill, h, number, visible } from "./dom.js";
 import { explain, isBound, load } from "./metrics.js";
-import { open } from "./replay.js";
+import { open as replay } from "./replay.js";
 import { MARKS, chip } from "./runs.js";
 
 const TABS = [["", "Overview"], ["/pipeline", "Pipeline"], ["/rollouts", "Rollouts"], ["/replay", "Replay"], ["/review", "Review"], ["/hacking", "Reward hacking"], ["/settings", "Settings"]];
@@ -62,18 +62,33 @@ function verdict(run) {
 
 /** Stages by how long they took, with alarms where they were raised. @param {any} run @param {string} chosen @param {(name: string) => void} choose */
 function line(run, chosen, choose) {
-  const times = run.stages.map((/** @type {any} */ s) => s.begun).filter(Boolean);
-  const ends = (/** @type {number} */ i) => run.stages.slice(i + 1).find((/** @type {any} */ s) => s.begun)?.begun ?? run.began + run.seconds;
-  const first = Math.min(...times, run.began || Infinity);
-  const whole = Math.max(run.began + run.seconds - first, 1);
-  const node = h("div", { class: "line", role: "group", "aria-label": "Stages" });
-  node.append(...run.stages.map((/** @type {any} */ s, /** @type {number} */ i) => {
-    const share = s.begun ? (ends(i) - s.begun) / whole : 0;
+  const whole = run.stages.reduce((/** @type {number} */ sum, /** @type {any} */ s) => sum + s.seconds, 1);
+  return h("div", { class: "line", role: "group", "aria-label": "Stages" }, run.stages.map((/** @type {any} */ s) => {
     const steps = s.span ? `${number(s.span[2])}${s.steps ? `/${number(s.steps)}` : ""} steps` : s.state === "todo" ? "not yet" : s.state;
-    return h("button", { type: "button", class: `stage ${s.state}`, "aria-pressed": String(chosen === s.name), style: { flexGrow: String(Math.max(share, 0.04)), flexBasis: "0" }, title: `${s.name}: ${s.kind} ${s.algorithm}`, onclick: () => choose(chosen === s.name ? "" : s.name) }, visible(s.name), h("span", {}, [s.algorithm || s.kind, s.begun ? duration(ends(i) - s.begun) : "", steps].filter(Boolean).join(" · ")));
+    const about = [s.algorithm || s.kind, s.seconds ? duration(s.seconds) : "", steps].filter(Boolean).join(" · ");
+    const last = s.span?.[2] || 1;
+    const alarms = run.alarms.filter((/** @type {any} */ a) => a.stage === s.name);
+    return h("div", { class: "place", style: { flexGrow: String(Math.max(100 * (s.seconds / whole), 4)) } },
+      h("button", { type: "button", class: `stage ${s.state}`, "aria-pressed": String(chosen === s.name), title: `${s.name}: ${about}. Click for its curves alone`, onclick: () => choose(chosen === s.name ? "" : s.name) }, visible(s.name), h("span", {}, about)),
+      alarms.map((/** @type {any} */ a) => h("a", { class: "alarm", href: `/run/${run.id}/hacking`, title: a.text, "aria-label": `alarm: ${a.text}`, style: { left: `${100 * Math.min(1, (a.step ?? last) / last)}%` } }, "▲")));
   }));
-  node.append(...run.alarms.filter((/** @type {any} */ a) => a.time).map((/** @type {any} */ a) => h("a", { class: "alarm", href: `/run/${run.id}/hacking`, title: a.text, "aria-label": `alarm: ${a.text}`, style: { left: `${(100 * (a.time - first)) / whole}%` } }, "▲")));
-  return node;
+}
+
+/** What the stages have measured: win rates, accuracies, and how well a reward model ranks pairs. @param {any} run */
+function results(run) {
+  const rows = run.stages.flatMap((/** @type {any} */ s) => {
+    const r = s.result;
+    const row = (/** @type {string} */ what, /** @type {any} */ value, /** @type {string} */ on, /** @type {string} */ more = "", percent = true) => (Array.isArray(value) ? [[s.name, what, number(value[0], percent), `${number(value[1], percent)} to ${number(value[2], percent)}`, on, more]] : []);
+    const equal = r.win_rate_at_equal_length;
+    const kl = Number.isFinite(r.kl) ? `KL ${number(r.kl)} nats an answer` : "";
+    if (r.win_rate) return row(`${s.model} wins against ${s.against}`, r.win_rate, `${number(r.problems)} prompts`, [r.ties ? `${number(r.ties)} ties` : "", equal ? `${number(equal[0], true)} at equal length` : "", kl].filter(Boolean).join(", "));
+    if (s.kind === "reward_model") return row("better answers rated higher", r.accuracy, `${number(r.pairs)} held-out pairs`, "50% is guessing");
+    if (s.kind === "evaluate") return [...row(`right answers of ${s.model}`, r.accuracy, `${number(r.problems)} problems`), ...(run.summary?.percent === false ? row(`mean reward of ${s.model}`, r.reward, `${number(r.problems)} problems`, "", false) : [])];
+    return [];
+  });
+  if (!rows.length) return null;
+  const heads = ["Stage", "Measured", "Result", "95% interval", "On", ""];
+  return h("section", { class: "card table", "aria-label": "Results" }, h("table", { class: "results" }, h("thead", {}, h("tr", {}, heads.map((t, n) => (t ? h("th", { scope: "col", class: n ? null : "wide" }, t) : h("td", { class: "wide" }))))), h("tbody", {}, rows.map((/** @type {string[]} */ cells) => h("tr", {}, cells.map((c, n) => h("td", { class: n === 2 ? "number strong" : n === 3 ? "number dim" : n === 0 || n === 5 ? "dim wide" : null }, visible(c))))))));
 }
 
 /** @param {HTMLElement} main @param {string[]} words */
@@ -90,6 +105,9 @@ export async function page(main, [id]) {
   const top = h("div", { class: "stack" });
   const grid = h("div", { class: "charts" });
   const shown = new Set();
+  /** @type {Record<string, boolean>} groups of curves that a person has opened or closed, on any run */
+  const choices = JSON.parse(localStorage.getItem("groups") ?? "{}");
+  const unfolded = new Set(); // the first two groups are open unless a person closed them
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const name = /** @type {HTMLElement} */ (entry.target).dataset.figure ?? "";
@@ -110,7 +128,7 @@ export async function page(main, [id]) {
   fill(main, top, h("div", { class: "row between" }, h("h2", {}, "Curves"), h("div", { class: "row small" }, axis, h("label", { class: "row" }, "Smoothing", soft), find, reset)), grid);
 
   function header() {
-    fill(top, head(run, ""), verdict(run), h("div", { class: "card" }, line(run, stage, (name) => ((stage = name), zoom(null), header(), layout()))), run.indexing && h("p", { class: "dim small" }, "The index of this run is being built; curves fill as it grows."));
+    fill(top, head(run, ""), verdict(run), h("div", { class: "card" }, line(run, stage, (name) => ((stage = name), zoom(null), header(), layout()))), results(run), run.indexing && h("p", { class: "dim small" }, "The index of this run is being built; curves fill as it grows."));
     view.marks = run.alarms.filter((/** @type {any} */ a) => a.step !== undefined).map((/** @type {any} */ a) => ({ x: view.axis === "time" ? (a.time - view.began) / 60 : a.step, text: a.text, stage: a.stage }));
   }
   async function layout() {
@@ -121,10 +139,19 @@ export async function page(main, [id]) {
     for (const [group, [title, text]] of Object.entries(known)) {
       const inside = names.filter((f) => explain(f).group === group);
       if (!inside.length) continue;
-      nodes.push(h("div", { class: "group-title" }, h("h2", {}, title), h("span", { class: "dim" }, text)));
+      const first = !nodes.length || unfolded.size < 2 || unfolded.has(group);
+      if (first) unfolded.add(group);
+      const open = wanted || (choices[group] ?? (stage || first));
+      const fold = h("button", { type: "button", class: "fold", "aria-expanded": String(Boolean(open)), onclick: () => {
+        choices[group] = !open;
+        localStorage.setItem("groups", JSON.stringify(choices));
+        layout();
+      } }, title);
+      nodes.push(h("div", { class: "group-title" }, h("h2", {}, fold), h("span", { class: "dim" }, open ? text : `${text} ${inside.length} curves.`)));
+      if (!open) continue;
       for (const figure of inside) {
         if (!charts.has(figure)) {
-          const chart = new Chart(explain(figure), zoom, (name, step) => open(id, { stage: name, step }));
+          const chart = new Chart(explain(figure), zoom, (name, step) => replay(id, { stage: name, step }));
           chart.node.dataset.figure = figure;
           charts.set(figure, chart);
           near.observe(chart.node);
