@@ -213,16 +213,24 @@ def _create(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
 
 
 def _drawn(index: Index, stage: str, count: int) -> list[JSON]:
-    """Two different answers to each prompt from a stage's rollouts, last steps first."""
+    """Two different answers to each prompt of a step of a stage's rollouts, last steps first. An answer that has no other in its
+    step is paired with one of an earlier step."""
     while index.read_rollouts(2.0):
         pass
     rows: list[JSON] = []
+    alone: dict[str, str] = {}
     for step, *_ in reversed(index.rollout_steps(stage)):
-        groups: dict[str, dict[str, str]] = {}
+        groups: dict[str, dict[str, None]] = {}
         for row in index.text(index.find(at_step(stage, step), "number", limit=100_000)):
-            groups.setdefault(row.question, {}).setdefault(row.response, row.response)
-        pairs = [(question, [*texts][:2]) for question, texts in groups.items() if len(texts) > 1]
-        rows += [{"prompt": question, "responses": two} for question, two in pairs]
+            groups.setdefault(row.question, {})[row.response] = None
+        for question, texts in groups.items():
+            two = (
+                [*texts][:2] if len(texts) > 1 else [*{alone.pop(question, *texts): None, **texts}]
+            )
+            if len(two) > 1:
+                rows.append({"prompt": question, "responses": two})
+            else:
+                alone[question] = two[0]
         if len(rows) >= count:
             break
     require(rows, "no two answers to one prompt differ in this stage's rollouts")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from runs_for_tests import make_run
+from runs_for_tests import STAGES, arrays, make_run, rollout
 from studio_for_tests import HERE, Studio
 
+from posttrain.runs.write import RunWriter
 from posttrain.studio.library import path_id
 
 
@@ -95,6 +96,18 @@ def test_annotators_at_once_lose_no_vote(studio: Studio) -> None:
         thread.join(60)
     assert not errors
     assert studio.get(f"{place}/report")["report"]["annotators"] == {"a0": 30, "a1": 30, "a2": 30}
+
+
+def test_answers_alone_in_their_step_are_paired_with_those_of_earlier_steps(tmp_path: Path) -> None:
+    """As PPO with one answer to each prompt writes them."""
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "ppo", "stages": STAGES}) as writer:
+        for step, texts in enumerate([["a1", "b1"], ["a2", "same"], ["a3", "same"]], 1):
+            rows = [rollout(place, 0, text) for place, text in enumerate(texts)]
+            writer.rollouts("rl", step, rows, None, arrays(rows))
+    studio, run = Studio(tmp_path), path_id(tmp_path / "run")
+    assert studio.post("/api/label", 201, run=run, stage="rl", name="first", count=9)["rows"] == 2
+    lines = (tmp_path / "labels" / "first.jsonl").read_text().splitlines()
+    assert [json.loads(line)["responses"] for line in lines] == [["a3", "a2"], ["same", "b1"]]
 
 
 def test_comparisons_are_made_of_a_runs_rollouts(tmp_path: Path) -> None:

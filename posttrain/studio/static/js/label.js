@@ -6,7 +6,7 @@ import { announce, fill, h, number, visible } from "./dom.js";
 export async function page(main) {
   document.title = "Label – posttrain studio";
   const [sets, runs, models] = await Promise.all([get("/api/label"), get("/api/runs"), get("/api/models")]);
-  fill(main, h("h1", {}, "Label"), h("p", { class: "dim" }, "Choose the better of two answers. These preferences train a reward model, which then trains the model."),
+  fill(main, h("h1", {}, "Label"), h("p", { class: "dim" }, "People choose the better of two answers. A reward model learns from these choices, and a language model from the reward model."),
     sets.length ? h("div", { class: "charts" }, sets.map(set)) : h("div", { class: "card empty" }, h("h2", {}, "Nothing to label yet"), h("p", {}, "Make comparisons below, or put a JSONL file of prompts and responses into the folder ", h("code", { class: "mono" }, "labels"), ".")), maker(runs.runs, models.models));
 }
 
@@ -20,6 +20,7 @@ function set(s) {
     h("div", { class: "progress", role: "progressbar", "aria-label": "labelled", "aria-valuenow": Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100 }, h("div", { style: { width: `${100 * share}%` } })),
     h("div", { class: "small dim" }, `${r.labelled} of ${r.items} labelled; ${r.usable} say which is better`),
     h("dl", { class: "row facts" }, [["Annotators", Object.entries(r.annotators).map(([n, c]) => `${n} ${c}`).join(", ") || "–"], ["Pace", r.pace ? `${number(r.pace)} s a vote` : "–"], ["Agreement (Cohen)", kappas.map(([n, v]) => `${n} ${number(/** @type {number} */ (v))}`).join(", ") || "–"], ["Krippendorff", number(r.krippendorff)], ["First side chosen", r.first_side ? `${number(r.first_side.value, true)} (${number(r.first_side.low, true)} – ${number(r.first_side.high, true)})` : "–"]].map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", { class: "small" }, visible(v))))),
+    r.labelled > 0 && h("p", { class: "small dim" }, "Agreement is 1 if people always choose alike and 0 if only as often as by chance. The first side should be chosen in about 50%."),
     h("div", { class: "row" }, h("a", { class: "button", href: `/api/label/${s.id}/labels.jsonl`, download: "labels.jsonl" }, "Save as JSONL"), s.run && h("a", { class: "button", href: `/run/${s.run}` }, "The run that waits")));
 }
 
@@ -28,22 +29,28 @@ function maker(runs, models) {
   const written = runs.filter((r) => r.stage);
   if (!written.length && !models.length) return null;
   const kind = h("select", { onchange: () => choose() }, written.length > 0 && h("option", { value: "rollouts" }, "rollouts of a run"), models.length > 0 && h("option", { value: "sampled" }, "answers sampled now"));
-  const run = h("select", {}, written.map((r) => h("option", { value: r.id }, r.name)));
-  const stage = h("input", { value: "rl", required: true });
+  const run = h("select", { onchange: () => stagesOf() }, written.map((r) => h("option", { value: r.id }, r.name)));
+  const stage = h("select", { required: true });
   const model = h("select", {}, models.map((m) => h("option", { value: m.id }, m.name)));
   const temperature = h("input", { type: "number", value: 1, min: 0.1, max: 10, step: 0.1 });
   const prompts = h("textarea", { rows: 3, placeholder: "One a line; none: the prompts of the run" });
   const name = h("input", { placeholder: "for example: first-round", pattern: "[A-Za-z0-9_\\-]+", required: true });
   const count = h("input", { type: "number", value: 100, min: 1, max: 2000 });
   const said = h("div", { class: "error", hidden: true, role: "alert" });
-  const make = h("button", { class: "main", type: "submit" }, "Make");
+  const few = h("p", {});
+  const make = h("button", { class: "main", type: "submit" }, "Make pairs");
   const field = (/** @type {string} */ title, /** @type {Node} */ node) => h("label", { class: "field" }, title, node);
   const [from_run, sampled] = [h("div", { class: "row" }, field("Run", run), field("Stage", stage)), h("div", { class: "stack" }, h("div", { class: "row" }, field("Model", model), field("Temperature", temperature)), field("Prompts", prompts))];
+  /** Those that have rollouts. */
+  async function stagesOf() {
+    const names = run.value ? (await get(`/api/runs/${run.value}/rollouts`, { limit: 1 })).choices.stage : [];
+    fill(stage, names.map((/** @type {string} */ n, /** @type {number} */ place) => h("option", { value: n, selected: place === names.length - 1 }, visible(n))), !names.length && h("option", { value: "" }, "this run has no rollouts"));
+  }
   function choose() {
     const now = kind.value === "sampled";
     [from_run.hidden, sampled.hidden, stage.disabled] = [now, !now, now];
   }
-  const form = h("form", { class: "card stack" }, h("h2", {}, "Make comparisons"), h("div", { class: "row" }, field("Pairs of", kind), field("Name", name), field("Pairs", count)), from_run, sampled, h("div", { class: "row" }, make), said);
+  const form = h("form", { class: "card stack" }, h("h2", {}, "Make comparisons"), h("div", { class: "row" }, field("Pairs of", kind), field("Name", name), field("How many", count)), from_run, sampled, h("div", { class: "row" }, make), few, said);
   form.addEventListener("submit", async (/** @type {Event} */ event) => {
     event.preventDefault();
     said.hidden = make.disabled = true;
@@ -52,13 +59,18 @@ function maker(runs, models) {
       const sent = kind.value === "sampled" ? { ...shared, model: model.value, temperature: Number(temperature.value), prompts: prompts.value.split("\n").map((/** @type {string} */ p) => p.trim()).filter(Boolean) } : { ...shared, run: run.value, stage: stage.value };
       announce("the pairs are made");
       const made = await post("/api/label", sent);
-      dispatchEvent(new CustomEvent("studio-go", { detail: `/label/${made.id}` }));
+      if (made.rows < shared.count && kind.value === "rollouts") {
+        fill(few, `The rollouts have only ${number(made.rows)} pairs of different answers to the same prompt. `, h("a", { href: `/label/${made.id}` }, made.rows === 1 ? "Label it" : "Label them"), " or make more of answers sampled now.");
+        announce(few.textContent ?? "");
+        make.disabled = false;
+      } else dispatchEvent(new CustomEvent("studio-go", { detail: `/label/${made.id}` }));
     } catch (error) {
       said.hidden = make.disabled = false;
       said.textContent = /** @type {Error} */ (error).message;
     }
   });
   choose();
+  stagesOf().catch(() => {});
   return form;
 }
 
