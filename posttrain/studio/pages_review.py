@@ -90,17 +90,26 @@ def _digest(index: Index, found: Found) -> str:
 
 
 def _next(studio: Studio, request: Request) -> Response:
-    """The next rollout to review: the highest reward, the newest, or a random one."""
+    """The next rollout to review: the highest reward, the newest, or a random one. One that says the same to the same problem, for
+    the same reward, as one that was reviewed is left out."""
     index = studio.index(request)
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
-    done = {tuple(row[1:4]) for row, _ in _reviewed(studio, index)}
+    reviewed = [*_reviewed(studio, index)]
+    done = {tuple(row[1:4]) for row, _ in reviewed}
+    said: dict[tuple[str, float | None], set[str]] = {}
+    for row, one in reviewed:
+        said.setdefault((one.problem, one.reward), set()).add(row[11] or _digest(index, one))
     every, down = Filter(stage=stage, failed=False), order in ("highest", "newest")
-    found = index.find(every, sort, down, QUEUE + len(done))
-    if order == "random" and found:
-        found = [found[n] for n in permutation(len(found), "review", len(done))]
-    left = [one for one in found if (one.stage, one.step, one.number) not in done]
-    item = shown(left[0], index.text(left[:1])[0], LONGEST) if left else None
+    skip, item = 0, None
+    while item is None and (found := index.find(every, sort, down, QUEUE + len(done), skip)):
+        skip += len(found)
+        if order == "random":
+            found = [found[n] for n in permutation(len(found), "review", len(done))]
+        left = (one for one in found if (one.stage, one.step, one.number) not in done)
+        like = ((one, said.get((one.problem, one.reward))) for one in left)
+        other = (one for one, known in like if not known or _digest(index, one) not in known)
+        item = next((shown(one, index.text([one])[0], LONGEST) for one in other), None)
     return reply({"rollout": item, "done": len(done)})
 
 

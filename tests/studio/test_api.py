@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from runs_for_tests import add_step, make_run, rollout
+from runs_for_tests import STAGES, add_step, arrays, make_run, rollout
 from studio_for_tests import Studio
 
 from posttrain.errors import UserError
@@ -414,6 +414,18 @@ def test_a_tag_that_another_page_has_added_stays(tmp_path: Path) -> None:
         assert first.get(run)["tags"] == []
         assert "tags.json is damaged" in first.post(f"{run}/tags", 400, tags=["new"])["error"]
         assert file.read_text() == text
+
+
+def test_an_answer_that_many_rollouts_give_is_reviewed_once(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "same", "stages": STAGES}) as writer:
+        rows = [rollout(1, n, text) for n, text in enumerate(["four", "four", "five", "four"])]
+        writer.rollouts("rl", 1, rows, None, arrays(rows))
+    studio, run = Studio(tmp_path), f"/api/runs/{path_id(tmp_path / 'run')}"
+    said = []
+    while shown := studio.get(f"{run}/review")["rollout"]:
+        said.append(shown["response"])
+        studio.post(f"{run}/review", 201, **{key: shown[key] for key in ("stage", "step", "number")}, agrees=True)
+    assert said == ["four", "five"]
 
 
 def test_a_review_is_of_the_response_that_was_read(tmp_path: Path) -> None:

@@ -11,30 +11,39 @@ export async function page(main, [id]) {
   const order = h("select", { "aria-label": "Which rollouts", onchange: () => next() }, [["highest", "highest reward first"], ["newest", "newest first"], ["random", "at random"]].map(([v, t]) => h("option", { value: v }, t)));
   const body = h("div", { class: "stack" });
   const table = h("div", { class: "stack" });
-  fill(main, head(run, "/review"), h("div", { class: "row between" }, h("p", { class: "dim" }, "Read rewarded answers, and say whether you agree with the reward. This finds loopholes early."), order), body, table);
+  fill(main, head(run, "/review"), h("div", { class: "row between" }, h("p", { class: "dim" }, "Read an answer, and say whether you agree with its reward. This finds loopholes early. An answer is shown once, however often the model gave it."), order), body, table);
   /** @type {any} */
   let now = null;
-  async function next() {
-    const [found, report] = await Promise.all([get(`/api/runs/${id}/review`, { order: order.value }), get(`/api/runs/${id}/review/report`)]);
+  /** @type {any[]} what was judged on this page, to go back to */
+  const before = [];
+  /** @param {any} [again] a rollout to judge once more */
+  async function next(again) {
+    const [found, report] = await Promise.all([again ? { rollout: again } : get(`/api/runs/${id}/review`, { order: order.value }), get(`/api/runs/${id}/review/report`)]);
     now = found.rollout;
     const note = h("input", { class: "grow", id: "note", placeholder: "Note", "aria-label": "Note" });
     fill(body, now ? h("section", { class: "card stack" }, h("dl", { class: "row facts" }, [["Reward", number(now.reward)], ["Step", now.step], ["Outcome", now.outcome || "–"], ...Object.entries(now.parts).map(([k, v]) => [k, number(/** @type {number} */ (v))])].map(([k, v]) => h("div", {}, h("dt", {}, visible(k)), h("dd", {}, visible(v))))), h("div", { class: "text dim" }, visible(now.question)), h("div", { class: "text" }, visible(now.response)), now.answer && h("p", { class: "dim small" }, "Right answer: ", visible(now.answer)),
-      h("div", { class: "row" }, h("button", { type: "button", onclick: () => judge(true, false) }, h("kbd", {}, "y"), "The reward is right"), h("button", { type: "button", onclick: () => judge(false, false) }, h("kbd", {}, "n"), "It is wrong"), h("button", { type: "button", onclick: () => judge(false, true) }, h("kbd", {}, "f"), "Wrong: make it a test case"), note, h("a", { href: `/run/${id}/rollouts/${now.stage}/${now.step}/${now.number}` }, "Open"))) : h("div", { class: "card empty" }, "No rollout is left to review."));
-    fill(table, h("h2", {}, "Where people agree"), h("p", { class: "dim small" }, `${report.reviewed} reviewed, ${report.flagged} flagged. Of the answers that each part of the reward pays for, the share that a person agrees with.`), report.reviewed > 0 && h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, ["Part", "Agreed", "95% interval", "Reviewed"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, Object.entries(report.precision).map(([k, v]) => h("tr", {}, h("td", {}, visible(k)), h("td", { class: "number" }, number(v.value, true)), h("td", { class: "number dim" }, `${number(v.low, true)} – ${number(v.high, true)}`), h("td", { class: "number" }, v.count)))))), report.flagged > 0 && h("p", {}, h("a", { class: "button", href: `/api/runs/${id}/flagged.jsonl`, download: "flagged.jsonl" }, "Save flagged rollouts as test cases")));
+      h("div", { class: "row" }, h("button", { type: "button", onclick: () => judge(true, false) }, h("kbd", {}, "y"), "The reward is right"), h("button", { type: "button", onclick: () => judge(false, false) }, h("kbd", {}, "n"), "It is wrong"), h("button", { type: "button", onclick: () => judge(false, true) }, h("kbd", {}, "f"), "Wrong: make it a test case"), h("button", { type: "button", disabled: !before.length, onclick: () => back() }, h("kbd", {}, "u"), "Change the last"), note, h("a", { href: `/run/${id}/rollouts/${now.stage}/${now.step}/${now.number}` }, "Open"))) : h("div", { class: "card empty" }, "No rollout is left to review."));
+    fill(table, h("h2", {}, "Where people agree"), h("p", { class: "dim small" }, report.reviewed ? `${report.reviewed} reviewed, ${report.flagged} made test cases. Of the answers that each part of the reward pays for, the share that a person agrees with:` : "Nothing is reviewed yet. Then this shows, for each part of the reward, how often people agree with it."), report.reviewed > 0 && h("div", { class: "card table" }, h("table", {}, h("thead", {}, h("tr", {}, ["Part", "Agreed", "95% interval", "Reviewed"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, Object.entries(report.precision).map(([k, v]) => h("tr", {}, h("td", {}, visible(k)), h("td", { class: "number" }, number(v.value, true)), h("td", { class: "number dim" }, `${number(v.low, true)} – ${number(v.high, true)}`), h("td", { class: "number" }, v.count)))))), report.flagged > 0 && h("p", {}, h("a", { class: "button", href: `/api/runs/${id}/flagged.jsonl`, download: "flagged.jsonl" }, "Save flagged rollouts as test cases")));
   }
   async function judge(/** @type {boolean} */ agrees, /** @type {boolean} */ flagged) {
     if (!now) return;
     const { stage, step, number: place } = now;
+    before.push(now);
     now = null;
     const note = /** @type {HTMLInputElement|null} */ (document.getElementById("note"))?.value ?? "";
     await post(`/api/runs/${id}/review`, { stage, step, number: place, agrees, flagged, note, reviewer: localStorage.getItem("annotator") ?? "" });
     await next();
+  }
+  /** Show the last one again: the next judgement replaces its own. */
+  function back() {
+    if (before.length) next(before.pop());
   }
   const keys = (/** @type {KeyboardEvent} */ event) => {
     if (event.target instanceof HTMLInputElement || event.ctrlKey || event.metaKey) return;
     if (event.key === "y") judge(true, false);
     if (event.key === "n") judge(false, false);
     if (event.key === "f") judge(false, true);
+    if (event.key === "u") back();
   };
   document.addEventListener("keydown", keys);
   await next();
