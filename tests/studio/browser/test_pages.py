@@ -82,6 +82,47 @@ def test_reward_for_distance_has_an_axis_for_reward_and_one_for_gold(tmp_path: P
     assert points[:10] == sorted(points[:10], reverse=True) and points[10:] == sorted(points[10:])
 
 
+def test_a_step_of_the_pipeline_shows_each_prompt_and_each_answer_once(tmp_path: Path, serve: Any, visit: Any) -> None:
+    stages = [*STAGES[:2], {"stage": "reward_model", "name": "judge", "model": "sft"}, *STAGES[2:]]
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "same", "stages": stages}) as writer:
+        for stage in ("judge", "rl"):
+            writer.event("stage", {"stage": stage})
+        for step in (1, 40):
+            rows = step_rollouts(step, ["two", "two", "two", "2", "four", "four", "four", "four"])
+            for row in rows:
+                object.__setattr__(row, "score", rows[0].score)
+            writer.rollouts("rl", step, rows, None, arrays(rows))
+        folder = tmp_path / "run" / "stages" / "judge"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"accuracy": [0.7, 0.6, 0.8], "pairs": 50}))
+    visitor = visit(serve(tmp_path))
+    shown = ".scrub ~ .side .answer-card"
+    page = visitor.go(f"/run/{path_id(tmp_path / 'run')}/pipeline?prompt=another")
+    page.wait_for_selector("text=Training did not use your prompt")
+    assert [card.inner_text().split("\n")[0] for card in page.locator(shown).all()] == ["what is 1+1?", "what is 2+2?"]
+    page.click(".steps button:has-text('judge')")
+    assert "It rates the better answer higher in 70.0% of 50 pairs" in page.locator("article").inner_text()
+    page = visitor.go(f"/run/{path_id(tmp_path / 'run')}/pipeline?prompt=what is 1%2B1?")
+    page.wait_for_selector(shown)
+    assert ["alike" in card.inner_text() for card in page.locator(shown).all()] == [True, False]
+
+
+def test_a_review_can_be_changed(tmp_path: Path, serve: Any, visit: Any) -> None:
+    make_run(tmp_path / "run")
+    page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}/review")
+    page.wait_for_selector("button:has-text('It is wrong')")
+    read = page.locator("section .text >> nth=1")
+    first = read.inner_text()
+    page.keyboard.press("n")
+    page.wait_for_selector("text=1 reviewed")
+    second = read.inner_text()
+    page.keyboard.press("u")
+    page.wait_for_selector(f"section .text:text-is({json.dumps(first)})")
+    page.keyboard.press("y")
+    page.wait_for_selector("td:text-is('100.0%')")
+    assert "1 reviewed" in page.locator("main").inner_text() and read.inner_text() == second != first
+
+
 def test_answers_that_say_the_same_are_one_row(tmp_path: Path, serve: Any, visit: Any) -> None:
     with RunWriter.create(tmp_path / "run", {"format": 2, "name": "same", "stages": STAGES}) as writer:
         writer.event("stage", {"stage": "rl"})
@@ -161,6 +202,9 @@ def test_a_typed_prompt_is_answered_by_every_stage_of_a_finished_run(tmp_path: P
         said = page.locator(".answer-card .scores").inner_text()
         assert all(name in said for name in ("Reward in rl", "Task's own score", "tokens")), said
         assert ("KL from pretrain (one sample)" in said) == (name != "pretrain")
+    page.click(".steps button:has-text('learns what people prefer')")
+    rated = [float(score) for score in page.locator("article td.strong").all_inner_texts()]
+    assert len(rated) == 3 and rated == sorted(rated, reverse=True)
     visitor.go("/play")
     page.fill("textarea[aria-label='Message']", "a film:")
     page.keyboard.press("Enter")

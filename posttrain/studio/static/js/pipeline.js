@@ -2,10 +2,13 @@
 import { get, post } from "./api.js";
 import { diff } from "./diff.js";
 import { fill, h, number, visible } from "./dom.js";
+import { alike } from "./rollouts.js";
 import { head } from "./run.js";
 import { scores } from "./scores.js";
 
 const WORDS = { pretrain: "learns to write", sft: "imitates examples", comparisons: "answers are compared", reward_model: "learns what people prefer", rl: "learns from rewards", evaluate: "is measured", preference: "learns from pairs", versus: "is compared", sample: "writes", best: "keeps the best" };
+
+const SHOWN = 6; // rollouts of a step
 
 /** @param {HTMLElement} main @param {string[]} words @param {URLSearchParams} query */
 export async function page(main, [id], query) {
@@ -21,6 +24,7 @@ export async function page(main, [id], query) {
   const answers = h("div", { class: "stack" });
   const scrub = h("div", {});
   const said = h("div", { class: "error", hidden: true, role: "alert" });
+  const wait = h("p", { class: "dim small", hidden: true, role: "status" }, "The first time, the models are loaded, which takes longer.");
   const box = h("textarea", { rows: 2, "aria-label": "Prompt", placeholder: "Type a prompt, or choose one below" }, prompt);
   const gold = h("input", { placeholder: "only if the reward needs it", maxlength: 4000 });
   const ask = h("button", { class: "main", type: "button", onclick: () => sample() }, "Ask every stage");
@@ -28,7 +32,7 @@ export async function page(main, [id], query) {
   const find = h("input", { type: "search", placeholder: "Find a prompt", "aria-label": "Find a prompt", oninput: () => prompts() });
   const list = h("div", { class: "prompts" });
   fill(main, head(run, "/pipeline"), h("p", { class: "dim" }, "A model is trained in stages. Choose a prompt, and click through the stages to see how its answer changes."), row,
-    h("div", { class: "split" }, h("aside", { class: "card stack filters" }, h("label", { class: "field" }, "Prompt", box), h("label", { class: "field" }, "Right answer", gold), h("div", { class: "row" }, ask), said, h("h3", {}, "Saved by the run"), find, list), h("div", { class: "stack" }, h("div", { class: "row between" }, h("h2", {}, "Answers"), both), answers, scrub)));
+    h("div", { class: "split" }, h("aside", { class: "card stack filters" }, h("label", { class: "field" }, "Prompt", box), h("label", { class: "field" }, "Right answer", gold), h("div", { class: "row" }, ask), wait, said, h("h3", {}, "Saved by the run"), find, list), h("div", { class: "stack" }, h("div", { class: "row between" }, h("h2", {}, "Answers"), both), answers, scrub)));
 
   function stages() {
     const nodes = [];
@@ -59,6 +63,7 @@ export async function page(main, [id], query) {
   async function sample() {
     prompt = box.value;
     said.hidden = true;
+    wait.hidden = false;
     ask.disabled = true;
     ask.textContent = "The stages answer…";
     try {
@@ -71,6 +76,7 @@ export async function page(main, [id], query) {
       said.hidden = false;
       said.textContent = /** @type {Error} */ (error).message;
     }
+    wait.hidden = true;
     ask.disabled = false;
     ask.textContent = "Ask every stage";
   }
@@ -81,14 +87,28 @@ export async function page(main, [id], query) {
   }
   function show() {
     const all = known();
-    if (!all.length) fill(answers, h("div", { class: "card empty" }, h("h2", {}, "No saved answer to this prompt"), h("p", {}, "Ask every stage: the models that the run has saved answer it now.")));
+    const of = run.stages.find((/** @type {any} */ s) => s.name === stage);
+    if (!all.length && (side || !["comparisons", "reward_model"].includes(of?.kind))) fill(answers, h("div", { class: "card empty" }, h("h2", {}, "No saved answer to this prompt"), h("p", {}, "Ask every stage: the models that the run has saved answer it now.")));
     else if (side) fill(answers, h("div", { class: "side" }, all.map((/** @type {any} */ a, /** @type {number} */ n) => card(a, n ? all[n - 1] : null))));
     else {
       const at = all.findIndex((/** @type {any} */ a) => a.name === stage);
-      fill(answers, at < 0 ? h("div", { class: "card empty" }, stage === null ? "Choose a stage above." : stage ? `${stage} makes no model that answers, or has not answered this prompt.` : "The start has not been asked: its answers were not saved.") : card(all[at], at ? all[at - 1] : null));
+      fill(answers, at < 0 ? silent(of, all) : card(all[at], at ? all[at - 1] : null));
     }
     slider();
   }
+  /** What a stage does that has no answer of its own. @param {any} s @param {any[]} all */
+  function silent(s, all) {
+    const r = s?.result ?? {};
+    if (s?.kind === "comparisons") return note("This stage makes pairs of answers to the same prompt and says which is better. The reward model learns from them.", r.written === undefined ? null : `${number(r.written)} pairs were written${r.equal ? `, ${number(r.equal)} more were equal` : ""}.`, h("a", { class: "button", href: "/label" }, "Compare answers yourself"));
+    if (s?.kind === "reward_model") {
+      const score = (/** @type {any} */ a) => a.found[0]?.rewards?.find((/** @type {any} */ o) => o.kind !== "stage" && o.name === s.name)?.value;
+      const rated = all.filter((a) => Number.isFinite(score(a))).sort((a, b) => score(b) - score(a));
+      return note("A reward model writes nothing: it gives an answer a score. Only differences between scores of answers to one prompt matter.", r.accuracy && `It rates the better answer higher in ${number(r.accuracy[0], true)} of ${number(r.pairs)} pairs that it did not train on (95% interval ${number(r.accuracy[1], true)} to ${number(r.accuracy[2], true)}; 50% is guessing).`,
+        rated.length ? h("table", {}, h("thead", {}, h("tr", {}, ["Score", "Stage", "Answer"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rated.map((a) => h("tr", {}, h("td", { class: "number strong" }, number(score(a))), h("td", {}, visible(a.name)), h("td", { class: "text" }, visible(a.found[0].text)))))) : h("b", {}, "Press “Ask every stage” to see its scores of the answers."));
+    }
+    return h("div", { class: "card empty" }, stage === null ? "Choose a stage above." : stage ? `${stage} makes no model that answers, or has not answered this prompt.` : "This is the model before any training. Its answers are not saved by the run.");
+  }
+  const note = (/** @type {any[]} */ ...lines) => h("article", { class: "card stack" }, h("h3", {}, visible(stage)), lines.map((line) => (typeof line === "string" ? h("p", {}, line) : line)));
   function card(/** @type {any} */ a, /** @type {any} */ before) {
     const first = a.found[0] ?? { text: "" };
     const old = before?.found[0]?.text;
@@ -107,10 +127,14 @@ export async function page(main, [id], query) {
     let due = 0;
     async function fetchStep() {
       const step = chosen.steps[Number(range.value)][0];
-      let found = await get(`/api/runs/${id}/rollouts`, { stage: chosen.name, step_from: step, step_to: step, question: prompt, limit: 6, sort: "number" });
-      const same = found.total > 0;
-      if (!same) found = await get(`/api/runs/${id}/rollouts`, { stage: chosen.name, step_from: step, step_to: step, limit: 6, sort: "number" });
-      fill(place, !same && h("p", { class: "dim small", style: { gridColumn: "1 / -1" } }, "This prompt was not drawn at this step; these were:"), found.rollouts.map((/** @type {any} */ r) => h("a", { class: "card answer-card", href: `/run/${id}/rollouts/${r.stage}/${r.step}/${r.number}`, style: { color: "inherit" } }, !same && h("div", { class: "text dim" }, visible(r.question)), h("div", { class: "text" }, visible(r.response)), h("div", { class: "dim tiny" }, `reward ${number(r.reward)} · ${r.length} tokens`))));
+      const of_step = { stage: chosen.name, step_from: step, step_to: step, sort: "number" };
+      let { rollouts } = await get(`/api/runs/${id}/rollouts`, { ...of_step, question: prompt, limit: 64 });
+      const same = rollouts.length > 0;
+      if (!same) rollouts = (await get(`/api/runs/${id}/rollouts`, { ...of_step, limit: 200 })).rollouts;
+      const questions = new Set();
+      // of other prompts, the first answer to each
+      const some = (same ? alike(rollouts) : rollouts.filter((/** @type {any} */ r) => !questions.has(r.question) && questions.add(r.question)).map((/** @type {any} */ r) => [r, 1])).slice(0, SHOWN);
+      fill(place, !same && h("p", { class: "dim small", style: { gridColumn: "1 / -1" } }, "Training did not use your prompt at this step. Answers to others of the step:"), some.map((/** @type {[any, number]} */ [r, times]) => h("a", { class: "card answer-card", href: `/run/${id}/rollouts/${r.stage}/${r.step}/${r.number}`, style: { color: "inherit" } }, !same && h("div", { class: "text dim" }, visible(r.question)), h("div", { class: "text" }, visible(r.response)), h("div", { class: "dim tiny" }, `reward ${number(r.reward)} · ${r.length} tokens${times > 1 ? ` · ${times} alike` : ""}`))));
     }
     function move() {
       const [step, count, reward, length] = chosen.steps[Number(range.value)];

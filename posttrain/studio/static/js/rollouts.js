@@ -61,7 +61,7 @@ export async function page(main, [id], query) {
 }
 
 /** Neighbours that say the same to the same problem, for the same reward, as one row. @param {any[]} rollouts @returns {[any, number][]} */
-function alike(rollouts) {
+export function alike(rollouts) {
   const of = (/** @type {any} */ r) => JSON.stringify([r.stage, r.step, r.problem, r.role, r.response, r.conversation, r.length, r.reward, r.outcome, r.failure, r.cut && r.number]);
   /** @type {[any, number][]} */
   const found = [];

@@ -20,7 +20,7 @@ export function scoreRows(answer) {
     if (r.kind === "stage" && r.parts.task !== undefined && r.parts.task !== r.value) rows.push(["Task's own score", number(r.parts.task), "The task's own score, which the reward approximates."]);
     if (r.parts.disagreement !== undefined) rows.push(["Disagreement", number(r.parts.disagreement), "The standard deviation between the members of the ensemble."]);
   }
-  if (answer.kl !== null && answer.kl !== undefined) rows.push([`KL from ${answer.base} (one sample)`, number(answer.kl), KL]);
+  if (answer.kl !== null && answer.kl !== undefined) rows.push([`KL from ${answer.base} (one sample)`, `${number(answer.kl)} nats`, KL]);
   const tokens = Array.isArray(answer.tokens) ? answer.tokens.length : answer.tokens;
   if (tokens) rows.push(["Length", `${tokens} tokens`, ""]);
   return rows;
