@@ -47,7 +47,7 @@ class Place:
     id: str
     path: Path
     shown: str  # path relative to the folder that the studio was started on
-    changed: float
+    changed: int
     labels: bool  # whether it has a folder of comparison files
 
 
@@ -255,8 +255,7 @@ def _walk(folder: str, resolved: str, shown: str, depth: int) -> list[Place]:
         links = any(entries[name].is_symlink() for name in FILES if name in entries)
         if links or events is None or not events.is_file():
             return []
-        files = [entry for entry in (events, entries.get(layout.METRICS)) if entry is not None]
-        changed = max(map(_modified, files))
+        changed = max(stamp(join(folder, name))[0] for name in (layout.EVENTS, layout.METRICS))
         return [Place(path_id(resolved), Path(folder), shown or ".", changed, LABELS in entries)]
     if depth == 0:
         return []
@@ -266,12 +265,6 @@ def _walk(folder: str, resolved: str, shown: str, depth: int) -> list[Place]:
         if not name.startswith(".") and entry.is_dir(follow_symlinks=False)
         for place in _walk(join(folder, name), join(resolved, name), join(shown, name), depth - 1)
     ]
-
-
-def _modified(entry: os.DirEntry[str]) -> float:
-    with suppress(OSError):
-        return entry.stat().st_mtime
-    return 0.0
 
 
 def stamp(path: str) -> tuple[int, int]:

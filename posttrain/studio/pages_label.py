@@ -85,7 +85,6 @@ def routes(studio: Studio) -> list[Any]:
         ("/api/label", _create, "POST"),
         ("/api/label/scorers", _scorers),
         ("/api/label/{file}/next", _next),
-        ("/api/label/{file}/report", _report),
         ("/api/label/{file}/vote", _vote, "POST"),
         ("/api/label/{file}/undo", _undo, "POST"),
         ("/api/label/{file}/labels.jsonl", _download),
@@ -180,12 +179,6 @@ def _undo(desk: Desk, request: Request, sent: dict[str, JSON]) -> Response:
     return reply({"undone": item.id if item else None})
 
 
-def _report(desk: Desk, request: Request) -> Response:
-    source, labels = desk.labels(request.path_params["file"])
-    made = {"rows": labels.write(), "run": source.run, "file": labels.out.name}
-    return reply({"report": report(labels), **made})
-
-
 def _download(desk: Desk, request: Request) -> Response:
     """The annotators' preferences, in the format that a reward_model or preference stage reads."""
     _, labels = desk.labels(request.path_params["file"])
@@ -248,7 +241,7 @@ def _sample(desk: Desk, sent: dict[str, JSON], file: Path, count: int) -> Respon
     require(few, f"prompts must be a list of at most {PAIRS}")
     prompts = [text_of({"prompt": one}, "prompt", 4000) for one in typed if one]
     if not prompts and model.partition("/")[0] in desk.studio.library.runs():
-        prompts = [*prompts_of(desk.studio.library.index(model.partition("/")[0]))]
+        prompts = prompts_of(desk.studio.library.index(model.partition("/")[0]))
     require(prompts, "type the prompts: there is no run of this model that knows some")
     server, stage = desk.studio.server(model)
     require(stage in server.names(), f"no model {stage[:100]!r} is served")

@@ -23,7 +23,7 @@ from posttrain.runs.status import alarms
 from posttrain.studio import report
 from posttrain.studio.library import path_id, require_stage
 from posttrain.studio.pages_rollouts import INDEX_SECONDS, LONGEST, at_step, numbered, shown
-from posttrain.studio.replies import Missing, number, reply, routes_of, text_of, whole_of, word
+from posttrain.studio.replies import Missing, reply, routes_of, text_of, whole_of, word
 from posttrain.types import JSON
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ FILE = "reviews.sqlite"
 SCHEMA = """CREATE TABLE IF NOT EXISTS reviews(id INTEGER PRIMARY KEY, stage TEXT, step INTEGER, number INTEGER, agrees INTEGER,
 flagged INTEGER, note TEXT, reviewer TEXT, reward REAL, parts TEXT, time REAL, response TEXT)"""
 HIGH = 0.5  # a part of at least this value counts as yes
-QUEUE = 500  # the next rollout is taken from this many
+QUEUE = 500  # rollouts that are looked at together
+BUCKETS = 300  # points of a curve
 DRIFTS = "length repetition distinct entropy keyword agreement disagreement reward_spread"
 
 
@@ -96,21 +97,20 @@ def _next(studio: Studio, request: Request) -> Response:
     order, stage = word(request, "order", "highest"), word(request, "stage")
     sort = {"highest": "reward", "newest": "step"}.get(order, "number")
     reviewed = [*_reviewed(studio, index)]
-    done = {tuple(row[1:4]) for row, _ in reviewed}
-    said: dict[tuple[str, float | None], set[str]] = {}
-    for row, one in reviewed:
-        said.setdefault((one.problem, one.reward), set()).add(row[11] or _digest(index, one))
+    said = {(one.problem, one.reward, row[11] or _digest(index, one)) for row, one in reviewed}
+    known = {
+        key[:2] for key in said
+    }  # a response is read only if one like it may have been reviewed
     every, down = Filter(stage=stage, failed=False), order in ("highest", "newest")
     skip, item = 0, None
-    while item is None and (found := index.find(every, sort, down, QUEUE + len(done), skip)):
+    while item is None and (found := index.find(every, sort, down, QUEUE, skip)):
         skip += len(found)
         if order == "random":
-            found = [found[n] for n in permutation(len(found), "review", len(done))]
-        left = (one for one in found if (one.stage, one.step, one.number) not in done)
-        like = ((one, said.get((one.problem, one.reward))) for one in left)
-        other = (one for one, known in like if not known or _digest(index, one) not in known)
-        item = next((shown(one, index.text([one])[0], LONGEST) for one in other), None)
-    return reply({"rollout": item, "done": len(done)})
+            found = [found[n] for n in permutation(len(found), "review", len(reviewed))]
+        keys = ((one, (one.problem, one.reward)) for one in found)
+        left = (o for o, key in keys if key not in known or (*key, _digest(index, o)) not in said)
+        item = next((shown(one, index.text([one])[0], LONGEST) for one in left), None)
+    return reply({"rollout": item, "done": len(reviewed)})
 
 
 def _judge(studio: Studio, request: Request, sent: dict[str, JSON]) -> Response:
@@ -175,8 +175,7 @@ def _hacking(studio: Studio, request: Request) -> Response:
     figures = index.figures(stage) if stage else {}
     gold = next((name for name in GOLD if name in figures), "")
     names = ["reward", gold, "kl", "accuracy/test", "reward/test", *DRIFTS.split()]
-    buckets = min(int(number(request, "buckets", int, 300) or 300), 2000)
-    series = {name: index.series(stage, name, buckets) for name in names if name in figures}
+    series = {name: index.series(stage, name, BUCKETS) for name in names if name in figures}
     raised = [{"time": e.time, **e.details} for e in alarms(index.events())]
     kept = [step for step, *_ in index.rollout_steps(stage)] if stage else []
     for alarm in raised:

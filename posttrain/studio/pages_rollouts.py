@@ -45,15 +45,11 @@ def filter_of(request: Request) -> Filter:
     found: dict[str, Any] = {}
     for one in fields(Filter):
         said = word(request, one.name)
-        if not said:
-            continue
-        if one.name == "failed":
-            found[one.name] = said == "true"
-        elif one.name.endswith(("_from", "_to")):
+        if said and one.name.endswith(("_from", "_to")):
             whole_number = one.name.startswith(("step", "length"))
             found[one.name] = number(request, one.name, int if whole_number else float)
-        else:
-            found[one.name] = said
+        elif said:
+            found[one.name] = said == "true" if one.name == "failed" else said
     return Filter(**found)
 
 
@@ -132,14 +128,9 @@ def _pipeline(studio: Studio, request: Request) -> Response:
     stages, and rollouts of rl stages, step by step."""
     index = studio.index(request)
     left = index.read_rollouts(INDEX_SECONDS)
-    found, config = [], stages(index.run.config)
-    for settings in config:
-        name = str(settings["name"])
-        saved, steps = index.run.stage_rows(name, "problems.jsonl"), index.rollout_steps(name)
-        about = {"name": name, "kind": settings.get("stage"), "model": settings.get("model")}
-        found.append({**about, "saved": len(saved), "steps": steps})
-    asked = prompts_of(index, word(request, "text").lower())
-    prompts = [{"question": question[:SHORT], "values": v} for question, v in asked.items()]
+    config = stages(index.run.config)
+    found = [{"name": s["name"], "steps": index.rollout_steps(str(s["name"]))} for s in config]
+    prompts = [{"question": q[:SHORT]} for q in prompts_of(index, word(request, "text").lower())]
     answers = _answers(index, config, word(request, "prompt"))
     return reply({"stages": found, "left": left, "prompts": prompts, "answers": answers})
 
@@ -153,8 +144,8 @@ def _evaluations(
             yield settings, rows
 
 
-def prompts_of(index: Index, text: str = "") -> dict[str, list[JSON]]:
-    """Prompts with the rewards of their answers. Prompts that every stage answered come first, then those of evaluations, and
+def prompts_of(index: Index, text: str = "") -> list[str]:
+    """Prompts that the run has answers to. Those that every stage answered come first, then those of evaluations, and
     among these first the ones whose answers changed, then those of rollouts."""
     seen: dict[str, list[JSON]] = {}
     for _, rows in _evaluations(index, stages(index.run.config)):
@@ -162,9 +153,8 @@ def prompts_of(index: Index, text: str = "") -> dict[str, list[JSON]]:
             if text in str(row["question"]).lower():
                 seen.setdefault(str(row["question"]), []).append((row.get("values") or [None])[0])
     ranked = sorted(seen, key=lambda q: (-len(seen[q]), -(len({str(v) for v in seen[q]}) > 1)))
-    first = dict.fromkeys(row.prompt for row in index.run.answers() if text in row.prompt.lower())
-    every = dict.fromkeys([*first, *ranked[:200], *index.questions(text)])
-    return {question: seen.get(question, []) for question in every}
+    first = [row.prompt for row in index.run.answers() if text in row.prompt.lower()]
+    return [*dict.fromkeys([*first, *ranked[:200], *index.questions(text)])]
 
 
 def _answers(index: Index, config: Sequence[dict[str, JSON]], prompt: str) -> list[JSON]:

@@ -107,7 +107,6 @@ def _stages(index: Index, kind: str, ended: float) -> list[JSON]:
     for settings in stages(index.run.config):
         name = str(settings["name"])
         result = index.run.stage_rows(name, "result.json")
-        done = bool(result)
         state = "todo" if name not in took else "live" if kind == "live" else "begun"
         chosen = settings.get("algorithm")
         rows.append(
@@ -118,10 +117,10 @@ def _stages(index: Index, kind: str, ended: float) -> list[JSON]:
                 "against": settings.get("against", ""),
                 "algorithm": chosen.get("name", "") if isinstance(chosen, dict) else "",
                 "steps": settings.get("steps"),
-                "state": "done" if done else state,
+                "state": "done" if result else state,
                 "seconds": took.get(name, 0.0),
                 "span": spans.get(name),
-                "result": _short(result[0]) if done else {},
+                "result": _short(result[0]) if result else {},
             }
         )
     return rows
@@ -129,12 +128,8 @@ def _stages(index: Index, kind: str, ended: float) -> list[JSON]:
 
 def _short(result: Mapping[str, JSON]) -> JSON:
     """The numbers in a stage's result, with their intervals if they have them."""
-
-    def plain(value: JSON) -> bool:
-        values = value if isinstance(value, list) and len(value) == 3 else [value]
-        return all(isinstance(v, int | float) for v in values)
-
-    return {key: value for key, value in result.items() if plain(value)}
+    lists = {key: v if isinstance(v, list) and len(v) == 3 else [v] for key, v in result.items()}
+    return {k: result[k] for k, vs in lists.items() if all(isinstance(v, int | float) for v in vs)}
 
 
 def _series(studio: Studio, request: Request) -> Response:

@@ -151,10 +151,6 @@ class Background:
     scored: dict[tuple[str, str], tuple[Progress, dict[str, float]]] = field(default_factory=dict)
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
-    def running(self) -> int:
-        every = [*self.sampled.values(), *(progress for progress, _ in self.scored.values())]
-        return sum(progress.running for progress in every)
-
     def sample(self, name: str, file: Path, work: Sampled, seconds: float) -> Progress:
         with self.mutex:
             self._room()
@@ -181,4 +177,6 @@ class Background:
         return progress, found
 
     def _room(self) -> None:
-        require(self.running() < JOBS, f"{JOBS} files are being sampled or scored; wait for one")
+        every = [*self.sampled.values(), *(progress for progress, _ in self.scored.values())]
+        running = sum(progress.running for progress in every)
+        require(running < JOBS, f"{JOBS} files are being sampled or scored; wait for one")

@@ -46,7 +46,8 @@ def test_annotators_see_no_source_and_sides_are_shuffled(studio: Studio) -> None
         assert studio.get(f"{place}/next", annotator=who)["item"] is None
     assert all(5 < count < 25 for count in sides.values())
     assert found["guidelines"] == "Prefer what is true."
-    report = studio.get(f"{place}/report")["report"]
+    (listed,) = studio.get("/api/label")
+    report = listed["report"]
     assert report["cohen"]["ann and bob"] == 1.0 and report["labelled"] == report["usable"] == 30 and report["pace"] == 2
     rows = [json.loads(line) for line in studio.get(f"{place}/labels.jsonl").splitlines()]
     assert len(rows) == 30 and all(
@@ -95,7 +96,7 @@ def test_annotators_at_once_lose_no_vote(studio: Studio) -> None:
     for thread in threads:
         thread.join(60)
     assert not errors
-    assert studio.get(f"{place}/report")["report"]["annotators"] == {"a0": 30, "a1": 30, "a2": 30}
+    assert studio.get("/api/label")[0]["report"]["annotators"] == {"a0": 30, "a1": 30, "a2": 30}
 
 
 def test_answers_alone_in_their_step_are_paired_with_those_of_earlier_steps(tmp_path: Path) -> None:
