@@ -107,6 +107,31 @@ def test_a_step_of_the_pipeline_shows_each_prompt_and_each_answer_once(tmp_path:
     assert ["alike" in card.inner_text() for card in page.locator(shown).all()] == [True, False]
 
 
+def test_a_group_without_differences_says_so_and_filters_are_folded_on_a_phone(tmp_path: Path, serve: Any, visit: Any) -> None:
+    with RunWriter.create(tmp_path / "run", {"format": 2, "name": "same", "stages": STAGES}) as writer:
+        writer.event("stage", {"stage": "rl"})
+        for step in (1, 40):
+            rows = step_rollouts(40, ["two", "two", "two", "2", "four", "four", "four", "four"])
+            writer.rollouts("rl", step, rows, [0.0] * 8, arrays(rows) if step == 40 else None)
+    visitor = visit(serve(tmp_path))
+    run = f"/run/{path_id(tmp_path / 'run')}"
+    page = visitor.go(f"{run}/rollouts/rl/1/1")
+    cards = page.locator(".side .answer-card")
+    assert ["3 alike" in card.inner_text() for card in cards.all()] == [True, False]
+    assert (
+        "mine" in cards.first.get_attribute("class") and "learns nothing from this group" in page.locator("main").inner_text()
+    )
+    page.click("a:text-is('Open step 40')")
+    page.wait_for_selector(".tokens")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page = visitor.go(f"{run}/rollouts")
+    page.wait_for_selector(".rollout-row")
+    assert page.locator(".rollout-row").first.bounding_box()["y"] < 450
+    page.click("summary:text-is('Filters')")
+    page.fill("input[placeholder='all of these']", "four")
+    page.wait_for_selector("text=1 to 8 of 8")
+
+
 def test_a_review_can_be_changed(tmp_path: Path, serve: Any, visit: Any) -> None:
     make_run(tmp_path / "run")
     page = visit(serve(tmp_path)).go(f"/run/{path_id(tmp_path / 'run')}/review")
@@ -351,7 +376,7 @@ def test_two_runs_are_compared_while_they_train(tmp_path: Path, serve: Any, visi
     ids = ",".join(path_id(tmp_path / name) for name in ("one", "two"))
     page = visitor.go(f"/compare?runs={ids}")
     rows = [" ".join(row.split()) for row in page.locator("table.diff tr").all_inner_texts()]
-    assert rows[0] == "Run one two" and rows[2] == "held-out score 60.0% 60.0%"
+    assert rows[0] == "Run one two" and rows[2] == "Held-out score 60.0% 60.0%"
     assert page.locator("summary").inner_text() == "1 setting differs" and rows[3:] == [
         "Setting one two",
         "name quickstart other",

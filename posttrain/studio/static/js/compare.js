@@ -38,7 +38,7 @@ export async function page(main, _, query) {
   function header() {
     const score = (/** @type {any} */ run) => (run.score && run.score[0] !== null ? number(run.score[0], run.score[3].startsWith("accuracy")) : "–");
     fill(top, h("div", { class: "row" }, runs.map((run) => h("a", { class: "button", href: `/run/${run.id}` }, visible(run.name), chip(run.status)))),
-      table("Run", [["is it learning?", shown.map((n) => runs[n].verdict?.headline ?? "–")], ["held-out score", shown.map((n) => score(runs[n]))]]),
+      table("Run", [["Is it learning?", shown.map((n) => runs[n].verdict?.headline ?? "–")], ["Held-out score", shown.map((n) => score(runs[n]))]]),
       runs.length > COLUMNS && h("p", { class: "dim small" }, `The tables have the first ${COLUMNS} runs, the charts have all.`));
   }
   function differences() {

@@ -14,7 +14,8 @@ export async function page(main) {
   const seed = h("input", { type: "number", value: 0, min: 0 });
   const length = h("input", { type: "number", value: 256, min: 1, max: 32768 });
   const box = h("textarea", { rows: 3, placeholder: "Say something", "aria-label": "Message" });
-  const sides = [side(found.models, 0), side(found.models, Math.min(1, found.models.length - 1))];
+  const last = found.models.findLastIndex((/** @type {any} */ m) => m.id.startsWith(`${found.models[0].id.split("/")[0]}/`)); // of the same run
+  const sides = [side(found.models, 0), side(found.models, last > 0 ? last : Math.min(1, found.models.length - 1))];
   const two = h("input", { type: "checkbox", checked: found.models.length > 1, onchange: () => (sides[1].node.hidden = !two.checked) });
   sides[1].node.hidden = !two.checked;
   const send = h("button", { class: "main", type: "submit" }, "Send");
@@ -37,7 +38,17 @@ export async function page(main) {
       form.requestSubmit();
     }
   });
-  fill(main, h("h1", {}, "Playground"), h("div", { class: "choices" }, sides.map((s) => s.node)), form);
+  const known = h("div", { class: "row small" });
+  /** Prompts of the run whose model is chosen: a small model knows little else. */
+  async function examples() {
+    const run = sides[0].model.value.includes("/") ? sides[0].model.value.split("/")[0] : "";
+    const prompts = run ? (await get(`/api/runs/${run}/pipeline`).catch(() => ({ prompts: [] }))).prompts.slice(0, 4) : [];
+    fill(known, prompts.length > 0 && [h("span", { class: "dim" }, "Prompts of this run:"), prompts.map((/** @type {any} */ p) => h("button", { type: "button", onclick: () => ((box.value = p.question), box.focus()) }, h("span", { class: "text short" }, visible(p.question))))]);
+  }
+  sides[0].model.addEventListener("change", examples);
+  examples();
+  form.prepend(known);
+  fill(main, h("h1", {}, "Playground"), h("p", { class: "dim" }, "Talk with the model of any stage, or with two at once to compare them. The darker a token, the less likely it was."), h("div", { class: "choices" }, sides.map((s) => s.node)), form);
 }
 
 /** @param {{id: string, name: string}[]} models @param {number} place */
@@ -47,6 +58,7 @@ function side(models, place) {
   let turns = [];
   const log = h("div", { class: "said" });
   return {
+    model,
     node: h("section", { class: "card stack" }, model, log),
     clear() {
       turns = [];

@@ -38,8 +38,9 @@ export async function page(main, [id], query) {
   const field = (/** @type {string} */ text, /** @type {Node} */ node) => h("label", { class: "field" }, text, node);
   const body = h("div", { class: "stack", "aria-live": "polite" });
   const form = h("form", { class: "card row", onsubmit: (/** @type {Event} */ e) => (e.preventDefault(), start()) },
-    field("Stage", stage), field("Step", step), field("Update of the step", update), field("Without number", without), field("Log-prob of", answer), field("as an answer to", prompt), h("button", { class: "main" }, "Compute"));
-  fill(main, head(run, "/replay"), h("p", { class: "dim" }, "A step is recomputed from the nearest checkpoint, bit for bit, and its gradient is divided into the contributions of answers and tokens. The run itself is only read."), form, body);
+    field("Stage", stage), field("Step", step), h("button", { class: "main" }, "Compute"),
+    h("details", { class: "whole", open: [...query.keys()].some((k) => ["without", "prompt", "answer"].includes(k)) || Number(query.get("update")) > 1 }, h("summary", {}, "More questions"), h("div", { class: "row" }, field("Update, if the step has several", update), field("Leave out rollout number", without), field("How likely is the answer", answer), field("to the prompt", prompt))));
+  fill(main, head(run, "/replay"), h("p", { class: "dim" }, "Which answers changed the model in a step, and how much? The step is recomputed from the nearest checkpoint, bit for bit, and its gradient is divided into the contributions of answers and tokens. The run itself is only read."), form, body);
   let due = 0;
   const asked = () => ({ stage: stage.value, step: Number(step.value), update: Number(update.value) || 1, without: without.value === "" ? "" : Number(without.value), prompt: prompt.value, answer: answer.value });
   const wrong = (/** @type {unknown} */ error) => fill(body, h("div", { class: "error", role: "alert" }, visible(/** @type {Error} */ (error).message)));

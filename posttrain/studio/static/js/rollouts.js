@@ -20,8 +20,10 @@ export async function page(main, [id], query) {
   /** @type {Record<string, any>} */
   const asked = { sort: "step", down: "true", ...Object.fromEntries(query) };
   const list = h("div", { class: "stack" });
-  const side = h("aside", { class: "card filters", "aria-label": "Filters" });
-  fill(main, head(run, "/rollouts"), h("div", { class: "split" }, side, list));
+  // on a phone, answers come before a screen of filters
+  const side = h("div", { class: "filters" });
+  const fold = h("details", { class: "card", open: !matchMedia("(max-width: 760px)").matches }, h("summary", {}, "Filters"), side);
+  fill(main, head(run, "/rollouts"), h("div", { class: "split" }, h("aside", { "aria-label": "Filters" }, fold), list));
   let skip = 0;
   let drawn = false;
   let due = 0;
@@ -89,14 +91,18 @@ export async function one(main, [id, stage, step, place]) {
   const steps = found.steps;
   const near = (/** @type {number} */ way) => steps[steps.indexOf(Number(step)) + way];
   const parts = Object.entries(r.parts);
+  let shown = 0; // rollouts of the group that have a card
   fill(main, head(run, "/rollouts"),
     h("div", { class: "row between" }, h("h2", {}, visible(stage), ` step ${step}, rollout ${place}`),
       h("div", { class: "row" }, h("button", { type: "button", title: "Compute the step again, and once more without this rollout", onclick: () => open(id, { stage, step: Number(step), without: at, answer: place }) }, "What did it change?"), h("button", { type: "button", disabled: at === 0, onclick: () => move(-1) }, h("kbd", {}, "p"), "Previous"), h("button", { type: "button", disabled: at + 1 >= found.count, onclick: () => move(1) }, h("kbd", {}, "n"), "Next"), near(-1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(-1)}/0` }, "Earlier step"), near(1) !== undefined && h("a", { class: "button", href: `/run/${id}/rollouts/${stage}/${near(1)}/0` }, "Later step"))),
     h("dl", { class: "row facts card" }, [["Reward", number(r.reward)], ["Advantage", number(r.advantage)], ["Tokens", r.length], ["Outcome", r.failure ?? (r.outcome || "–")], ["Ended by", r.finish], ...parts.map(([k, v]) => [k, number(/** @type {number} */ (v))])].map(([k, v]) => h("div", {}, h("dt", {}, visible(k)), h("dd", {}, visible(v))))),
     h("section", { class: "card stack" }, h("h3", {}, "Problem ", h("a", { class: "small", href: address(`/run/${id}/rollouts`, { problem: r.problem, sort: "step", down: "false" }) }, "the same over training")), h("div", { class: "text" }, visible(r.question)), r.answer && h("p", { class: "dim small" }, "Right answer: ", visible(r.answer))),
     r.conversation.length ? transcript(r.conversation) : !found.tokens && h("section", { class: "card stack" }, h("h3", {}, "Answer"), h("div", { class: "text" }, visible(r.response)), r.cut && h("p", { class: "dim" }, `cut here; it has ${number(r.characters)} characters`)),
-    found.tokens ? heat(found.tokens) : h("p", { class: "dim small" }, "Figures by token were not kept for this step; the last steps and every 50th have them."),
-    found.group.length > 1 && h("section", { class: "stack" }, h("h2", {}, `The group: ${found.group.length} answers to the same problem`), h("p", { class: "dim" }, "Answers with a positive advantage are made more likely, the others less."), h("div", { class: "side" }, found.group.map((/** @type {any} */ o) => card(o, o.number === at, to(o.number))))));
+    found.tokens ? heat(found.tokens) : h("p", { class: "dim small" }, "Figures by token were not kept for this step; the last steps and every 50th have them. ", h("a", { href: `/run/${id}/rollouts/${stage}/${steps[steps.length - 1]}/0` }, `Open step ${steps[steps.length - 1]}`)),
+    found.group.length > 1 && h("section", { class: "stack" }, h("h2", {}, `The group: ${found.group.length} answers to the same problem`), h("p", { class: "dim" }, found.group.every((/** @type {any} */ o) => o.advantage === 0) ? "All have the same reward, so their advantages are 0: the model learns nothing from this group." : "Answers with a positive advantage are made more likely, those with a negative one less."), h("div", { class: "side" }, alike(found.group).map(([o, times]) => {
+        const some = found.group.slice(shown, (shown += times));
+        return card(o, some.some((/** @type {any} */ s) => s.number === at), to(o.number), times);
+      }))));
   function move(/** @type {number} */ way) {
     if (at + way >= 0 && at + way < found.count) dispatchEvent(new CustomEvent("studio-go", { detail: to(at + way) }));
   }
@@ -109,9 +115,9 @@ export async function one(main, [id, stage, step, place]) {
   return () => document.removeEventListener("keydown", keys);
 }
 
-/** @param {any} o @param {boolean} mine @param {string} href */
-function card(o, mine, href) {
-  return h("a", { class: `card answer-card ${mine ? "mine" : ""}`, href, style: { color: "inherit" } }, h("div", { class: "row between" }, h("b", { class: "number" }, o.reward === null ? "failed" : `reward ${number(o.reward)}`), o.advantage !== null && h("span", { class: `chip ${o.advantage > 0 ? "good" : o.advantage < 0 ? "bad" : ""}` }, `advantage ${o.advantage > 0 ? "+" : ""}${number(o.advantage)}`)), h("div", { class: "text" }, visible(o.response)), h("div", { class: "dim tiny" }, `${o.length} tokens · ${o.outcome || o.finish}`));
+/** @param {any} o @param {boolean} mine @param {string} href @param {number} times */
+function card(o, mine, href, times) {
+  return h("a", { class: `card answer-card ${mine ? "mine" : ""}`, href, style: { color: "inherit" } }, h("div", { class: "row between" }, h("b", { class: "number" }, o.reward === null ? "failed" : `reward ${number(o.reward)}`), o.advantage !== null && h("span", { class: `chip ${o.advantage > 0 ? "good" : o.advantage < 0 ? "bad" : ""}` }, `advantage ${o.advantage > 0 ? "+" : ""}${number(o.advantage)}`)), h("div", { class: "text" }, visible(o.response)), h("div", { class: "dim tiny" }, `${o.length} tokens · ${o.outcome || o.finish}${times > 1 ? ` · ${times} alike` : ""}`));
 }
 
 /** @param {[string, string][]} turns */

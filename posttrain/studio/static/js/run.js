@@ -228,7 +228,7 @@ export async function settings(main, [id]) {
     const changed = found.differences ?? {};
     const keys = Object.keys(found.settings).filter((k) => k.includes(find.value));
     const rows = (/** @type {string[]} */ list, /** @type {boolean} */ both) => list.map((k) => h("tr", { class: k in changed ? "changed" : null }, h("td", {}, visible(k)), h("td", {}, visible(show(found.settings[k]))), both && h("td", {}, visible(show(changed[k]?.[1])))));
-    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run has a recipe that is not shipped, so there is nothing to compare with.") : h("section", { class: "stack" }, h("h2", {}, `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
+    fill(body, found.differences === null ? h("p", { class: "dim" }, "This run has a recipe that is not shipped, so there is nothing to compare with.") : !Object.keys(changed).length ? h("p", { class: "dim" }, "No setting differs.") : h("section", { class: "stack" }, h("h2", {}, Object.keys(changed).length === 1 ? "1 differs" : `${Object.keys(changed).length} differ`), h("div", { class: "card table" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["Setting", "This run", "Other"].map((n) => h("th", { scope: "col" }, n)))), h("tbody", {}, rows(Object.keys(changed), true))))),
       h("section", { class: "stack" }, h("h2", {}, "All settings"), h("div", { class: "card table" }, h("table", { class: "diff" }, h("tbody", {}, rows(keys, false))))));
   }
   async function draw() {
