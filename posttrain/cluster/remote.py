@@ -31,6 +31,7 @@ from posttrain.cluster.publish import Buckets, Receipt, Receipts, fill, layout, 
 from posttrain.cluster.worker import WorkerSettings
 from posttrain.engine.engine import Session, check_requests
 from posttrain.engine.fp8 import AS_TRAINED, E4M3, Precision
+from posttrain.engine.padded import plain_backend
 from posttrain.errors import UserError, require
 from posttrain.models.attention import LAYOUT, Packed
 from posttrain.models.lora import ADAPTER, adapter_of, has_experts
@@ -171,6 +172,8 @@ class RemoteSampler:
     def __init__(self, policy: Policy, settings: WorkerSettings, count: int = 1, python: str = ""):
         self.policy, self.settings, self.python = policy, settings, python or sys.executable
         self.merges = settings.kind == "vllm"
+        if not self.merges:  # theirs are random weights at first, which do not show what is wrong
+            plain_backend(policy)
         self.capacity = settings.rows * count
         self.version: int | None = None  # None: nothing was published yet
         self.sessions: dict[int, Session] = {}
