@@ -427,7 +427,7 @@ STAGES = [
     case("name-of-a-path", [SFT | {"name": "../sft"}], "stage name '../sft' is not a plain name"),
     case("no-kind", [{"name": "sft"}], "stages[0]: no 'stage' says which stage it is"),
     case("unknown-kind", [SFT | {"stage": "stf"}], "unknown stage 'stf'; did you mean 'sft'"),
-    case("stage-is-text", ["sft"], "stages[0]", "mapping"),
+    case("stage-is-text", ["sft"], "stages[0]: give a stage by its name or settings, not str"),
     case("algorithm-as-stage", [SFT | {"stage": "grpo"}], "grpo is an algorithm; write stage: rl with algorithm: grpo"),
     case("pairs-as-stage", [SFT | {"stage": "dpo"}], "dpo is an algorithm; write stage: preference with algorithm: dpo"),
     case("no-model", [{k: v for k, v in SFT.items() if k != "model"}], "stages[0]: missing model"),

@@ -481,9 +481,7 @@ def test_what_an_environment_does_wrong_is_a_named_failure(given: Any, failure: 
     assert str(rollout.score.failure).startswith(failure) and rollout.score.outcome == "episode failed"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"), [(999_999, "a token id is outside the vocabulary"), (-1, "the task gives a negative")]
-)
+@pytest.mark.parametrize(("wrong", "said"), [(999_999, "a token id is outside the model's"), (-1, "the task gives a negative")])
 def test_ids_that_the_model_does_not_have_fail_their_episode_alone(wrong: int, said: str) -> None:
     async def run(problem: Problem, generate: Generate) -> Rollout:
         await generate()

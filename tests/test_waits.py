@@ -57,13 +57,12 @@ BOUNDED = {
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in members))": "the same",
     "episodes.py: asyncio.gather(*(self.score(problem, r) for r in rollouts))": "the same",
     "turns.py: self.changed.wait()": "the same",
-    "system/workers.py: os.read(worker.scores, 1 << 16)": "after select",
+    "system/workers.py: os.read(worker.out, 1 << 16)": "after select",
     "system/workers.py: lines.readline()": "of a worker, which ends with its parent",
     "system/workers.py: os.waitpid(ended, 0)": "after SIGKILL",
     "data/safe_readers.py: process.stdout.readline()": "a timer ends the process",
-    "rewards/_asking.py: asyncio.run(self._ask_all(conversations, form))": "each of `attempts` has `seconds`, after MAX_WAIT",
-    "rewards/_asking.py: thread.submit(asyncio.run, self._ask_all(conversations, form)).result()": "the same",
-    "rewards/_asking.py: asyncio.gather(*(one(messages) for messages in conversations))": "the same",
+    "rewards/_asking.py: asyncio.gather(*(one(messages) for messages in conversations))": "each of `attempts` has `seconds`, "
+    "after MAX_WAIT",
     "rewards/sandbox/pool.py: self._orders.get()": "a thread that serves until it is told to end",
     "rewards/sandbox/mechanisms.py: self.process.wait()": "after SIGKILL",
     "rewards/sandbox/session.py: os.write(self.child.stdin, self.outgoing[:CHUNK])": "after select",
@@ -85,6 +84,7 @@ BOUNDED = {
     "tasks/outside.py: process.wait()": "within max_seconds",
     "tasks/outside.py: t.result()": "of one that is done",
     "runs/console.py: capture.get()": "text that is there already",
+    "catalogue.py: reading.get()": "a context variable",
 }
 
 

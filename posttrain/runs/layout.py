@@ -166,8 +166,10 @@ def require_run(directory: Path | str) -> None:
 def how_to_continue(directory: Path) -> str:
     """Return the command that continues a run, or the call, if its settings name a function of the program that began it."""
     path = directory / CONFIG
-    if path.is_file() and b" python:" in path.read_bytes():
-        return "the same call with its out= and again=True"
+    if path.is_file():
+        with open_file(path) as file:
+            if re.search(rb"(?:: |- )python:\S", file.read()):
+                return "the same call with its out= and again=True"
     return f"posttrain resume {shlex.quote(str(directory))}"
 
 

@@ -55,6 +55,7 @@ AUDITED = {
         "cluster/remote.py",
         "cluster/ray_cluster.py",
         "cluster/ray_host.py",
+        "system/processes.py",  # in one place: ranks, and processes with pipes
         # the studio starts, stops and resumes runs and model servers, with posttrain's own command line
         "studio/jobs.py",
     },
