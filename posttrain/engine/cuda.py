@@ -22,7 +22,6 @@ from posttrain.engine.scheduler import Work
 from posttrain.errors import require
 from posttrain.models.attention import Rule, attend_packed
 from posttrain.models.policy import Policy
-from posttrain.models.routing import routers
 from posttrain.ops.device import MARGIN, device_bytes, free_bytes, sent, usable_bytes
 from posttrain.ops.fused import power_of_two
 
@@ -209,7 +208,7 @@ class CUDABackend:
                 self.stores[layer] = keys, values
             else:
                 self.stores.append((keys, values))
-        gates = routers(self.policy.body).values() if self.policy.router_replay else ()
+        gates = self.policy.routers.values() if self.policy.router_replay else ()
         if gates:
             width = sum(gate.top_k for gate in gates)
             old = self.choices

@@ -15,7 +15,7 @@ from posttrain.errors import UserError, first_line, require
 from posttrain.events import Events
 from posttrain.models.attention import LAYOUT, Layout, Once, Packed, install
 from posttrain.models.load import FEWER, check_positions, longest
-from posttrain.models.routing import ROUTES, use_routes
+from posttrain.models.routing import ROUTES, routers, use_routes
 from posttrain.ops.logprobs import Head, head_logits
 
 Result = TypeVar("Result")
@@ -75,6 +75,11 @@ class Network:
         besides, as Qwen3.5, LFM2 and Mamba do, or has attention that ours cannot replace, as Bloom. End to end, sequences would see
         their neighbours."""
         return getattr(self.body, PADDED, False)
+
+    @property
+    def routers(self) -> dict[int, Any]:
+        """The routers of experts whose choices can be recorded, by layer: those of padded batches see padding, too."""
+        return {} if self.padded else routers(self.body)
 
     def learn(self) -> None:
         """Training mode, because layers are computed again in backward only then. Routers that draw experts in it (Phi-MoE) stay

@@ -26,7 +26,6 @@ from posttrain.evals import statistics
 from posttrain.models.load import Reader, same_vocabulary
 from posttrain.models.lora import add_adapters, share_weights
 from posttrain.models.policy import Policy, untrained_tags
-from posttrain.models.routing import routers
 from posttrain.models.scorer import Scorer, from_policy
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._answers import proxy_gold_kl
@@ -320,8 +319,8 @@ class RLStage(ReferenceStage):
         return {**trained(loop), "level": curriculum_state.level}
 
     def _replays(self, policy: Policy) -> bool:
-        kind, known = type(policy.model).__name__, bool(routers(policy.body))
-        text = f"router_replay: {kind} has no routers like those of Qwen3-MoE; leave it out"
+        kind, known = type(policy.model).__name__, bool(policy.routers)
+        text = f"router_replay: {kind} has no routers like those of Qwen3-MoE in packed sequences; leave it out"
         require(known or not self.router_replay, text)
         return self.router_replay
 

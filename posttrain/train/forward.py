@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.models.attention import LAYOUT, Packed, as_batch, attend_packed
 from posttrain.models.fused_body import fused_body
 from posttrain.models.policy import Policy
-from posttrain.models.routing import ROUTES, routers
+from posttrain.models.routing import ROUTES
 from posttrain.models.scorer import Scorer
 from posttrain.ops.device import sent
 from posttrain.ops.experts import Routes, load_balance
@@ -50,7 +50,7 @@ def _forward(policy: Policy, batch: Batch) -> Outputs:
 
 def routes_of(policy: Policy, batch: Batch) -> Routes | None:
     """The routing of a mixture of experts: free, or a replay of the routes that the sampler recorded. None for a dense model."""
-    gates = {} if policy.padded else routers(policy.body)  # those see padding, too
+    gates = policy.routers
     if not gates or not policy.router_replay or "routes_T" not in batch.columns:
         return Routes() if gates else None
     parts = batch.routes_T.split_with_sizes([gate.top_k for gate in gates.values()], 1)

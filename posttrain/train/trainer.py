@@ -18,7 +18,6 @@ from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import GuardStop, OutOfMemory, require
 from posttrain.events import Events
 from posttrain.models.policy import Policy
-from posttrain.models.routing import routers
 from posttrain.models.scorer import Scorer
 from posttrain.ops.kl import kl_estimate
 from posttrain.system.processes import HALVED
@@ -74,8 +73,8 @@ class Trainer:
         longest: int = 0,
     ):
         self.policy, self.algorithm, self.settings, self.roles = policy, algorithm, settings, roles
-        routed = isinstance(policy, Policy) and bool(routers(policy.body))
-        kind = f"{type(policy.model).__name__} is no language model with the routers of Qwen3-MoE"
+        routed = isinstance(policy, Policy) and bool(policy.routers)
+        kind = f"{type(policy.model).__name__} is no language model with the routers of Qwen3-MoE in packed sequences"
         text = f"optimizer.router_aux_loss_coef: {kind}; set it to 0"
         require(routed or not settings.router_aux_loss_coef, text)
         own = Learner("policy", policy, settings)

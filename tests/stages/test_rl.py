@@ -259,7 +259,10 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
 def test_experts_are_replayed_on_a_gpu_and_by_a_model_that_has_some() -> None:
     with pytest.raises(UserError, match="router_replay is for a GPU: on a CPU the sampler and the trainer compute in float32"):
         stage(router_replay=True).check_ready("cpu", ())
-    with pytest.raises(UserError, match="router_replay: LlamaForCausalLM has no routers like those of Qwen3-MoE; leave it out"):
+    with pytest.raises(
+        UserError,
+        match="router_replay: LlamaForCausalLM has no routers like those of Qwen3-MoE in packed sequences; leave it out",
+    ):
         stage(router_replay=True)._replays(small_policy())
 
 

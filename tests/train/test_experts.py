@@ -23,6 +23,8 @@ from posttrain.errors import UserError
 from posttrain.models.policy import PADDED, Policy, wrap_model
 from posttrain.models.routing import ROUTES
 from posttrain.ops.experts import Routes
+from posttrain.stages.rl import RLStage
+from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.train.forward import forward
 from posttrain.train.memory import activation_bytes
 from posttrain.train.optimizer import Optimization
@@ -204,3 +206,10 @@ def test_experts_of_padding_are_not_recorded(monkeypatch: pytest.MonkeyPatch) ->
     policy.model.set_attn_implementation("eager")
     found = forward(policy, pack_examples([Example(np.arange(3, end), np.arange(end - 3) > 0) for end in (5, 20)]))
     assert set(found.columns) == {"logprob_T", "entropy_T"}
+    with pytest.raises(
+        UserError, match="router_aux_loss_coef: Qwen3MoeForCausalLM is no language model with the routers .* in packed"
+    ):
+        Trainer(policy, SFT(), Optimization(router_aux_loss_coef=0.1))
+    stage = RLStage(model="tiny:nano", task=Arithmetic(), name="rl", algorithm=GRPO(), steps=1, router_replay=True)
+    with pytest.raises(UserError, match="router_replay: Qwen3MoeForCausalLM has no routers .* in packed sequences"):
+        stage._replays(policy)
