@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,11 +28,40 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 
 
-def _joins_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether a text is the concatenation of its tokens' bytes by construction: the tokenizer is byte-level and does no clean-up."""
+# Steps of decoders that join what their tokens say: bytes, or characters where every token is made of whole ones
+JOIN_BYTES = (["ByteLevel"], ["ByteFallback", "Fuse", "Replace", "ByteLevel"])
+_SPACED = ["Replace", "ByteFallback", "Fuse"]  # SentencePiece's
+JOIN_CHARACTERS = (*JOIN_BYTES, ["Fuse"], _SPACED, [*_SPACED, "Strip"])
+EXACT: dict[str, dict[str, object]] = {
+    "Replace": {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    "Strip": {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # a text's first space
+}
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """The steps of a tokenizer's decoder; none if one of them, or a clean-up after them, depends on more than one token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-    return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and not cleans
+    if backend is None or backend.decoder is None:
+        return []
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        # transformers skips the clean-up of BPE, unless it is told to
+        forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        if type(backend.model).__name__ != "BPE" or getattr(tokenizer, forced, False):
+            return []
+    described = json.loads(backend.decoder.__getstate__())
+    steps = described.get("decoders", [described])
+    known = all(EXACT.get(step["type"], step) == step for step in steps)
+    return [step["type"] for step in steps] if known else []
+
+
+def _joins_bytes(tokenizer: Tokenizer, steps: list[str]) -> bool:
+    """Whether every text is the concatenation of its tokens' bytes by construction: it is byte-level, and no token is one that a step
+    before the last would change."""
+    if steps not in JOIN_BYTES or len(steps) == 1:
+        return steps in JOIN_BYTES
+    backend = tokenizer.backend_tokenizer
+    spelled = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    return not spelled and not any("▁" in str(t) for t in tokenizer.added_tokens_decoder.values())
 
 
 def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
@@ -52,8 +82,8 @@ def unknown_tokens(tokenizer: Tokenizer, texts: Iterable[Sequence[int] | np.ndar
 
 
 class Decoder:
-    """Decodes with offsets. The bytes of each id are looked up once. A byte-level text is their concatenation; else the tokenizer
-    decodes the text, and the offsets, too, if the bytes do not add up to it."""
+    """Decodes with offsets. The bytes of each id are looked up once. Where the tokenizer's decoder joins its tokens, the text is their
+    concatenation; else the tokenizer decodes the text, and the offsets, too, if the bytes do not add up to it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -63,7 +93,10 @@ class Decoder:
         self._length_V = np.full(len(tokenizer), -1, np.int64)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = set(tokenizer.all_special_ids) | {i for i in added if added[i].special}
-        self._joins = _joins_bytes(tokenizer)
+        steps = _decoder_steps(tokenizer)
+        self._joins = _joins_bytes(tokenizer, steps)
+        self._joins_characters = self._joins or steps in JOIN_CHARACTERS
+        self._strips = "Strip" in steps
         self._anchor = self._find_anchor()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> tuple[str, np.ndarray]:
@@ -73,14 +106,18 @@ class Decoder:
         an emoji) completes none; the character counts at the token that finishes it.
         """
         array = np.asarray(ids, dtype=np.int64)
-        if self._joins and array.size and array.max() < len(self._length_V):
+        if self._joins_characters and array.size and array.max() < len(self._length_V):
             length_T = self._length_V[array]
             if length_T.min() < 0:
                 for rare in set(array[length_T < 0].tolist()):
                     self._bytes_of(rare)
                 length_T = self._length_V[array]
             if length_T.min() >= 0:
-                return "".join(map(self._complete.__getitem__, array.tolist())), length_T.cumsum()
+                text = "".join(map(self._complete.__getitem__, array.tolist()))
+                end_T = length_T.cumsum()
+                if self._strips and text.startswith(" "):
+                    text, end_T = text[1:], np.maximum(end_T - 1, 0)
+                return text, end_T
         listed = array.tolist()
         pieces = self._pieces(listed)
         joined = "".join(pieces)

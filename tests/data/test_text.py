@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import byte_level, characters, word_marks
+from tokenizers import decoders
+from tokenizers_for_tests import byte_level, byte_level_of_gguf, characters, word_marks
 
 from posttrain.data.text import Decoder, unknown_tokens
 from posttrain.models.tiny import character_tokenizer
 
-DECODERS = {"byte_level": Decoder(byte_level()), "word_marks": Decoder(word_marks()), "characters": Decoder(characters())}
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    "byte_level_of_gguf": byte_level_of_gguf(),
+    "word_marks": word_marks(),
+    "word_marks_with_first_space": word_marks(drops_space=False),
+    "characters": characters(),
+}
+DECODERS = {kind: Decoder(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
 KINDS = sorted(DECODERS)
 
 
@@ -28,14 +36,14 @@ def by_definition(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     return offsets
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "word_marks"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "characters"])
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=12))
 def test_offsets_of_any_text_are_what_they_mean(kind: str, text: str) -> None:
     decoder = DECODERS[kind]
     ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
     decoded, offsets = decoder.decode(ids)
-    if kind == "byte_level":
+    if kind.startswith("byte_level"):
         assert decoded == text
     assert offsets.tolist() == by_definition(decoder.tokenizer, ids, decoded)
 
@@ -81,6 +89,55 @@ def test_bytes_of_a_byte_level_token_are_read_off_the_vocabulary(monkeypatch: py
     expected = [slow._bytes_of(i) for i in range(len(tokenizer) + 9)]
     monkeypatch.setattr(Decoder, "_text", None)
     assert [decoder._bytes_of(i) for i in range(len(tokenizer) + 9)] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_characters_are_not_decoded_by_the_tokenizer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its tokens are known, a text is a concatenation: decoding it takes longer than to write it."""
+    tokenizer = TOKENIZERS[kind]
+    decoder, ids = Decoder(tokenizer), tokenizer("12+34=46, 12", add_special_tokens=False)["input_ids"]
+    expected = decoder.decode(ids)[0]
+    assert expected == tokenizer.decode(ids, skip_special_tokens=True)
+    monkeypatch.setattr(Decoder, "_text", None)
+    assert decoder.decode(ids)[0] == expected
+
+
+def other_replacement(tokenizer: Any) -> None:
+    steps = [decoders.Replace("▁", "_"), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+
+
+def strips_three(tokenizer: Any) -> None:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 3, 0)]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+
+
+def spaces_between_words(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece()
+
+
+def cleans_up(tokenizer: Any) -> None:
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+
+
+@pytest.mark.parametrize("change", [other_replacement, strips_three, spaces_between_words, cleans_up])
+def test_a_decoder_that_does_more_than_join_is_asked(change: Any) -> None:
+    tokenizer = copy.deepcopy(TOKENIZERS["word_marks"])
+    change(tokenizer)
+    decoder, ids = Decoder(tokenizer), tokenizer.convert_tokens_to_ids(["▁", "▁", "a", "▁", ",", "▁h", "▁", "▁", "b"])
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    assert [decoder.decode(ids)[0] for _ in range(2)] == [expected] * 2
+    assert expected != DECODERS["word_marks"].decode(ids)[0]
+
+
+@pytest.mark.parametrize("token", ["<0x41>", "a▁b"])
+def test_byte_level_tokens_that_earlier_steps_change_are_decoded(token: str) -> None:
+    tokenizer = byte_level_of_gguf()
+    tokenizer.add_tokens([token])
+    ids = [*tokenizer("12")["input_ids"], len(tokenizer) - 1]
+    decoder = Decoder(tokenizer)
+    assert [decoder.decode(ids)[0] for _ in range(2)] == [tokenizer.decode(ids, skip_special_tokens=True)] * 2
 
 
 def test_the_dropped_leading_space_belongs_to_the_first_token() -> None:

@@ -1,4 +1,5 @@
-"""Tokenizers of three families, made in the test: by character, byte-level BPE, and BPE with word marks and byte fallback."""
+"""Tokenizers of three families, made in the test: by character, byte-level BPE, and BPE with word marks and byte fallback; the last two
+also as other files describe them."""
 
 from __future__ import annotations
 
@@ -73,8 +74,19 @@ def byte_level(template: str | None = None) -> Any:
     return _wrap(Tokenizer.from_str(_byte_level_backend()), template)
 
 
-def word_marks() -> Any:
-    """As Llama 2: spaces are marks on words, unknown characters are spelled in byte tokens, a leading space is dropped."""
+def byte_level_of_gguf() -> Any:
+    """As transformers reads Llama 3's or SmolLM2's from a GGUF file: steps that change nothing come before the byte level, and the
+    clean-up of spaces is on, which transformers skips for BPE."""
+    tokenizer = byte_level()
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.clean_up_tokenization_spaces = True
+    return tokenizer
+
+
+def word_marks(drops_space: bool = True) -> Any:
+    """As Llama 2: spaces are marks on words, unknown characters are spelled in byte tokens, a leading space is dropped (in Gemma it
+    stays)."""
     letters = "▁abcdefghijklmnopqrstuvwxyz0123456789+=,"
     tokens = ["<s>", "<|im_start|>", "<|im_end|>", *(f"<0x{b:02X}>" for b in range(256)), *letters, "▁h", "▁he"]
     backend = Tokenizer(
@@ -86,9 +98,8 @@ def word_marks() -> Any:
         )
     )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if drops_space else steps)
     return _wrap(backend)
 
 
