@@ -503,7 +503,10 @@ and the nearest format:
   reward_model stage `columns: {prompt: question, chosen: better, rejected: worse}`, and in an sft stage with each file:
   `data: [{file: chats.csv, columns: {prompt: question, completion: reply}}]`. The tasks `jsonl` and `prompts` have the keys
   `question` and `answer` for this.
-- The data report names columns that are not read.
+- A table's first line names its columns. If it is a row, the error shows the names that were read and says so.
+- The data report names columns that are not read, and the lines of rows that are kept but may be a mistake: an empty
+  prompt or answer of sft, and a pair or label whose opposite is in an earlier row. Rows that teach nothing (responses that
+  are equal or empty, scores that tie) are left out of preferences, with their lines.
 - Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
   they are empty: without them the model would learn to answer without information that it needs.
 - Null values count as absent.

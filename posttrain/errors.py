@@ -9,7 +9,7 @@ import json
 import math
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -19,6 +19,7 @@ from types import MemberDescriptorType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST_LINE = 2000  # characters of an error
+SHOWN = 5  # line numbers that a message names
 PACKAGES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 
 
@@ -148,6 +149,16 @@ def many(number: float, word: str) -> str:
     """
     ending = "es" if word.endswith(("tch", "ss")) else "s"
     return f"{round(number, 3):,}".removesuffix(".0") + f" {word}{ending * (number != 1)}"
+
+
+def numbered(lines: Sequence[int]) -> str:
+    """The first of the numbers of lines, in words.
+
+    >>> numbered([3]), numbered([1, 2, 3, 4, 5, 6])
+    ('line 3', 'lines 1, 2, 3, 4, 5, ...')
+    """
+    more = ", ..." if len(lines) > SHOWN else ""
+    return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:SHOWN]))}{more}"
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ What a line of a file may hold is in formats.py. Columns that are not read are n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
-from posttrain.errors import UserError, many, require
+from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example, Message, Problem
 
 # columns of other formats: without them the model would learn to answer from less than it should see
@@ -39,6 +39,33 @@ ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
+
+
+# messages that are given, and those whose answers are learned
+Turns = tuple[tuple[Message, ...], tuple[Message, ...]]
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the report says of the rows of a file, besides counts."""
+
+    unused: set[str] = field(default_factory=set)  # columns that were not read
+    empty: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by what is empty
+
+    def look(self, before: Sequence[Message], after: Sequence[Message], where: str) -> None:
+        """Note empty messages of a row: of the user, and of the assistant where it has no call either."""
+        asked = [m for m in (*before, *after) if m.role == "user"]
+        said = [m for m in after if m.role == "assistant" and not m.more]
+        for what, messages in (("prompt", asked), ("answer", said)):
+            if not all(m.content.strip() for m in messages):
+                self.empty.setdefault(what, []).append(int(where.rsplit(" ", 1)[1]))
+
+    def lines(self) -> list[str]:
+        learned = {"prompt": "an answer to nothing", "answer": "to say nothing"}
+        return [
+            f"{many(len(at), 'row')} with an empty {what} ({numbered(at)}): the model learns {learned[what]}"
+            for what, at in self.empty.items()
+        ]
 
 
 class Teaching(Protocol):
@@ -93,11 +120,11 @@ def _distinct(size: int, count: int, seed: int, level: int) -> list[int]:
 def from_file(
     path: str | Path,
     tokenizer: Tokenizer,
-    unused: set[str] | None = None,
+    notes: Notes | None = None,
     columns: Columns | None = None,
 ) -> list[Example]:
-    """Every line of a JSONL file as an Example; the names of unread columns are added to `unused`. An error names the file and the
-    line."""
+    """Every line of a JSONL file as an Example; `notes` gets what the report says of them. An error names the file and the line."""
+    notes = Notes() if notes is None else notes
     examples, rows = [], read_rows(path, columns)
     for where, record in rows:
         kind = revealed(record, DEMONSTRATIONS.values())
@@ -105,11 +132,14 @@ def from_file(
             others = sum(revealed(row, DEMONSTRATIONS.values()) is None for _, row in rows)
             more = f" ({many(others, 'later row')} like it)" if others else ""
             raise UserError(f"{unrecognised(record, where, DEMONSTRATIONS)}{more}")
-        extra = unread(record, kind.columns, where)
-        if unused is not None:
-            unused |= extra
+        notes.unused |= unread(record, kind.columns, where)
         tools = parse_tools(record.get("tools"), where)
-        examples.append(READERS[kind.name](record, tokenizer, where, tools))
+        if kind.name == "text":
+            examples.append(_text(record["text"], tokenizer, where, tools))
+            continue
+        turns = READERS[kind.name](record, tokenizer, where)
+        examples.append(_example(turns, tokenizer, where, tools))
+        notes.look(*turns, where)
     return examples
 
 
@@ -122,12 +152,7 @@ def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set
     return extra
 
 
-def _messages(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
-    messages = parse_messages(row["messages"], f"{where}: messages")
-    return render_example(tokenizer, messages, where, tools=tools)
-
-
-def _sharegpt(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+def _sharegpt(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> Turns:
     turns = row["conversations"]
     fine = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     require(fine, f"{where}: conversations: expected a list of turns with from and value")
@@ -138,25 +163,20 @@ def _sharegpt(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tool
         rest = {k: v for k, v in turn.items() if k not in ("from", "role", "value")}
         content = {"content": turn["value"]} if "value" in turn else {}
         said.append({**rest, "role": SPEAKERS[who], **content})
-    messages = parse_messages(said, f"{where}: conversations")
-    return render_example(tokenizer, messages, where, tools=tools)
+    return (), parse_messages(said, f"{where}: conversations")
 
 
-def _completion(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
-    return completion_example(row["prompt"], row["completion"], tokenizer, where, tools)
-
-
-def _alpaca(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+def _alpaca(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> Turns:
     asked, given, said = (row.get(name, "") for name in ("instruction", "input", "output"))
     for name, text in (("instruction", asked), ("input", given), ("output", said)):
         require(isinstance(text, str), f"{where}: {name} is not a string")
     system = _system(row)
-    if tokenizer.chat_template or tools or system:
+    if tokenizer.chat_template or row.get("tools") or system:
         user = {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
-        return completion_example([*system, user], said, tokenizer, where, tools)
+        return _turns([*system, user], said, where)
     pairing = ", paired with an input that provides further context" if given else ""
     prompt = ALPACA.format(pairing, asked, f"### Input:\n{given}\n\n" if given else "")
-    return completion_example(prompt, said, tokenizer, where)
+    return _turns(prompt, said, where)
 
 
 def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -164,18 +184,17 @@ def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-def _text(row: dict[str, Any], tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+def _text(text: Any, tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
     require(not tools, f"{where}: tools with a plain text would be dropped; give messages")
-    require(isinstance(row["text"], str), f"{where}: text is not a string")
-    return plain_example(list(tokenizer(row["text"])["input_ids"]), 0, tokenizer)
+    require(isinstance(text, str), f"{where}: text is not a string")
+    return plain_example(list(tokenizer(text)["input_ids"]), 0, tokenizer)
 
 
-READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str, Tools], Example]] = {
-    "messages": _messages,
+READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str], Turns]] = {
+    "messages": lambda row, _, where: ((), parse_messages(row["messages"], f"{where}: messages")),
     "sharegpt": _sharegpt,
-    "prompt_completion": _completion,
+    "prompt_completion": lambda row, _, where: _turns(row["prompt"], row["completion"], where),
     "alpaca": _alpaca,
-    "text": _text,
 }
 
 
@@ -183,12 +202,19 @@ def completion_example(
     prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
 ) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
+    return _example(_turns(prompt, completion, where), tokenizer, where, tools)
 
+
+def _turns(prompt: Any, completion: Any, where: str) -> Turns:
     def turns(said: Any, role: str, name: str) -> tuple[Message, ...]:
         given = [{"role": role, "content": said}] if isinstance(said, str) else said
         return parse_messages(given, f"{where}: {name}")
 
-    before, after = turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
+    return turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
+
+
+def _example(turns: Turns, tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+    before, after = turns
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
     if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
@@ -217,9 +243,8 @@ class DataReport:
     loss_tokens: int
     max_length: int
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
-    unused: tuple[str, ...] = ()  # columns of the file that were not read
+    notes: Notes = field(default_factory=Notes)
     unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
-    silent: int = 0  # kept examples with a single token that carries loss
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -235,11 +260,10 @@ class DataReport:
             "empty": "because they are empty",
         }
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
-        said += [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
+        unused = ", ".join(sorted(self.notes.unused))
+        said += [f"columns that are not used: {unused}"] if unused else []
         said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        nothing = "teach one token only, as an empty answer does: the model learns to say nothing"
-        warned = [f"{self.silent:,} of {self.kept:,} {nothing}"] if self.silent else []
-        return [*said, *(f"warning: {line}" for line in (*warned, *self.unknown))]
+        return [*said, *(f"warning: {line}" for line in (*self.notes.lines(), *self.unknown))]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:
@@ -264,9 +288,8 @@ def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example]
     tokens, loss = int(lengths.sum()), sum(int(example.mask.sum()) for example in kept)
     quantiles = np.percentile(lengths, [50, 90, 99, 100], method="inverted_cdf")
     percentiles = tuple(int(length) for length in quantiles)
-    silent = sum(int(example.mask.sum()) == 1 for example in kept)
     counts = total, len(kept), dropped, tokens, loss
-    return kept, DataReport(*counts, max_length, percentiles, silent=silent)
+    return kept, DataReport(*counts, max_length, percentiles)
 
 
 def _fate(example: Example, max_length: int) -> str:

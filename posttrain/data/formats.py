@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from posttrain.data.records import header_hint
 from posttrain.errors import UserError
 from posttrain.types import JSON
 
@@ -102,6 +103,7 @@ def unrecognised(row: Collection[str], where: str, known: Mapping[str, Format]) 
         rows = [k for k, v in row.items() if _objects(v)] if isinstance(row, Mapping) else []
         alone = " holds a list of objects: if they are the rows, write that list alone"
         inner = "".join(f"; {name}{alone}" for name in rows[:1])
+        inner += header_hint(where)
         return UserError(f"{none}: {names}{inner}; see 'posttrain list formats'")
     found = {to: _quoted(was) for to, was in renames[nearest.name].items()}
     advice = f"rename {', '.join(f'{was} to {to}' for to, was in found.items())}" if found else ""

@@ -31,14 +31,13 @@ from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
 from posttrain.data.text import Decoder, unknown_tokens
-from posttrain.errors import UserError, many, require
+from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example
 
 Unit = tuple[Example, ...]  # the examples of one prompt
 JOINT = "\n"  # between the steps of a response
 LARGE = 1e30  # scores are kept in float32
 TRIES = 256  # other examples that are looked at for one of another prompt that fits
-SHOWN = 5  # line numbers that a report names for each reason
 DIALOGUE = re.compile(r"\n\n(Human|Assistant): ?")
 REASONS = {
     "equal": "responses are equal",
@@ -53,16 +52,17 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Rows left out for one reason, with the first of their line numbers."""
+    """Rows left out for one reason, with their line numbers."""
 
     reason: str
-    count: int
     lines: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        return len(self.lines)
+
     def __str__(self) -> str:
-        more = ", ..." if self.count > len(self.lines) else ""
-        where = f"line{'s' * (self.count > 1)} {', '.join(map(str, self.lines))}{more}"
-        return f"{self.count:,} skipped: {REASONS[self.reason]} ({where})"
+        return f"{self.count:,} skipped: {REASONS[self.reason]} ({numbered(self.lines)})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,9 @@ class Preferences:
     margins: bool  # rewards are the file's own scores or margins, not just an order
     skipped: tuple[Skipped, ...]
     unused: tuple[str, ...] = ()  # columns that were not read
-    unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
+    warnings: tuple[
+        str, ...
+    ] = ()  # lines on text outside of the vocabulary, and on opposite labels
 
     def lines(self) -> list[str]:
         """A report for the console."""
@@ -94,7 +96,7 @@ class Preferences:
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
             *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
             *map(str, self.skipped),
-            *(f"warning: {line}" for line in self.unknown),
+            *(f"warning: {line}" for line in self.warnings),
         ]
 
 
@@ -124,31 +126,49 @@ def read_preferences(
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
     units: list[Unit] = []
+    lines: list[int] = []  # of the units
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
     unused: set[str] = set()
     decoder = Decoder(tokenizer)
     for where, record in read_rows(path, columns):
-        total += 1
+        total, line = total + 1, int(where.rsplit(" ", 1)[1])
         kind = kind or _detect(record, where)
         try:
             row = _checked(kind, record, where)
             unused |= unread(record, PREFERENCES[kind].columns, where)
             units.append(_unit(row, tokenizer, decoder, max_length, where))
+            lines.append(line)
             margins |= row.margins
         except _Skip as skip:
-            skipped.setdefault(str(skip), []).append(int(where.rsplit(" ", 1)[1]))
+            skipped.setdefault(str(skip), []).append(line)
         except UserError as error:
             refused.append(str(error))
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
-    reasons = [(name, skipped[name]) for name in REASONS if name in skipped]
-    left_out = tuple(Skipped(name, len(lines), tuple(lines[:SHOWN])) for name, lines in reasons)
+    left_out = tuple(Skipped(name, tuple(skipped[name])) for name in REASONS if name in skipped)
     require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     left = tuple(sorted(unused))
-    lost = tuple(unknown_tokens(tokenizer, (example.ids for unit in units for example in unit)))
-    return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, lost)
+    lost = unknown_tokens(tokenizer, (example.ids for unit in units for example in unit))
+    warnings = (*_opposite(units, lines), *lost)
+    return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, warnings)
+
+
+def _opposite(units: Sequence[Unit], lines: Sequence[int]) -> list[str]:
+    """A line about pairs and labelled responses that an earlier row preferred the other way round."""
+    seen: dict[frozenset[int], tuple[int, float]] = {}
+    found = list[int]()
+    for unit, line in zip(units, lines, strict=True):
+        if len(unit) > 2 or unit[0].steps is not None:
+            continue
+        names = [hash(example.ids.tobytes()) for example in unit]
+        reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
+        said = best, reward * (len(unit) == 1)
+        if seen.setdefault(frozenset(names), said) != said:
+            found.append(line)
+    what = "with the prompt and responses of an earlier row and the opposite preference"
+    return [f"{many(len(found), 'row')} {what} ({numbered(found)})"] if found else []
 
 
 def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int, int]:

@@ -130,6 +130,16 @@ def _parquet(path: Path, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
+def header_hint(where: str) -> str:
+    """For an error about the columns of a table's row: its first line named them.
+
+    >>> header_hint("a.csv line 2"), header_hint("a.jsonl line 2")
+    ('; the first line was read as names of columns: if it is a row, put a line of names above it', '')
+    """
+    hint = "; the first line was read as names of columns: if it is a row, put a line of names above it"
+    return hint if re.search(r"\.[ct]sv(\.gz)? line \d+$", where, re.IGNORECASE) else ""
+
+
 def read_rows(file: str | Path, columns: Columns | None = None) -> Iterator[Row]:
     """`read_jsonl` without null fields, because tables fill missing values with null. With columns = {"prompt": "question"}, the
     column question is read as prompt."""

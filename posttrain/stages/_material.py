@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from posttrain.data.demonstrations import DataReport, check_count, from_file, from_task, prepare
+from posttrain.data import demonstrations
 from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
 from posttrain.data.text import unknown_tokens
@@ -63,14 +63,14 @@ class Data(Naming):
         if self.task is None:
             return self
         for level, count in self.counts.items():
-            check_count(self.task, level, count)
+            demonstrations.check_count(self.task, level, count)
         counts = {level: min(count, FEW) for level, count in self.counts.items()}
         return replace(self, counts=counts)
 
-    def examples(self, tokenizer: Any, seed: int, unused: set[str] | None = None) -> list[Example]:
+    def examples(self, tokenizer: Any, seed: int, notes: demonstrations.Notes) -> list[Example]:
         if self.task is None:
-            return from_file(self.file, tokenizer, unused, self.columns)
-        return from_task(self.task, tokenizer, dict(self.counts), seed)
+            return demonstrations.from_file(self.file, tokenizer, notes, self.columns)
+        return demonstrations.from_task(self.task, tokenizer, dict(self.counts), seed)
 
     def __str__(self) -> str:
         if self.task is None:
@@ -102,7 +102,7 @@ class Material:
 
     sets: tuple[list[Example], ...]
     weights: tuple[float, ...]
-    reports: tuple[DataReport, ...]
+    reports: tuple[demonstrations.DataReport, ...]
     held_out: tuple[Unit, ...] = ()
 
     @property
@@ -124,14 +124,14 @@ def gather(
     found: list[list[Unit]] = []
     reports = []
     for source in sources:
-        unused: set[str] = set()
-        examples = source.examples(tokenizer, seed, unused)
+        notes = demonstrations.Notes()
+        examples = source.examples(tokenizer, seed, notes)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
-        kept, report = prepare(examples, max_length)
+        kept, report = demonstrations.prepare(examples, max_length)
         found.append([(example,) for example in kept])
         unknown = tuple(unknown_tokens(tokenizer, (example.ids for example in kept)))
-        reports.append(replace(report, unused=tuple(sorted(unused)), unknown=unknown))
+        reports.append(replace(report, notes=notes, unknown=unknown))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     parts, held_out = split_sources(found, share, seed)

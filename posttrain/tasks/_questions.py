@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from posttrain.data.records import parse_messages, read_set
+from posttrain.data.records import header_hint, parse_messages, read_set
 from posttrain.errors import Range, UserError, check_fields, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.compose import UNPARSEABLE
@@ -216,6 +216,7 @@ def pick(record: Mapping[str, Any], name: str, where: str, key: str = "") -> Any
         has = ", ".join(sorted(record)) or "nothing"
         hint = f"; the task's key {key} names the field" if key else ""
         hint += "; rows without answers are for the task prompts" if key == "answer" else ""
+        hint += header_hint(where)
         require(there, f"{where}: no field {name!r}; it has {has}{hint}")
         found = found[part]
     return found

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from posttrain.data.records import header_hint
 from posttrain.errors import many, require
 from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks._questions import Pool, make_problem, normalised
@@ -44,7 +45,9 @@ class Prompts(Jsonl):
         question, answer, answer_after, _ = fields
         asked = question or next((column for column in ASKED if column in row), "")
         has = ", ".join(map(str, row)) or "nothing"
-        lacking = f"{where}: no column prompt, question or messages; it has {has}"
+        lacking = (
+            f"{where}: no column prompt, question or messages; it has {has}{header_hint(where)}"
+        )
         require(asked, f"{lacking}; question=NAME names the column of the prompt")
         gold = answer or ("answer" if row.get("answer") is not None else "")
         return make_problem(row, where, name, asked, gold, answer_after if gold else "", True)

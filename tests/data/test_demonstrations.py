@@ -18,10 +18,12 @@ from tokenizers_for_tests import (
 )
 
 from posttrain.data import chat
-from posttrain.data.demonstrations import from_file, from_task
+from posttrain.data.demonstrations import Notes, from_file, from_task
 from posttrain.data.formats import DEMONSTRATIONS, Format
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.jsonl import Jsonl
+from posttrain.tasks.prompts import Prompts
 
 
 def write(folder: Path, *records: Any) -> Path:
@@ -94,10 +96,10 @@ def test_the_same_conversation_in_every_format_gives_the_same_tokens(tmp_path: P
         {"conversations": [{"from": "human", "value": "do\n\nit"}, {"from": "gpt", "value": "b"}], "system": "s"},
         {"conversations": [{"from": "system", "value": "s"}, user, said]},
     )
-    unused: set[str] = set()
-    first, *others = from_file(path, tokenizer, unused)
+    notes = Notes()
+    first, *others = from_file(path, tokenizer, notes)
     assert all(e.ids.tolist() == first.ids.tolist() and e.mask.tolist() == first.mask.tolist() for e in others)
-    assert unused == {"prompt", "text", "history"} and tokenizer.decode(first.ids[first.mask]) == "b<|im_end|>"
+    assert notes.unused == {"prompt", "text", "history"} and tokenizer.decode(first.ids[first.mask]) == "b<|im_end|>"
 
 
 @pytest.mark.parametrize("format", DEMONSTRATIONS.values(), ids=list(DEMONSTRATIONS))
@@ -105,9 +107,42 @@ def test_the_same_conversation_in_every_format_gives_the_same_tokens(tmp_path: P
 def test_every_example_of_the_table_is_read(tmp_path: Path, format: Format, template: str | None) -> None:
     if template is None and format.name in ("messages", "sharegpt"):
         return  # conversations need a template
-    tokenizer, unused = byte_level(template), set[str]()
-    (example,) = from_file(write(tmp_path, format.example), tokenizer, unused)
-    assert "3" in tokenizer.decode(example.ids[example.mask]) and not unused
+    tokenizer, notes = byte_level(template), Notes()
+    (example,) = from_file(write(tmp_path, format.example), tokenizer, notes)
+    assert "3" in tokenizer.decode(example.ids[example.mask]) and not notes.unused and not notes.lines()
+
+
+def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
+    """In every format, with the lines. A turn that only calls a tool is no empty answer, nor is one that was given."""
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    nothing, call = {**said, "content": " "}, {**said, "content": None, "tool_calls": [CALL]}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "completion": "\n"},
+        {"prompt": "", "completion": "b"},
+        {"instruction": "", "input": "", "output": ""},
+        {"messages": [user, nothing, user, said]},
+        {"messages": [user, call, {"role": "tool", "content": "3"}, said], "tools": TOOLS},
+        {"prompt": [user, nothing, user], "completion": [said]},
+        {"conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": "b"}]},
+    ]
+    notes = Notes()
+    examples = from_file(write(tmp_path, *rows), byte_level(CHATML_TOOLS), notes)
+    assert len(examples) == len(rows) and notes.empty == {"answer": [1, 3, 4], "prompt": [2, 3, 7]}
+    assert notes.lines()[0] == "3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing"
+
+
+def test_a_table_without_names_in_its_first_line_is_recognised(tmp_path: Path) -> None:
+    """By the readers of rows and by the tasks; a table whose columns have other names gets the names to use instead."""
+    table = tmp_path / "a.csv"
+    table.write_text("What is 1+1?,2\nWhat is 2+2?,4\n")
+    read = "a.csv line 2: .*What is 1.1.*; the first line was read as names of columns: if it is a row, put a line of names above it"
+    asks = (lambda: from_file(table, characters()), Prompts(str(table)).ready, Jsonl(str(table), reward="math").ready)
+    for ask in asks:
+        with pytest.raises(UserError, match=read):
+            ask()
+    table.write_text("question,answer\n1+1,2\n")
+    with pytest.raises(UserError, match="columns={prompt: question, completion: answer}; see"):
+        from_file(table, characters())
 
 
 def test_an_instruction_without_a_template_has_the_prompt_of_alpaca(tmp_path: Path) -> None:
@@ -324,11 +359,10 @@ def test_what_a_template_shows_and_what_says_nothing_is_read(tmp_path: Path) -> 
     tokenizer = byte_level(CHATML_TOOLS)
     talk = [{"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "reasoning_content": "hm", "content": "c", "tool_calls": None}]  # fmt: skip
-    unused: set[str] = set()
-    (example,) = from_file(
-        write(tmp_path, {"messages": talk, "tools": None, "id": 7, "system": None, "source": "x"}), tokenizer, unused
-    )
-    assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>") and unused == {"id", "source"}
+    row, notes = {"messages": talk, "tools": None, "id": 7, "system": None, "source": "x"}, Notes()
+    (example,) = from_file(write(tmp_path, row), tokenizer, notes)
+    assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>")
+    assert notes.unused == {"id", "source"}
     assert tokenizer.decode(example.ids[example.mask]) == "<think>hm</think>c<|im_end|>"
 
 

@@ -211,6 +211,18 @@ def test_what_cannot_teach_is_skipped_counted_and_named(
         read(tmp_path, record, limit=60)
 
 
+def test_opposite_rows_are_kept_and_named(tmp_path: Path) -> None:
+    """Annotators may disagree; the report says where. The same pair again, or with another margin, is no contradiction."""
+    swapped = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}
+    rows = [GOOD, swapped, {**GOOD, "margin": 2}, {**swapped, "prompt": "other"}, swapped]
+    found = read(tmp_path, *rows)
+    what = "warning: 2 rows with the prompt and responses of an earlier row and the opposite preference (lines 2, 5)"
+    assert len(found.units) == 5 and found.lines()[-1] == what
+    found = read(tmp_path, LABEL, {**LABEL, "completion": "c"}, {**LABEL, "label": not LABEL["label"]})
+    assert len(found.units) == 3 and found.lines()[-1].endswith("(line 3)")
+    assert not read(tmp_path, STEPS, STEPS).warnings and not read(tmp_path, RANKING, RANKING).warnings
+
+
 def test_a_ranking_of_one_is_skipped(tmp_path: Path) -> None:
     good = {"prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}
     found = read(tmp_path, good, {"prompt": "hi", "responses": ["a"], "scores": [1]}, {**good, "scores": [2, 2]})

@@ -59,5 +59,5 @@ def test_empty_answers_and_a_share_that_holds_nothing_out_are_said(tmp_path: Pat
     one = SFTStage(name="one", model="tiny:nano", data=(Data(file=str(file)),), steps=1, batch=1, held_out=0.2)
     pipeline.start(config.Settings(Recipe((one,)), "test", threads=1, device="cpu", out=str(tmp_path / "run")))
     said = capsys.readouterr().out
-    assert "one: warning: 2 of 3 teach one token only, as an empty answer does: the model learns to say nothing" in said
+    assert said.count("one: warning: 2 rows with an empty answer (lines 1, 2): the model learns to say nothing") == 1
     assert "one: warning: held_out=0.2: no source has a second prompt; nothing is held out or measured" in said
