@@ -11,11 +11,13 @@ removal does not change the text is refused: the template would drop it in silen
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -180,6 +182,17 @@ def harmless(text: str, control: Sequence[str]) -> str:
     return text
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation to learn from, with its origin: loss is on the assistant's turns but not on those among the first `given`
+    messages."""
+
+    messages: Sequence[Message]
+    where: str = "a conversation"
+    given: int = 0
+    tools: Tools = None
+
+
 def render_example(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -188,25 +201,74 @@ def render_example(
     tools: Tools = None,
 ) -> Example:
     """The whole conversation, with loss on the assistant's turns but not on those among the first `given` messages."""
-    template = _Template(tokenizer, where, tools)
+    [found] = render_examples(tokenizer, [Conversation(messages, where, given, tools)])
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def render_examples(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation]
+) -> list[Example | UserError]:
+    """Of each conversation its example, or why there is none. All are rendered together, and then read by the tokenizer together: for
+    one, asking the process that renders takes longer than rendering, and tokenizers use all cores for many."""
+    found: dict[int, Example | UserError] = {}
+    steps = [_example_steps(tokenizer, one) for one in conversations]
+
+    def advance(given: Mapping[int, Any]) -> dict[int, Any]:
+        asked = {}
+        for n, value in given.items():
+            try:
+                asked[n] = steps[n].send(value)
+            except StopIteration as end:
+                found[n] = end.value
+            except UserError as error:
+                found[n] = error
+        return asked
+
+    asked = advance(dict.fromkeys(range(len(steps))))
+    alike: dict[tuple[str, bool], list[int]] = {}
+    for n, (_, marked) in asked.items():
+        alike.setdefault((json.dumps(conversations[n].tools), marked), []).append(n)
+    rendered = dict[int, list[Rendered | TemplateError]]()
+    for (_, marked), members in alike.items():
+        rows = [([m.row() for m in said], open_) for n in members for said, open_ in asked[n][0]]
+        answers = iter(render_template(tokenizer, rows, conversations[members[0]].tools, marked))
+        rendered |= {n: list(islice(answers, len(asked[n][0]))) for n in members}
+    texts = advance(rendered)
+    if texts:
+        encoded = tokenizer(
+            list(texts.values()), add_special_tokens=False, return_offsets_mapping=True
+        )
+        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        advance(dict(zip(texts, tokens, strict=True)))
+    return [found[n] for n in range(len(conversations))]
+
+
+def _example_steps(tokenizer: Tokenizer, said: Conversation) -> Generator[Any, Any, Example]:
+    """Make an example. Yields the renderings that it needs, and whether they are marked; then the text that is to be encoded."""
+    messages, where, given = said.messages, said.where, said.given
+    template = _Template(tokenizer, where, said.tools)
     template.check(messages)
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     require(any(i >= given for i in turns), f"{where}: no assistant turn to learn from")
     needs = "finding the assistant's tokens needs a fast tokenizer, one with offsets"
     require(tokenizer.is_fast, f"{where}: {needs}")
-    if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
-        text, spans = template.marked_spans(messages)
+    if GENERATION.search(tokenizer.get_chat_template(tools=said.tools)):
+        rendered = yield [(messages, False)], True
+        text, spans = _rendered(where, rendered[0])
         marked = f"marks {len(spans)} of {len(turns)} assistant turns"
         require(len(spans) == len(turns), f"{where}: the chat template {marked}")
         hidden = _hidden(messages, turns, template.marked_texts)
         outside = f"writes the {hidden} outside of its generation block: it would not be learned"
         require(not hidden, f"{where}: the chat template {outside}")
     else:
-        text, spans = template.rendered_spans(messages, turns)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.array(encoded["input_ids"], dtype=np.int64)
-    starts = [start for start, _ in encoded["offset_mapping"]]
-    special = np.isin(ids, tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer))))
+        rendered = yield template.prefixes(messages, turns), False
+        text, spans = template.spans(turns, [_rendered(where, one)[0] for one in rendered])
+    ids, offsets = yield text
+    ids = np.array(ids, dtype=np.int64)
+    starts = [start for start, _ in offsets]
+    special = _is_special(tokenizer, len(tokenizer))[ids]
     mask = np.zeros(len(ids), dtype=bool)
     for turn, span in zip(turns, spans, strict=True):
         start, end = (int(i) for i in np.searchsorted(starts, span))
@@ -282,6 +344,14 @@ def _special_texts(tokenizer: Tokenizer, size: int) -> tuple[str, ...]:
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
+@lru_cache(maxsize=8)
+def _is_special(tokenizer: Tokenizer, size: int) -> np.ndarray:
+    """[V], true for control tokens; cached as their texts are."""
+    found = np.zeros(size, dtype=bool)
+    found[tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer, size)))] = True
+    return found
+
+
 def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:
     """Turn a template's refusal of a conversation (two user turns in a row, a system turn) into an error: a template is the model
     author's program."""
@@ -343,15 +413,21 @@ class _Template:
         found = render_template(self.tokenizer, [(rows, False)], self.tools, marked=True)
         return _rendered(self.where, found[0])
 
-    def rendered_spans(self, messages: Sequence[Message], turns: list[int]) -> Rendered:
-        """The conversation and the character spans of the assistant's turns, found by rendering it up to and including each of them."""
+    def prefixes(
+        self, messages: Sequence[Message], turns: list[int]
+    ) -> list[tuple[Sequence[Message], bool]]:
+        """What is rendered to find the assistant's turns: the conversation; up to each of them, with the generation prompt; and with
+        each of them, but for one that ends the conversation."""
         first = "it begins with an assistant turn, which only a template with generation blocks can show"
         require(0 not in turns, f"{self.where}: {first}")
-        asked = [(messages[:turn], True) for turn in turns]
-        asked += [(messages[: turn + 1], False) for turn in turns]
-        full, *rest = self.render_all([(messages, False), *asked])
+        asked = [(messages, False), *((messages[:turn], True) for turn in turns)]
+        return asked + [(messages[: n + 1], False) for n in turns if n + 1 < len(messages)]
+
+    def spans(self, turns: list[int], prefixes: Sequence[str]) -> Rendered:
+        """The conversation and the character spans of the assistant's turns."""
+        full, *rest = prefixes
         spans = []
-        for turn, before, after in zip(turns, rest, rest[len(turns) :], strict=False):
+        for turn, before, after in zip(turns, rest, [*rest[len(turns) :], full], strict=False):
             text = f"{self.where}: the chat template rewrites earlier turns once later ones follow (as some drop earlier thinking)"
             advice = "use a template with generation blocks, or one example per turn"
             found = after.startswith(before) and full.startswith(after)

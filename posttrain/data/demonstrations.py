@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.data.chat import Tokenizer, is_text, render_example, text_ids
+from posttrain.data.chat import Conversation, Tokenizer, is_text, render_examples, text_ids
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
-from posttrain.data.records import Columns, Tools, parse_messages, parse_tools, read_rows
+from posttrain.data.records import Columns, Row, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
 from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example, Message, Problem
@@ -40,6 +41,8 @@ ALPACA = (
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
 
+
+AT_ONCE = 512  # conversations that are rendered together
 
 # messages that are given, and those whose answers are learned
 Turns = tuple[tuple[Message, ...], tuple[Message, ...]]
@@ -90,11 +93,17 @@ def from_task(
     for level, count in sorted(counts.items()):
         problems = check_count(task, level, count, split)
         drawn += [problems[i] for i in _distinct(len(problems), count, seed, level)]
-    examples, tools = [], task.shown_tools(str(tokenizer.chat_template or ""))
-    for problem in (drawn[i] for i in permutation(len(drawn), "demonstrations", seed)):
-        where, given = f"the demonstration of {problem.id}", len(task.prompt(problem))
-        if said := task.conversation(problem):
-            examples.append(render_example(tokenizer, said, where, given, tools))
+    tools = task.shown_tools(str(tokenizer.chat_template or ""))
+    order = permutation(len(drawn), "demonstrations", seed)
+    shown = ((drawn[i], task.conversation(drawn[i])) for i in order)
+    said = (
+        Conversation(turns, f"the demonstration of {one.id}", len(task.prompt(one)), tools)
+        for one, turns in shown
+        if turns
+    )
+    examples = list[Example]()
+    while part := list(islice(said, AT_ONCE)):
+        examples += map(sound, rendered(tokenizer, part))
     return examples
 
 
@@ -125,22 +134,50 @@ def from_file(
 ) -> list[Example]:
     """Every line of a JSONL file as an Example; `notes` gets what the report says of them. An error names the file and the line."""
     notes = Notes() if notes is None else notes
-    examples, rows = [], read_rows(path, columns)
-    for where, record in rows:
-        kind = revealed(record, DEMONSTRATIONS.values())
-        if kind is None:
-            others = sum(revealed(row, DEMONSTRATIONS.values()) is None for _, row in rows)
-            more = f" ({many(others, 'later row')} like it)" if others else ""
-            raise UserError(f"{unrecognised(record, where, DEMONSTRATIONS)}{more}")
-        notes.unused |= unread(record, kind.columns, where)
-        tools = parse_tools(record.get("tools"), where)
-        if kind.name == "text":
-            examples.append(_text(record["text"], tokenizer, where, tools))
-            continue
-        turns = READERS[kind.name](record, tokenizer, where)
-        examples.append(_example(turns, tokenizer, where, tools))
-        notes.look(*turns, where)
-    return examples
+    examples, rows = list[Example](), read_rows(path, columns)
+    while True:
+        said, error = list[Example | Conversation](), None
+        try:
+            for where, record in islice(rows, AT_ONCE):
+                said.append(_read(record, tokenizer, where, notes, rows))
+        except UserError as refused:
+            error = refused
+        examples += map(sound, rendered(tokenizer, said))  # an earlier row is refused first
+        if error is not None:
+            raise error
+        if not said:
+            return examples
+
+
+def _read(
+    record: dict[str, Any], tokenizer: Tokenizer, where: str, notes: Notes, later: Iterable[Row]
+) -> Example | Conversation:
+    kind = revealed(record, DEMONSTRATIONS.values())
+    if kind is None:
+        others = sum(revealed(row, DEMONSTRATIONS.values()) is None for _, row in later)
+        more = f" ({many(others, 'later row')} like it)" if others else ""
+        raise UserError(f"{unrecognised(record, where, DEMONSTRATIONS)}{more}")
+    notes.unused |= unread(record, kind.columns, where)
+    tools = parse_tools(record.get("tools"), where)
+    if kind.name == "text":
+        return _text(record["text"], tokenizer, where, tools)
+    turns = READERS[kind.name](record, tokenizer, where)
+    notes.look(*turns, where)
+    return _taught(turns, tokenizer, where, tools)
+
+
+def rendered(
+    tokenizer: Tokenizer, said: Sequence[Example | Conversation]
+) -> list[Example | UserError]:
+    """The examples, with conversations rendered, or why there is none of them."""
+    found = iter(render_examples(tokenizer, [s for s in said if isinstance(s, Conversation)]))
+    return [next(found) if isinstance(one, Conversation) else one for one in said]
+
+
+def sound(found: Example | UserError) -> Example:
+    if isinstance(found, UserError):
+        raise found
+    return found
 
 
 def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:
@@ -202,7 +239,15 @@ def completion_example(
     prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
 ) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
-    return _example(_turns(prompt, completion, where), tokenizer, where, tools)
+    [found] = rendered(tokenizer, [to_render(prompt, completion, tokenizer, where, tools)])
+    return sound(found)
+
+
+def to_render(
+    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
+) -> Example | Conversation:
+    """`completion_example` for `rendered`, which renders many together."""
+    return _taught(_turns(prompt, completion, where), tokenizer, where, tools)
 
 
 def _turns(prompt: Any, completion: Any, where: str) -> Turns:
@@ -213,14 +258,14 @@ def _turns(prompt: Any, completion: Any, where: str) -> Turns:
     return turns(prompt, "user", "prompt"), turns(completion, "assistant", "completion")
 
 
-def _example(turns: Turns, tokenizer: Tokenizer, where: str, tools: Tools) -> Example:
+def _taught(turns: Turns, tokenizer: Tokenizer, where: str, tools: Tools) -> Example | Conversation:
     before, after = turns
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
     if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
         rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
         return plain_example(ids + rest, len(ids), tokenizer)
-    return render_example(tokenizer, before + after, where, given=len(before), tools=tools)
+    return Conversation(before + after, where, len(before), tools)
 
 
 def plain_example(ids: list[int], given: int, tokenizer: Tokenizer) -> Example:

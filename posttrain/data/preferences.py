@@ -20,13 +20,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import Tokenizer
-from posttrain.data.demonstrations import completion_example, unread
+from posttrain.data.chat import Conversation, Tokenizer
+from posttrain.data.demonstrations import AT_ONCE, rendered, sound, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
@@ -131,19 +132,31 @@ def read_preferences(
     refused: list[str] = []
     unused: set[str] = set()
     decoder = Decoder(tokenizer)
-    for where, record in read_rows(path, columns):
-        total, line = total + 1, int(where.rsplit(" ", 1)[1])
-        kind = kind or _detect(record, where)
-        try:
-            row = _checked(kind, record, where)
-            unused |= unread(record, PREFERENCES[kind].columns, where)
-            units.append(_unit(row, tokenizer, decoder, max_length, where))
-            lines.append(line)
-            margins |= row.margins
-        except _Skip as skip:
-            skipped.setdefault(str(skip), []).append(line)
-        except UserError as error:
-            refused.append(str(error))
+    rows = read_rows(path, columns)
+    while part := list(islice(rows, AT_ONCE)):
+        asked = list[tuple[_Row | _Skip | UserError, list[Example | Conversation]]]()
+        for where, record in part:
+            kind = kind or _detect(record, where)
+            try:
+                row = _checked(kind, record, where)
+                unused |= unread(record, PREFERENCES[kind].columns, where)
+                asked.append((row, _responses(row, tokenizer, where)))
+            except (_Skip, UserError) as error:
+                asked.append((error, []))
+        made = iter(rendered(tokenizer, [one for _, said in asked for one in said]))
+        for (where, _), (given, said) in zip(part, asked, strict=True):
+            total, line = total + 1, int(where.rsplit(" ", 1)[1])
+            found = list(islice(made, len(said)))
+            try:
+                if not isinstance(given, _Row):
+                    raise given
+                units.append(_unit(given, list(map(sound, found)), decoder, max_length, where))
+                lines.append(line)
+                margins |= given.margins
+            except _Skip as skip:
+                skipped.setdefault(str(skip), []).append(line)
+            except UserError as error:
+                refused.append(str(error))
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
@@ -246,8 +259,8 @@ def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
     return replace(row, tools=parse_tools(tools, where))
 
 
-def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, where: str) -> Unit:
-    """The examples of a row, which begin with the same prompt tokens."""
+def _responses(row: _Row, tokenizer: Tokenizer, where: str) -> list[Example | Conversation]:
+    """The responses of a row after its prompt, to be rendered if there is a chat template."""
     texts = [_text(response) for response in row.responses]
     if any(not text.strip() for text in texts):
         raise _Skip("empty")
@@ -255,10 +268,14 @@ def _unit(row: _Row, tokenizer: Tokenizer, decoder: Decoder, max_length: int, wh
         raise _Skip("equal")
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
-    examples = [
-        replace(completion_example(row.prompt, said, tokenizer, where, row.tools), reward=reward)
-        for said, reward in zip(row.responses, row.rewards, strict=True)
-    ]
+    return [to_render(row.prompt, r, tokenizer, where, row.tools) for r in row.responses]
+
+
+def _unit(
+    row: _Row, examples: Sequence[Example], decoder: Decoder, max_length: int, where: str
+) -> Unit:
+    """The examples of a row, which begin with the same prompt tokens."""
+    examples = [replace(e, reward=reward) for e, reward in zip(examples, row.rewards, strict=True)]
     if not all(e.mask.any() for e in examples):
         raise _Skip("empty")
     if any(len(e.ids) > max_length for e in examples):

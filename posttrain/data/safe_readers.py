@@ -28,9 +28,9 @@ from posttrain.errors import UserError, require
 TEMPLATE_SECONDS = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory
 TEMPLATE_TEXT = 1 << 22  # characters that it may write
-# of wall time, for all of them: for a crowded machine, and where the system limits no processor time. A machine may be suspended, so a
-# conversation without an answer by then is asked once more
-BATCH_SECONDS = 120.0
+# of wall time, from one answer to the next: for a crowded machine, and where the system limits no processor time. A machine may be
+# suspended, so a conversation without an answer by then is asked once more
+ANSWER_SECONDS = 120.0
 # environment variables of the rendering process: for the date, and to find Python's libraries
 KEPT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 YAML_NODES = 200_000
@@ -44,7 +44,7 @@ class TemplateError(Exception):
         self.limit = limit
 
 
-LATE = TemplateError(f"it did not answer within {BATCH_SECONDS:g} s, twice", limit=True)
+LATE = TemplateError(f"it did not answer within {ANSWER_SECONDS:g} s, twice", limit=True)
 Rendered = tuple[str, list[tuple[int, int]]]  # a text, and the spans of its generation blocks
 Conversation = tuple[list[dict[str, Any]], bool]  # with whether the generation prompt is wanted
 
@@ -145,6 +145,7 @@ class _Renderer:
                 answer = process.stdout.readline()
                 ended = None if answer else self._ended(request, process)
                 found.append(ended or _answer(json.loads(answer)))
+                self.asked = time.monotonic(), process
                 if not answer or _over(found[-1]):  # it has ended, or is about to
                     self.stop()
                     break
@@ -159,7 +160,7 @@ class _Renderer:
         with self.watch:
             self.asked = time.monotonic(), process
             if self.clock is None:
-                self._look_in(BATCH_SECONDS)
+                self._look_in(ANSWER_SECONDS)
 
     def _look_in(self, seconds: float) -> None:
         self.clock = threading.Timer(seconds, self._look)
@@ -172,7 +173,7 @@ class _Renderer:
             if self.asked is None:
                 return
             began, process = self.asked
-            left = began + BATCH_SECONDS - time.monotonic()
+            left = began + ANSWER_SECONDS - time.monotonic()
             if left > 0:
                 self._look_in(left)
             else:

@@ -292,13 +292,52 @@ CALLED = [
 
 def test_checking_that_calls_are_shown_does_not_grow_with_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rendering for each field made a file of long conversations take minutes."""
-    counted: list[int] = []
-    inner = chat._Template.marked_spans
-    monkeypatch.setattr(chat._Template, "marked_spans", lambda *given: counted.append(1) or inner(*given))
+    asked: list[int] = []
+    inner = chat.render_template
+    monkeypatch.setattr(
+        chat, "render_template", lambda t, rows, *rest, **how: asked.append(len(rows)) or inner(t, rows, *rest, **how)
+    )
+    counts = []
     for rounds in (1, 12):
-        counted.clear()
+        asked.clear()
         from_file(write(tmp_path, {"messages": CALLED * rounds, "tools": TOOLS}), byte_level(CHATML_TOOL_BLOCKS))
-        assert len(counted) == 2, "once to render, once with every field marked"
+        counts.append(sum(asked))
+    assert counts[0] == counts[1]
+
+
+SAID = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+
+
+@pytest.mark.parametrize("template", [CHATML_TOOLS, CHATML_TOOL_BLOCKS])
+def test_the_rows_of_a_file_are_rendered_together(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask the process that renders takes longer than to render a row."""
+    rows: list[Any] = [{"prompt": f"{n}", "completion": f"{n}"} for n in range(40)]
+    rows[7] = {"messages": CALLED, "tools": TOOLS}
+    rows[9:11] = [SAID, {"text": "1+1=2"}]
+    path, tokenizer = write(tmp_path, *rows), byte_level(template)
+    alone = []
+    for row in rows:
+        alone += from_file(write(tmp_path, row), tokenizer)
+    path, asked, inner = write(tmp_path, *rows), [], chat.render_template
+    monkeypatch.setattr(
+        chat, "render_template", lambda t, rows, *rest, **how: asked.append(len(rows)) or inner(t, rows, *rest, **how)
+    )
+    together = from_file(path, tokenizer)
+    assert [(e.ids.tolist(), e.mask.tolist()) for e in together] == [(e.ids.tolist(), e.mask.tolist()) for e in alone]
+    assert len(asked) < 10 and max(asked) > 30
+
+
+def test_of_rows_that_are_read_together_the_first_wrong_one_is_named(tmp_path: Path) -> None:
+    """Whether its columns are wrong or the template refuses it."""
+    refusing = CHATML.replace(
+        "{% for", "{% if messages[0].content == '9' %}{{ raise_exception('no nines') }}{% endif %}{% for", 1
+    )
+    assert refusing != CHATML
+    good, nine, odd = ({"prompt": "1", "completion": "1"}, {"prompt": "9", "completion": "1"}, {"completion": "1"})
+    for rows, told in (([good, nine, odd], "line 2: .* no nines"), ([good, odd, nine], "line 2")):
+        with pytest.raises(UserError, match=told) as caught:
+            from_file(write(tmp_path, *rows), byte_level(refusing))
+        assert ("no nines" in str(caught.value)) == (rows[1] is nine)
 
 
 @pytest.mark.parametrize("template", [CHATML_TOOLS, CHATML_TOOL_BLOCKS])

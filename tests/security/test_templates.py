@@ -135,7 +135,7 @@ def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPa
     start = renderer.start
 
     def hurry() -> None:
-        monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 0.2)
+        monkeypatch.setattr(safe_readers, "ANSWER_SECONDS", 0.2)
         assert renderer.clock is not None
         renderer.clock.cancel()
         renderer.clock = None
@@ -143,7 +143,7 @@ def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPa
     hurry()
 
     def patient() -> Any:
-        monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 120.0)
+        monkeypatch.setattr(safe_readers, "ANSWER_SECONDS", 120.0)
         return start()
 
     monkeypatch.setattr(renderer, "start", patient)
@@ -163,9 +163,29 @@ def test_a_renderer_that_stood_still_is_asked_again(monkeypatch: pytest.MonkeyPa
     renderer.stop()
 
 
+def test_the_time_for_an_answer_begins_with_the_answer_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of long conversations may take longer than the limit for one."""
+    tokenizer, renderer = (
+        characters(template="{% for m in range(300) %}{% for n in range(1000) %}{% endfor %}{% endfor %}" + CHATML),
+        safe_readers._renderer,
+    )
+    expected = render_prompt(tokenizer, ASK)
+    began = time.monotonic()
+    render_prompt(tokenizer, ASK)
+    limit = 6 * (time.monotonic() - began)
+    monkeypatch.setattr(safe_readers, "ANSWER_SECONDS", limit)
+    if renderer.clock is not None:
+        renderer.clock.cancel()
+        renderer.clock = None
+    process, began = renderer.process, time.monotonic()
+    assert render_prompts(tokenizer, [("row", ASK)] * 30) == [expected] * 30
+    assert time.monotonic() - began > limit
+    assert renderer.process is process, "it was not ended"
+
+
 def test_one_timer_looks_after_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, renderer = characters(template=CHATML), safe_readers._renderer
-    monkeypatch.setattr(safe_readers, "BATCH_SECONDS", 2.0)
+    monkeypatch.setattr(safe_readers, "ANSWER_SECONDS", 2.0)
     if renderer.clock is not None:
         renderer.clock.cancel()
         renderer.clock = None
