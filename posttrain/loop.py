@@ -308,8 +308,9 @@ class Loop:
                     metrics += [*error.metrics, Metric("grad_norm", error.norm, 1)]
                     self.stage_monitor.report_non_finite(self.step + 1, error, prepared, groups)
                     return False
-                metrics += [*update.metrics, Metric("grad_norm", update.grad_norm, 1)]
-                metrics.append(Metric("updates", int(update.moved), None))
+                metrics += [*update.metrics, Metric("updates", int(update.moved), None)]
+                if update.moved:
+                    metrics.append(Metric("grad_norm", update.grad_norm, 1))
                 # Only before the first update is the trainer's policy the one that sampled.
                 if not (moved or reuse.once):
                     own = (m for m in update.metrics if m.name.startswith("mismatch"))

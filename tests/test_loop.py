@@ -166,6 +166,26 @@ def test_a_step_without_any_selected_group_is_left_out(algorithm: Algorithm, tmp
     assert not all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
 
 
+def test_a_mini_batch_without_a_score_has_no_part_in_the_mean_of_the_gradients_norm(tmp_path: Path) -> None:
+    def plant(step: int, groups: list[Group]) -> list[Group]:
+        unscored = [replace(r, score=Score.failed("timeout")) for r in groups[1].rollouts]
+        return [groups[0], replace(groups[1], rollouts=tuple(unscored))]
+
+    loop = make(tmp_path, GRPO(beta=0.0, mini_batches=2), plant, steps=1, monitor=MonitorSettings(off=("failed",)))
+    update, norms = loop.trainer.update, list[float]()
+
+    def recording(batch: Batch, *more: Any) -> Any:
+        found = update(batch, *more)
+        norms.append(found.grad_norm)
+        return found
+
+    loop.trainer.update = recording  # type: ignore[method-assign]
+    loop.run()
+    (row,) = Run(loop.writer.directory).metrics("rl")
+    assert (len(norms), min(norms)) == (2, 0.0) and row.figures["skipped"] == row.figures["updates"] == 1
+    assert row.figures["grad_norm"] == max(norms) > 0
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [GRPO(beta=0.04, entropy=0.01), GRPO(beta=0.0, epochs=2, mini_batches=2), PPO(group=4, critic_warmup=2, clip=0.1)],
