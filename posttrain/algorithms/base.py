@@ -59,6 +59,8 @@ class Algorithm(Checked):
     unit: ClassVar[str] = "sequence"  # sequence | pair | ranking: never cut by a micro-batch
     # policy: with a language-model head | scorer: with a scalar head
     trains: ClassVar[str] = "policy"
+    # whether its terms report `kl/response`, the KL of whole responses to the reference
+    measures_kl: ClassVar[bool] = False
 
     @property
     def where(self) -> str:

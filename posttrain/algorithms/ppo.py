@@ -70,6 +70,7 @@ class PPO(ReusedSamples, Algorithm):
     """
 
     paper = "Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155"
+    measures_kl = True
 
     group: Several = 1  # samples a prompt; the critic is the baseline, so one is enough
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2

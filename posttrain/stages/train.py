@@ -238,7 +238,8 @@ class ReferenceStage(TrainStage):
         if name != "reference":
             return super().make_role(name, context, policy)
         watched = name not in self.algorithm.roles
-        model, every_step = self.reference_model(context, policy), bool(self.stop.kl)
+        model = self.reference_model(context, policy)
+        every_step = self.stop.kl > 0 and (watched or not self.algorithm.measures_kl)
         if self.moves:
             ema, every = self.reference_ema, self.reference_every
             return MovingReference(model, policy, ema, every, watched, every_step)

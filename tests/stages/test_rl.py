@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Generate
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.train.optimizer import Optimization
-from posttrain.types import Message, Problem, Rollout, Sampling
+from posttrain.types import Message, Problem, Rollout, Sampling, Score
 from tests.faults.harness import fingerprint
 
 TASK = Arithmetic(level=1)
@@ -400,6 +400,26 @@ def test_a_kl_ends_the_stage_in_the_step_that_passes_it_and_the_run_goes_on(tmp_
     )
     with pytest.raises(UserError, match=r"rl: stop\.kl needs samples and a reference"):
         stage(algorithm=GRPO(group=2, beta=0.0), stop=Stop(kl=1.0))
+
+
+@dataclass(frozen=True)
+class OftenUnscored(Arithmetic):
+    """Scores a response if its length is even."""
+
+    def score(self, problem: Problem, response: str) -> Score:
+        return Score.failed("timeout") if len(response) % 2 else Score(len(set(response)) / 6)
+
+
+def test_a_limit_of_the_kl_that_is_never_reached_changes_no_figure(tmp_path: Path) -> None:
+    """PPO measures the KL over the responses that have a score, for its controller too."""
+    algorithm = PPO(beta=0.1, kl_target=50.0, kl_horizon=1, group=4, mini_batches=2)
+    shared: dict[str, Any] = {"task": OftenUnscored(level=1), "algorithm": algorithm, "steps": 3}
+    found = []
+    for limit in (0.0, 1e9):
+        one = stage(**shared, stop=Stop(kl=limit), monitor=MonitorSettings(off=("failed",)))
+        rows = Run(run(tmp_path / str(limit), one)).metrics("rl")
+        found.append([[row.figures.get(name) for name in ("failed", "kl/response", "beta")] for row in rows])
+    assert found[0] == found[1] and 0 < found[0][-1][0] < 1 and found[0][-1][1] != 0
 
 
 def test_prompts_that_the_vocabulary_lacks_are_said_before_the_first_step(
