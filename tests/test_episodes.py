@@ -22,6 +22,7 @@ from posttrain import catalogue
 from posttrain.algorithms.grpo import GRPO
 from posttrain.collect import rate_groups
 from posttrain.data.chat import render_prompt
+from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
@@ -32,7 +33,7 @@ from posttrain.models.tiny import character_tokenizer
 from posttrain.rewards.math import grade
 from posttrain.runs.metrics import group_metrics
 from posttrain.system.workers import WorkerPool
-from posttrain.tasks.base import ContextFull, EpisodeEnd, Generate, Limits, Task
+from posttrain.tasks.base import ContextFull, EpisodeEnd, Generate, Limits, Task, validate
 from posttrain.train.pack import pack_groups, part_values
 from posttrain.turns import Seconds
 from posttrain.types import Completion, Group, Message, Problem, Request, Rollout, Sampling, Score
@@ -741,3 +742,18 @@ def test_the_page_on_tasks_pays_a_second_try_that_is_right(tmp_path: Path) -> No
     sampler = ScriptedSampler(lambda r: completion(tokenizer(tries[r.turn])["input_ids"]))
     (group,) = rollout_groups(task, sampler, Decoder(tokenizer), [Problem("p", "2 * 4 =", "8")], 1, Sampling(4), 0)
     assert [r.score.value for r in group.rollouts] == [1.0] and group.rollouts[0].turns == 2
+
+
+def test_the_page_on_tasks_has_levels_that_a_curriculum_climbs(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    one, _, levels = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(one + levels)
+    task = catalogue.load("task", f"{tmp_path / 'mine.py'}:Sums")()
+    validate(task)
+    for level in task.levels:
+        (train, test) = ({p.id.split("/")[1] for p in task.problems(split, level)} for split in ("train", "test"))
+        assert train and test and not train & test and {len(number) for number in train | test} == {level}
+    climbed = CurriculumState(task.levels, [9, 9, 9], Curriculum(window=2), 0)
+    for problem in task.problems("train", 1)[:2]:
+        climbed.observe(problem.level, 1.0)
+    assert climbed.level == 2

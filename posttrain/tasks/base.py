@@ -252,6 +252,10 @@ def _checked(problems: Callable[..., Any]) -> Callable[..., Any]:
         asked = type(getattr(first, "question", "")).__name__
         text = f"a question is text, not {asked}; messages are what `prompt` returns"
         self.check(asked == "str", text)
+        level, own = more.get("level", [*given, None, None][1]), getattr(first, "level", None)
+        named = None in (level, own) or len(self.levels) == 1 or own == level
+        text = f"a problem of level {level} says level {own}; give each Problem its level, by which a curriculum counts"
+        self.check(named, text)
         return found
 
     return checked

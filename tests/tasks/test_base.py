@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -84,6 +84,27 @@ def test_problems_must_be_a_sequence() -> None:
         value = [Problem("a", [Message("user", "1+1=")], "2")]  # type: ignore[arg-type]
         with pytest.raises(UserError, match="^Other: a question is text, not list; messages are what `prompt` returns"):
             Other().problems("train")
+
+
+class Steps(Plain):
+    """Says the levels of its problems or not."""
+
+    own: ClassVar[bool] = True
+    levels: ClassVar[tuple[int, ...]] = (1, 2)  # type: ignore[assignment]
+
+    def problems(self, split: str, level: int | None = None) -> Any:
+        return [Problem("a", "1+1=", "2", level=(level or 2) if self.own else 0)]
+
+
+def test_problems_of_several_levels_say_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the curriculum would never open a level."""
+    for asked in ({}, {"level": None}, {"level": 1}, {"level": 2}):
+        assert Steps().problems("train", **asked)[0].level == (asked.get("level") or 2)
+    monkeypatch.setattr(Steps, "own", False)
+    assert Steps().problems("train") and Steps().problems("test", None), "the target level may be any"
+    for given, named in ((("train", 1), {}), (("train",), {"level": 1}), ((), {"split": "train", "level": 1})):
+        with pytest.raises(UserError, match="^Steps: a problem of level 1 says level 0; give each Problem its level, by which"):
+            Steps().problems(*given, **named)
 
 
 @dataclass(frozen=True)
