@@ -55,7 +55,7 @@ def test_the_loss_on_pairs_of_the_page_is_its_target_squared_at_first(tmp_path: 
 
 def test_the_schedule_of_the_page_changes_beta_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    *_, fading, _ = BLOCK.findall(PAGE.read_text())
+    *_, fading, _, _ = BLOCK.findall(PAGE.read_text())
     Path("fading.py").write_text(fading)
     settings = {"steps": 3, "batch": 4, "max_new_tokens": 4, "held_out": 0}
     run = pt.rl("tiny:nano", ["1", "2", "3", "4"], len, algorithm="fading.py:FadingPPO", fade=0.5, beta=0.4, **settings).train()
@@ -66,7 +66,7 @@ def test_the_schedule_of_the_page_changes_beta_after_every_step(tmp_path: Path, 
 def test_the_term_of_the_page_acts_on_responses_without_an_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rewards are equal here, so that the term is the whole loss. Masked with their advantages, it would be 0."""
     monkeypatch.chdir(tmp_path)
-    *_, curious = BLOCK.findall(PAGE.read_text())
+    *_, curious, _ = BLOCK.findall(PAGE.read_text())
     Path("curious.py").write_text(curious)
     settings = {"steps": 1, "batch": 2, "max_new_tokens": 4, "held_out": 0, "group": 2, "beta": 0.0, "bonus": 0.5}
     run = pt.rl("tiny:nano", ["1", "2"], lambda response: 1.0, algorithm="curious.py:CuriousGRPO", **settings).train()
@@ -74,3 +74,25 @@ def test_the_term_of_the_page_acts_on_responses_without_an_advantage(tmp_path: P
     # a model of random weights is nearly uniform over its tokens
     uniform = math.log(len(run.tokenizer)) ** 2
     assert last["loss/bonus"] == pytest.approx(-0.5 * uniform, rel=0.1) and last["updates"] == 1 and last["grad_norm"] > 0
+
+
+def test_the_controller_of_the_page_raises_its_term_while_the_entropy_is_low(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, steady = BLOCK.findall(PAGE.read_text())
+    Path("steady.py").write_text(steady)
+    settings = {
+        "steps": 3,
+        "batch": 4,
+        "max_new_tokens": 4,
+        "held_out": 0,
+        "group": 2,
+        "beta": 0.0,
+        "rise": 0.1,
+        "target": 20.0,
+    }
+    run = pt.rl("tiny:nano", ["1", "2", "3", "4"], len, algorithm="steady.py:SteadyGRPO", **settings).train()
+    uniform = math.log(len(run.tokenizer))
+    assert [row["loss/steady"] for row in run.metrics[-3:]] == pytest.approx([0.0, -0.1 * uniform, -0.2 * uniform], rel=0.1)
+    assert [e for e in Run(run.directory).events() if e.kind == "alarm"] == []
