@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.algorithms.base import Correction, Reuse
 from posttrain.errors import Count, Positive
 from posttrain.ops.kl import kl_estimate
-from posttrain.ops.policy import importance_ratio, mismatch_weights, near_sequences
+from posttrain.ops.policy import mismatch_weights, near_sequences
 from posttrain.types import Batch, Metric
 
 DEFAULT_CAP = 2.0
@@ -131,8 +131,7 @@ class ReusedSamples:
             metrics.append(Metric("dropped", (~near_N).sum(), batch.sequences))
             factor_T = factor_T.where(near_N[sequence_T], 0.0)
         if self.mask_high:
-            proximal_T, behaviour_T = (t.where(mask_T, 0.0) for t in given[:2])
-            ratio_T = importance_ratio(proximal_T, behaviour_T)
+            ratio_T = mismatch_weights("decoupled", *given, self.cap)
             far_T = (ratio_T < self.mask_low) | (ratio_T > self.mask_high)
             metrics.append(Metric("masked", (far_T & mask_T).sum(), mask_T.sum()))
             factor_T = factor_T.where(~far_T, 0.0)

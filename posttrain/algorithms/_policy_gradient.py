@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.algorithms._corrections import ReusedSamples, ratio_range, step_kl
 from posttrain.algorithms.base import Algorithm, State
 from posttrain.errors import NotNegative, Range
-from posttrain.ops.advantages import group_advantages, process_advantages, turn_advantages
+from posttrain.ops import advantages
 from posttrain.ops.kl import KINDS, kl_estimate
 from posttrain.ops.policy import clip_binds, clipped_surrogate, importance_ratio
 from posttrain.ops.weights import reduction, sequence_sums
@@ -160,6 +160,13 @@ class PolicyGradient(ReusedSamples, Algorithm):
         cost_N = sequence_sums(cost_T, mask_T, step.sequence_T, step.sequences)
         return (step.reward_N - cost_N).to(step.reward_N.dtype)
 
+    def less_kl(self, advantage_T: Tensor, step: Batch, mask_T: Tensor) -> Tensor:
+        """[T]: A_it - beta sum_{s >= t} KL_is, if the KL is in the reward: a token is charged for its own and that of later tokens."""
+        cost_T = advantages.sums_to_go(
+            self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences
+        )
+        return advantage_T - cost_T.to(advantage_T.dtype)
+
     def paid(self, step: Batch) -> Batch:
         """The step with the rewards that are learned from: with `truncated = "zero"`, min(r_i, 0) for a response that was cut off, and
         for each turn of an episode that was."""
@@ -235,12 +242,12 @@ class PolicyGradient(ReusedSamples, Algorithm):
         sequence_T, group_N, valid_N = step.sequence_T, step.group_N, step.valid_N
         if supervision != "outcome":
             step_T = self.step_values(step, supervision)
-            return process_advantages(step_T, mask_T, sequence_T, group_N, **scaling)
+            return advantages.process_advantages(step_T, mask_T, sequence_T, group_N, **scaling)
         reward_N = self.rewards(step, mask_T)
         scaling["episode_N"] = step.columns.get("episode_N")
         if "paid_T" not in step.columns:
-            return group_advantages(reward_N, valid_N, group_N, **scaling)[sequence_T]
-        return turn_advantages(
+            return advantages.group_advantages(reward_N, valid_N, group_N, **scaling)[sequence_T]
+        return advantages.turn_advantages(
             reward_N, step.paid_T, valid_N, mask_T, sequence_T, group_N, **scaling
         )
 

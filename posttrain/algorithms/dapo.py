@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from posttrain.algorithms._policy_gradient import PolicyGradient
 from posttrain.algorithms.base import State
 from posttrain.ops.advantages import overlong_punishment
 from posttrain.ops.weights import sequence_lengths
-from posttrain.types import Batch, Group, Metric, Sampling, Selection
+from posttrain.types import Batch, Group, Sampling, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,11 @@ class DAPO(PolicyGradient):
         return (f"no response of {limit} tokens or fewer is overlong: {begins}",)
 
     def select(self, groups: Sequence[Group], state: State) -> Selection:
+        found = super().select(groups, state)
+        if not self.dynamic:
+            return found
         teaching = tuple(group for group in groups if not self.zero_variance(group))
-        left_out = len(groups) - len(teaching)
-        metrics = (Metric("groups/zero_variance", left_out, len(groups)),)
-        if self.dynamic:
-            return Selection(teaching, left_out, metrics)
-        return Selection(tuple(groups), 0, metrics)
+        return replace(found, groups=teaching, refill=len(groups) - len(teaching))
 
     def rewards(self, step: Batch, mask_T: Tensor) -> Tensor:
         reward_N = super().rewards(step, mask_T)

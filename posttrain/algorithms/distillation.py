@@ -112,15 +112,8 @@ class Distillation(PolicyGradient):
         else:
             p, q = outputs.predictions["policy"], outputs.predictions["teacher"]
             temperature = self.temperature or batch.temperature
-            value = vocabulary_divergence(
-                p.hidden_MH,
-                p.head,
-                q.hidden_MH,
-                q.head,
-                self.divergence,
-                temperature,
-                self.jsd_beta,
-            )
+            both = (p.hidden_MH, p.head, q.hidden_MH, q.head)
+            value = vocabulary_divergence(*both, self.divergence, temperature, self.jsd_beta)
             kept.append(Term("divergence", value, batch.weight_T[p.at_M]))
         measured = Metric("divergence", value.detach().sum(), batch.mask_T.sum())
         return Terms(tuple(kept), (*found.metrics, measured))

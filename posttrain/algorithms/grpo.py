@@ -79,15 +79,9 @@ class GRPO(PolicyGradient):
         scaling: dict[str, Any] = {"scale": self.scale, "ddof": self.ddof, "epsilon": self.epsilon}
         whole, episode_N = (step.valid_N, step.group_N), step.columns.get("episode_N")
         if self.pass_k > 1:
-            advantage_N = pass_at_k_advantages(
-                step.reward_N,
-                *whole,
-                k=self.pass_k,
-                solved=self.solved,
-                epsilon=self.epsilon,
-                episode_N=episode_N,
-            )
-            return advantage_N[step.sequence_T]
+            given: dict[str, Any] = {"k": self.pass_k, "solved": self.solved}
+            given |= {"epsilon": self.epsilon, "episode_N": episode_N}
+            return pass_at_k_advantages(step.reward_N, *whole, **given)[step.sequence_T]
         if self.parts:
             part_NK = torch.stack([step.columns[part_column(name)] for name in self.parts], 1)
             weights = self.part_weights or (1.0,) * len(self.parts)

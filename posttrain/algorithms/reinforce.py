@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
 from posttrain.errors import Range, Several
-from posttrain.ops.advantages import group_advantages, sums_to_go
+from posttrain.ops.advantages import group_advantages
 from posttrain.types import Batch, Metric
 
 
@@ -64,8 +64,7 @@ class Reinforce(PolicyGradient):
             advantage_N = group_advantages(
                 step.reward_N, step.valid_N, group_N, scale="none", episode_N=episode_N
             )
-        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
-        return advantage_N[step.sequence_T] - cost_T.to(advantage_N.dtype)
+        return self.less_kl(advantage_N[step.sequence_T], step, mask_T)
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
         name = "reward_paid" if self.truncated == "zero" else "reward"

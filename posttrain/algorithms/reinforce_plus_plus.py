@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient
 from posttrain.algorithms.base import State
 from posttrain.errors import NotNegative, Several
-from posttrain.ops.advantages import group_advantages, sums_to_go, whiten
+from posttrain.ops.advantages import group_advantages, whiten
 from posttrain.types import Batch
 
 
@@ -51,5 +51,4 @@ class ReinforcePlusPlus(PolicyGradient):
         if self.baseline == "group":
             given, episode_N = (step.valid_N, step.group_N), step.columns.get("episode_N")
             reward_N = group_advantages(reward_N, *given, scale="none", episode_N=episode_N)
-        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
-        return whiten(reward_N[step.sequence_T] - cost_T.to(reward_N.dtype), mask_T)
+        return whiten(self.less_kl(reward_N[step.sequence_T], step, mask_T), mask_T)

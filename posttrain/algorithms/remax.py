@@ -10,7 +10,6 @@ from torch import Tensor
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
 from posttrain.algorithms.base import State
 from posttrain.errors import NotNegative
-from posttrain.ops.advantages import sums_to_go
 from posttrain.types import Batch, Group, Metric, Rollout, Sampling, Selection
 
 
@@ -61,8 +60,7 @@ class ReMax(PolicyGradient):
         return step  # scores are differences here: `select` has limited the rewards
 
     def advantages(self, step: Batch, mask_T: Tensor, state: State) -> Tensor:
-        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
-        return step.reward_N[step.sequence_T] - cost_T.to(step.reward_N.dtype)
+        return self.less_kl(step.reward_N[step.sequence_T], step, mask_T)
 
 
 def greedy_value(group: Group) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.algorithms._policy_gradient import PolicyGradient
 from posttrain.algorithms.base import Branches, State
 from posttrain.errors import Several
-from posttrain.ops.advantages import group_advantages, step_advantages, sums_to_go
+from posttrain.ops.advantages import group_advantages, step_advantages
 from posttrain.types import Batch
 
 
@@ -47,5 +47,4 @@ class VinePPO(PolicyGradient):
         none_T = torch.full_like(step.behaviour_T, torch.nan)
         values = step.columns.get("step_T", none_T), whole_N - ahead_N, step.reward_N
         changes_T = step_advantages(*values, mask_T, step.sequence_T)
-        cost_T = sums_to_go(self.reward_kl(step, mask_T), mask_T, step.sequence_T, step.sequences)
-        return changes_T - cost_T.to(changes_T.dtype)
+        return self.less_kl(changes_T, step, mask_T)
