@@ -47,7 +47,7 @@ class Optimization(Checked):
     lr: Positive = 1e-6
     warmup: Annotated[int, Range(ge=0, text="a number of steps")] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final: Share = 0.0  # share of lr at the last step of linear and cosine
+    final: Share = 0.0  # share of lr after the last step of linear and cosine
     beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Range(ge=0, lt=1)] = 0.99
     epsilon: float = 1e-8
