@@ -180,7 +180,7 @@ class Rollouts(Source):
                 more += (Metric("completions", completions, None),)
             groups += fresh
             self.warn_unused_steps(algorithm, groups)
-            selection = algorithm.select(groups, state)
+            selection = algorithm.made("select", algorithm.select(groups, state), types.Selection)
             # at most the missing ones; a problem has one group for each role
             kept = max(Counter(g.role for g in selection.groups).values(), default=0)
             wanted = min(selection.refill, self.prompts - kept)

@@ -298,7 +298,7 @@ class Loop:
         for epoch in range(reuse.epochs):
             seed = derive(self.seed, self.step, epoch)
             for piece in mini_batches(filled, reuse.mini_batches, seed):
-                prepared = algorithm.prepare(piece, self.state)
+                prepared = algorithm.made("prepare", algorithm.prepare(piece, self.state), Batch)
                 if epoch == 0 and arrays is not None:  # the viewer shows all sampled tokens
                     sampled = prepared.replace(mask_T=piece.mask_T)
                     arrays.append(self.trained_arrays(sampled, groups))

@@ -398,7 +398,7 @@ class _Columns:
             return self.columns[name]
         kind = type(self).__name__
         if not name.endswith(("_T", "_N")):
-            raise AttributeError(f"{kind} has no attribute {name}")
+            raise AttributeError(f"{kind} has no {name}; the name of a column ends in _T or _N")
         unfilled = "no role of the algorithm and no method before this one filled it"
         known = ", ".join(sorted(self.columns)) or "none"
         raise AttributeError(f"the {kind} has no column {name}: {unfilled}; there are {known}")

@@ -188,12 +188,17 @@ class PolicyGradient(ReusedSamples, Algorithm):
         """Whether a group gives no learning signal: all its rewards are equal, or there are none."""
         return len(set(self.paid_rewards(group))) < 2
 
+    def by_token(self, what: str, found: Tensor, mask_T: Tensor) -> Tensor:
+        """`found`, which a method returned. An error unless it has a value for each token."""
+        wrong = f"{what} a tensor, one for each token, of shape {list(mask_T.shape)}"
+        self.check(isinstance(found, Tensor), f"{wrong}, not {type(found).__name__}")
+        self.check(found.shape == mask_T.shape, f"{wrong}, not {list(found.shape)}")
+        return found
+
     def prepare(self, step: Batch, state: State) -> Batch:
         mask_T = step.mask_T & step.valid_N[step.sequence_T]
-        advantage_T = self.advantages(self.paid(step), mask_T, state)
-        wrong = f"advantages are a tensor, one for each token, of shape {list(mask_T.shape)}"
-        self.check(isinstance(advantage_T, Tensor), f"{wrong}, not {type(advantage_T).__name__}")
-        self.check(advantage_T.shape == mask_T.shape, f"{wrong}, not {list(advantage_T.shape)}")
+        found = self.advantages(self.paid(step), mask_T, state)
+        advantage_T = self.by_token("advantages are", found, mask_T)
         if self.truncated == "mask":
             mask_T = mask_T & ~step.truncated_N[step.sequence_T]
         weight_T = reduction(self.reduction, mask_T, step.sequence_T, step.sequences, self.constant)
@@ -211,7 +216,7 @@ class PolicyGradient(ReusedSamples, Algorithm):
         logprob_T = outputs.logprob_T.where(mask_T, 0.0)
         behaviour_T = batch.behaviour_T.where(mask_T, 0.0)
         old_T = self.old_logprobs(logprob_T, batch)
-        ratio_T = self.ratio(logprob_T, old_T, batch)
+        ratio_T = self.by_token("ratio is", self.ratio(logprob_T, old_T, batch), mask_T)
         surrogate = self.surrogate(ratio_T, advantage_T, logprob_T, old_T)
         two = "surrogate returns two tensors: the loss of every token, and where the clip stops it"
         self.check(isinstance(surrogate, tuple) and len(surrogate) == 2, two)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from posttrain.types import JSON, Batch, Group, Metric, Outputs, Sampling, Selec
 
 # adaptive coefficients, running statistics: JSON, saved with every checkpoint
 State = dict[str, JSON]
+Made = TypeVar("Made")
 # how to correct for samples of another policy; see _corrections.py
 Correction = Literal["none", "proximal", "token", "sequence", "decoupled"]
 
@@ -69,6 +70,12 @@ class Algorithm(Checked):
     def check(self, condition: bool, message: str) -> None:
         """Raise an error about the settings unless `condition` holds."""
         require(condition, f"{self.where}{message}")
+
+    def made(self, method: str, found: Made, kind: type[Made]) -> Made:
+        """`found`, which a method returned. An error if it is of another kind."""
+        wrong = f"{method} returns a {kind.__name__}, not {type(found).__name__}"
+        self.check(isinstance(found, kind), wrong)
+        return found
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms._policy_gradient import KLIn, PolicyGradient, Reduction
-from posttrain.algorithms.base import State
+from posttrain.algorithms.base import State, mean_of
 from posttrain.errors import Range, Several
 from posttrain.ops.advantages import group_advantages
 from posttrain.types import Batch, Metric
@@ -68,11 +68,10 @@ class Reinforce(PolicyGradient):
 
     def finish(self, state: State, metrics: Sequence[Metric]) -> State:
         name = "reward_paid" if self.truncated == "zero" else "reward"
-        seen = [m for m in metrics if m.name == name]
-        count = sum(float(m.count or 0) for m in seen)
-        if self.baseline != "running" or not count:
+        seen = any(m.count for m in metrics if m.name == name)
+        if self.baseline != "running" or not seen:
             return state
-        mean, before = sum(float(m.total) for m in seen) / count, state.get("baseline")
+        mean, before = mean_of(metrics, name), state.get("baseline")
         if before is not None:
             mean = self.decay * before + (1 - self.decay) * mean
         return {"baseline": mean}

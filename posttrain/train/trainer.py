@@ -29,7 +29,7 @@ from posttrain.train.optimizer import Learner, Optimization
 from posttrain.train.pack import first_tokens, host_mask, micro_batches, with_loss
 from posttrain.train.parts import is_sharded, own_part
 from posttrain.train.roles.base import Addition, Role
-from posttrain.types import Batch, Group, Metric, Outputs, Term
+from posttrain.types import Batch, Group, Metric, Outputs, Term, Terms
 
 Result = TypeVar("Result")
 SHOWN_TOKENS = 1 << 16  # of a step, for columns that serve monitoring alone
@@ -311,7 +311,7 @@ class Trainer:
         more: list[Metric] = []
         if algorithm is None:
             outputs = self.outputs(piece)
-            terms = self.algorithm.terms(outputs, piece)
+            terms = self.algorithm.made("terms", self.algorithm.terms(outputs, piece), Terms)
             if self.algorithm.learns_from == "rollouts":
                 more = mismatch(outputs.logprob_T.detach(), piece)
         else:

@@ -131,6 +131,13 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
             r"Mine: advantages are a tensor, one for each token, of shape \[\d+\], not ndarray",
         ),
         (
+            "def ratio(self, logprob_T, old_T, batch): return (logprob_T - old_T).exp().mean()",
+            r"Mine: ratio is a tensor, one for each token, of shape \[\d+\], not \[\]",
+        ),
+        ("def select(self, groups, state): return groups", "Mine: select returns a Selection, not list"),
+        ("def prepare(self, step, state): super().prepare(step, state)", "Mine: prepare returns a Batch, not NoneType"),
+        ("def terms(self, outputs, batch): super().terms(outputs, batch)", "Mine: terms returns a Terms, not NoneType"),
+        (
             "def surrogate(self, ratio_T, advantage_T, logprob_T, old_T): return -ratio_T * advantage_T",
             "Mine: surrogate returns two tensors: the loss of every token, and where the clip stops it",
         ),
@@ -146,7 +153,7 @@ def test_a_yaml_file_needs_leave_to_name_one(mine: Path, tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_mean_or_values_of_responses_in_place_of_tokens_are_refused(
+def test_what_a_method_returns_by_mistake_is_refused(
     method: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A mean of a micro-batch is a loss that depends on how the step is cut."""
