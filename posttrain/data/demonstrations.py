@@ -103,7 +103,7 @@ def from_task(
     )
     examples = list[Example]()
     while part := list(islice(said, AT_ONCE)):
-        examples += map(sound, rendered(tokenizer, part))
+        examples += map(or_raise, rendered(tokenizer, part))
     return examples
 
 
@@ -142,7 +142,7 @@ def from_file(
                 said.append(_read(record, tokenizer, where, notes, rows))
         except UserError as refused:
             error = refused
-        examples += map(sound, rendered(tokenizer, said))  # an earlier row is refused first
+        examples += map(or_raise, rendered(tokenizer, said))  # an earlier row is refused first
         if error is not None:
             raise error
         if not said:
@@ -174,7 +174,7 @@ def rendered(
     return [next(found) if isinstance(one, Conversation) else one for one in said]
 
 
-def sound(found: Example | UserError) -> Example:
+def or_raise(found: Example | UserError) -> Example:
     if isinstance(found, UserError):
         raise found
     return found
@@ -240,7 +240,7 @@ def completion_example(
 ) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
     [found] = rendered(tokenizer, [to_render(prompt, completion, tokenizer, where, tools)])
-    return sound(found)
+    return or_raise(found)
 
 
 def to_render(

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Conversation, Tokenizer
-from posttrain.data.demonstrations import AT_ONCE, rendered, sound, to_render, unread
+from posttrain.data.demonstrations import AT_ONCE, rendered, or_raise, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
@@ -150,7 +150,7 @@ def read_preferences(
             try:
                 if not isinstance(given, _Row):
                     raise given
-                units.append(_unit(given, list(map(sound, found)), decoder, max_length, where))
+                units.append(_unit(given, list(map(or_raise, found)), decoder, max_length, where))
                 lines.append(line)
                 margins |= given.margins
             except _Skip as skip:
