@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from posttrain.data.records import header_hint, parse_messages, read_set
-from posttrain.errors import Range, UserError, check_fields, require
+from posttrain.errors import Range, UserError, Whole, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.compose import UNPARSEABLE
 from posttrain.rewards.math import MathReward, final_answer, grade
@@ -71,10 +71,10 @@ class Questions(Task):
         """Return the text that precedes the answer in the style `marked`."""
         return HASHES.marker
 
-    def check_style(self, task: str) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         known = ", ".join(self.styles)
-        require(self.wording in self.styles, f"{task}: style is one of {known}, not {self.style!r}")
-        require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
+        self.check(self.wording in self.styles, f"style is one of {known}, not {self.style!r}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         require_split(split)
@@ -239,7 +239,7 @@ class Published(Questions):
     # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     style: str = "boxed"
     system: str = ""
-    examples: int = 0  # solved training problems shown before the question: few-shot
+    examples: Whole = 0  # solved training problems shown before the question: few-shot
     # math is this package's grader; math_verify is that of the package math-verify, for comparison with published results
     grader: Literal["math", "math_verify"] = "math"
     # this share of the training part replaces the test part, chosen by a hash of the question, to tune settings; 0: the test
@@ -247,8 +247,7 @@ class Published(Questions):
     held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, f"{self.name}: ")
-        self.check_style(self.name)
+        super().__post_init__()
         paired = bool(self.data) or not self.test_data
         require(paired, f"{self.name}: test_data goes with data, the training file")
 
