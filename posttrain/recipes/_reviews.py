@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from posttrain.algorithms.base import Algorithm
 from posttrain.recipes._toys import GENTLE, pretrained
+from posttrain.recipes.base import rl
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.reviews import Reviews
@@ -32,22 +34,9 @@ def beginning(size: str) -> list[Stage]:
 
 def best_samples(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     """From that model, learn from the policy's own best samples by the score of the simulated annotator."""
-    return [
-        *beginning(size),
-        RLStage(
-            name="rl",
-            model="sft",
-            task=TASK,
-            steps=steps,
-            prompts=16,
-            algorithm=algorithm,
-            sampling=SAMPLING,
-            optimizer=Optimization(lr=3e-4, warmup=5),
-            watch_kl=True,
-            evaluate_every=0,
-        ),
-        versus("versus_sft", "rl"),
-    ]
+    learned = rl("sft", TASK, steps, 16, SAMPLING, algorithm, Optimization(lr=3e-4, warmup=5))
+    learned = replace(learned, watch_kl=True, evaluate_every=0)
+    return [*beginning(size), learned, versus("versus_sft", "rl")]
 
 
 def comparisons(name: str, model: str, prompts: int) -> ComparisonsStage:

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
+from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -43,6 +46,33 @@ def evaluate(
     """Measure a model on held-out problems: with several samples of each, pass@1 to pass@`samples`."""
     return EvaluateStage(
         name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
+    )
+
+
+def grpo(group: int = 8, beta: float = 0.0, **more: Any) -> GRPO:
+    """GRPO with the same weight for every token of a step, by default without a KL term."""
+    return GRPO(group=group, beta=beta, reduction="token_mean", **more)
+
+
+def rl(
+    model: str,
+    task: Task,
+    steps: int,
+    prompts: int,
+    sampling: Sampling,
+    algorithm: Algorithm,
+    optimizer: Optimization,
+) -> RLStage:
+    """The stage `rl`, which trains a model on `prompts` problems of a task a step."""
+    return RLStage(
+        name="rl",
+        model=model,
+        task=task,
+        steps=steps,
+        prompts=prompts,
+        sampling=sampling,
+        algorithm=algorithm,
+        optimizer=optimizer,
     )
 
 
