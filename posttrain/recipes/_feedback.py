@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes.base import Recipe, given, with_given
+from posttrain.recipes.base import Recipe, given, sft, with_given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
@@ -72,8 +72,8 @@ class Scale:
 
 def imitate_file(model: str, file: str, steps: int) -> SFTStage:
     """A real model learns from demonstrations."""
-    gentle, data = Optimization(lr=1e-5, warmup=5, schedule="cosine"), (Data(file=file),)
-    return SFTStage(name="sft", model=model, data=data, steps=steps, optimizer=gentle)
+    gentle = Optimization(lr=1e-5, warmup=5, schedule="cosine")
+    return sft("sft", model, [Data(file=file)], steps, gentle)
 
 
 def compare(

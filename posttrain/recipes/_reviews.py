@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.recipes._toys import GENTLE, pretrained
-from posttrain.recipes.base import rl
+from posttrain.recipes.base import rl, sft
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
-from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
@@ -28,7 +27,7 @@ def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model from which alignment starts."""
     return [
         pretrained(size, PEOPLE),
-        SFTStage(name="sft", model="pretrain", data=(KIND, ORDINARY), steps=80, optimizer=GENTLE),
+        sft("sft", "pretrain", [KIND, ORDINARY], 80, GENTLE),
     ]
 
 

@@ -9,10 +9,13 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import refuse_unknown, require, unknown
+from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
 from posttrain.stages.evaluate import EvaluateStage
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sample import SampleStage
+from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -47,6 +50,18 @@ def evaluate(
     return EvaluateStage(
         name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
     )
+
+
+def sft(
+    name: str, model: str, data: Sequence[Data], steps: int, optimizer: Optimization
+) -> SFTStage:
+    """Train a model on examples."""
+    return SFTStage(name=name, model=model, data=tuple(data), steps=steps, optimizer=optimizer)
+
+
+def sample(name: str, model: str, task: Task, prompts: int, sampling: Sampling) -> SampleStage:
+    """Sample four answers to each of `prompts` problems, and keep the best of the right ones."""
+    return SampleStage(name=name, model=model, task=task, prompts=prompts, sampling=sampling)
 
 
 def grpo(group: int = 8, beta: float = 0.0, **more: Any) -> GRPO:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import require
 from posttrain.recipes._r1_sizes import Scale, nano, real
-from posttrain.recipes.base import Recipe, evaluate, with_given
+from posttrain.recipes.base import Recipe, evaluate, grpo, sample, sft, with_given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
@@ -15,8 +14,6 @@ from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
-from posttrain.stages.sample import SampleStage
-from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.mixed import Mixed, Source
 from posttrain.tasks.requests import Requests
@@ -72,36 +69,25 @@ def with_requests(scale: Scale, toy: bool) -> Scale:
 
 def reasoning(scale: Scale) -> list[Stage]:
     """Stages 1 and 2: a cold start, RL on sums, and the model's right answers as data."""
+    # well-formed, right, in either language
+    shown = Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold})
+    answers = sample("sampled", "reasoning", scale.sums, scale.sampled, scale.think)
     return [
-        SFTStage(
-            name="cold_start",
-            model=scale.base,
-            steps=scale.cold_steps,
-            optimizer=scale.begin,
-            # well-formed, right, in either language
-            data=(Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold}),),
-        ),
+        sft("cold_start", scale.base, [shown], scale.cold_steps, scale.begin),
         RLStage(
             name="reasoning",
             model="cold_start",
             task=scale.sums,
             steps=scale.reasoning_steps,
             prompts=scale.prompts,
-            algorithm=GRPO(group=scale.group, beta=0.0, reduction="token_mean"),
+            algorithm=grpo(scale.group),
             watch_kl=True,
             evaluate_every=0,
             sampling=scale.think,
             optimizer=scale.explore,
             checkpoint_every=scale.checkpoint_every,
         ),
-        SampleStage(
-            name="sampled",
-            model="reasoning",
-            task=scale.sums,
-            prompts=scale.sampled,
-            samples=2,
-            sampling=scale.think,
-        ),
+        replace(answers, samples=2),
     ]
 
 
@@ -109,18 +95,11 @@ def alignment(scale: Scale, restart: str) -> list[Stage]:
     """Stages 3 and 4: SFT on reasoning and general data, and RL with verifiable and preference rewards together."""
     sources = [("sums", scale.sums), ("general", scale.general), ("requests", scale.requests)]
     both = Mixed(tuple(Source(name=name, task=task) for name, task in sources if task))
+    own = Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed))
+    model, data = scale.base if restart == "base" else restart, [own, *scale.mixed]
+    imitated = sft("mixture", model, data, scale.mixture_steps, scale.imitate)
     return [
-        SFTStage(
-            name="mixture",
-            model=scale.base if restart == "base" else restart,
-            steps=scale.mixture_steps,
-            batch=scale.batch,
-            data=(
-                Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed)),
-                *scale.mixed,
-            ),
-            optimizer=scale.imitate,
-        ),
+        replace(imitated, batch=scale.batch),
         ComparisonsStage(
             name="comparisons",
             model="mixture",
@@ -146,9 +125,7 @@ def alignment(scale: Scale, restart: str) -> list[Stage]:
             prompts=scale.prompts,
             reward=RewardModels(models=("preferences",), rated="general"),
             evaluate_every=0,
-            algorithm=GRPO(
-                group=scale.group, beta=0.1, reduction="token_mean", truncated=scale.truncated
-            ),
+            algorithm=grpo(scale.group, beta=0.1, truncated=scale.truncated),
             sampling=scale.speak,
             optimizer=scale.explore,
             checkpoint_every=scale.checkpoint_every,
