@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithms.base import Algorithm
+from posttrain.recipes import base
 from posttrain.recipes._toys import GENTLE, pretrained
-from posttrain.recipes.base import rl, sft
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
@@ -27,20 +27,21 @@ def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model from which alignment starts."""
     return [
         pretrained(size, PEOPLE),
-        sft("sft", "pretrain", [KIND, ORDINARY], 80, GENTLE),
+        base.sft("sft", "pretrain", [KIND, ORDINARY], 80, GENTLE),
     ]
 
 
 def best_samples(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     """From that model, learn from the policy's own best samples by the score of the simulated annotator."""
-    learned = rl("sft", TASK, steps, 16, SAMPLING, algorithm, Optimization(lr=3e-4, warmup=5))
+    rate = Optimization(lr=3e-4, warmup=5)
+    learned = base.rl("sft", TASK, steps, 16, SAMPLING, algorithm, rate)
     learned = replace(learned, watch_kl=True, evaluate_every=0)
     return [*beginning(size), learned, versus("versus_sft", "rl")]
 
 
 def comparisons(name: str, model: str, prompts: int) -> ComparisonsStage:
     """The simulated annotator compares two answers of `model` to each prompt."""
-    return ComparisonsStage(name=name, model=model, task=TASK, prompts=prompts, sampling=SAMPLING)
+    return base.comparisons(name, model, TASK, prompts, SAMPLING)
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:

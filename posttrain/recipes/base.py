@@ -12,7 +12,9 @@ from posttrain.errors import refuse_unknown, require, unknown
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
+from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
+from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.rl import RLStage
 from posttrain.stages.sample import SampleStage
 from posttrain.stages.sft import SFTStage
@@ -62,6 +64,24 @@ def sft(
 def sample(name: str, model: str, task: Task, prompts: int, sampling: Sampling) -> SampleStage:
     """Sample four answers to each of `prompts` problems, and keep the best of the right ones."""
     return SampleStage(name=name, model=model, task=task, prompts=prompts, sampling=sampling)
+
+
+def comparisons(
+    name: str, model: str, task: Task, prompts: int, sampling: Sampling, **more: Any
+) -> ComparisonsStage:
+    """Compare two answers to each of `prompts` problems, by the task's own score unless `more` says otherwise."""
+    return ComparisonsStage(
+        name=name, model=model, task=task, prompts=prompts, sampling=sampling, **more
+    )
+
+
+def reward_model(
+    name: str, model: str, data: str, steps: int, optimizer: Optimization
+) -> RewardModelStage:
+    """Fit a reward model to 32 units of some data a step."""
+    return RewardModelStage(
+        name=name, model=model, data=(data,), steps=steps, batch=32, optimizer=optimizer
+    )
 
 
 def grpo(group: int = 8, beta: float = 0.0, **more: Any) -> GRPO:

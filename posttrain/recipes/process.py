@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, evaluate, grpo, rl
-from posttrain.stages.reward_model import RewardModelStage
+from posttrain.recipes.base import Recipe, evaluate, grpo, reward_model, rl
 from posttrain.stages.reward_sources import ProcessRewardModels
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
@@ -18,16 +17,9 @@ from posttrain.types import Sampling
 TOKENS, GROUP, PROMPTS = 24, 16, 16
 TASK = Arithmetic(level=3, min_level=3)
 ALGORITHM = grpo(GROUP)
-PRM = RewardModelStage(
-    name="prm",
-    model="sft",
-    data=("labels",),
-    algorithm=ProcessRewardModel(),
-    batch=32,
-    steps=400,
-    optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
-    checkpoint_every=0,
-)
+FIT = Optimization(lr=1e-3, warmup=20, schedule="cosine")
+PRM = reward_model("prm", "sft", "labels", 400, FIT)
+PRM = replace(PRM, algorithm=ProcessRewardModel(), checkpoint_every=0)
 
 
 def process(

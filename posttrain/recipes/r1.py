@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import require
 from posttrain.recipes._r1_sizes import Scale, nano, real
-from posttrain.recipes.base import Recipe, evaluate, grpo, sample, sft, with_given
+from posttrain.recipes.base import (
+    Recipe,
+    comparisons,
+    evaluate,
+    grpo,
+    reward_model,
+    rl,
+    sample,
+    sft,
+    with_given,
+)
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
-from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.pretrain import PretrainStage
-from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import RewardModels
 from posttrain.stages.rl import RLStage
 from posttrain.stages.versus import VersusStage
+from posttrain.tasks.base import Task
 from posttrain.tasks.mixed import Mixed, Source
 from posttrain.tasks.requests import Requests
+from posttrain.types import Sampling
 
 MODELS = ("base", "cold_start", "reasoning", "mixture", "final")
 
@@ -71,22 +82,12 @@ def reasoning(scale: Scale) -> list[Stage]:
     """Stages 1 and 2: a cold start, RL on sums, and the model's right answers as data."""
     # well-formed, right, in either language
     shown = Data(task=replace(scale.sums, language_mix="mixed"), counts={2: scale.cold})
+    steps, algorithm = scale.reasoning_steps, grpo(scale.group)
+    reasoned = learned(scale, "cold_start", scale.sums, steps, scale.think, algorithm)
     answers = sample("sampled", "reasoning", scale.sums, scale.sampled, scale.think)
     return [
         sft("cold_start", scale.base, [shown], scale.cold_steps, scale.begin),
-        RLStage(
-            name="reasoning",
-            model="cold_start",
-            task=scale.sums,
-            steps=scale.reasoning_steps,
-            prompts=scale.prompts,
-            algorithm=grpo(scale.group),
-            watch_kl=True,
-            evaluate_every=0,
-            sampling=scale.think,
-            optimizer=scale.explore,
-            checkpoint_every=scale.checkpoint_every,
-        ),
+        replace(reasoned, name="reasoning", watch_kl=True),
         replace(answers, samples=2),
     ]
 
@@ -98,39 +99,23 @@ def alignment(scale: Scale, restart: str) -> list[Stage]:
     own = Data(file="sampled", weight=1 - sum(data.weight for data in scale.mixed))
     model, data = scale.base if restart == "base" else restart, [own, *scale.mixed]
     imitated = sft("mixture", model, data, scale.mixture_steps, scale.imitate)
+    fitted = reward_model("preferences", "mixture", "comparisons", scale.fit_steps, scale.fit)
+    algorithm = grpo(scale.group, beta=0.1, truncated=scale.truncated)
+    final = learned(scale, "mixture", both, scale.final_steps, scale.speak, algorithm)
     return [
         replace(imitated, batch=scale.batch),
-        ComparisonsStage(
-            name="comparisons",
-            model="mixture",
-            task=scale.general,
-            prompts=scale.compared,
-            sampling=scale.speak,
-        ),
-        RewardModelStage(
-            name="preferences",
-            model="mixture",
-            data=("comparisons",),
-            steps=scale.fit_steps,
-            batch=32,
-            min_accuracy=0.6,
-            evaluate_every=100,
-            optimizer=scale.fit,
-        ),
-        RLStage(
-            name="final",
-            model="mixture",
-            task=both,
-            steps=scale.final_steps,
-            prompts=scale.prompts,
-            reward=RewardModels(models=("preferences",), rated="general"),
-            evaluate_every=0,
-            algorithm=grpo(scale.group, beta=0.1, truncated=scale.truncated),
-            sampling=scale.speak,
-            optimizer=scale.explore,
-            checkpoint_every=scale.checkpoint_every,
-        ),
+        comparisons("comparisons", "mixture", scale.general, scale.compared, scale.speak),
+        replace(fitted, min_accuracy=0.6, evaluate_every=100),
+        replace(final, name="final", reward=RewardModels(models=("preferences",), rated="general")),
     ]
+
+
+def learned(
+    scale: Scale, model: str, task: Task, steps: int, sampling: Sampling, algorithm: GRPO
+) -> RLStage:
+    """RL at the rate of both RL stages."""
+    stage = rl(model, task, steps, scale.prompts, sampling, algorithm, scale.explore)
+    return replace(stage, evaluate_every=0, checkpoint_every=scale.checkpoint_every)
 
 
 def measures(scale: Scale, stage: str, problems: int) -> list[Stage]:
