@@ -140,17 +140,11 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
 
 def decided(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Verdict]:
     """The verdict of the scores on each pair of samples, problem by problem; None if one of the two has no score."""
+    sides = ([r.score.value for g in groups for r in g.rollouts] for groups in (ours, theirs))
     return [
-        _scored(one.score.value, other.score.value)
-        for mine, other_group in zip(ours, theirs, strict=True)
-        for one, other in zip(mine.rollouts, other_group.rollouts, strict=True)
+        Verdict(None if a is None or b is None else "tie" if a == b else "A" if a > b else "B")
+        for a, b in zip(*sides, strict=True)
     ]
-
-
-def _scored(ours: float | None, theirs: float | None) -> Verdict:
-    if ours is None or theirs is None:
-        return Verdict(None)
-    return Verdict("tie" if ours == theirs else "A" if ours > theirs else "B")
 
 
 def tally(
