@@ -57,8 +57,8 @@ class RuleJudge:
         if len(known) < len(values) or not known:
             return Unanswered("the rules give no score")
         if form.field == "verdict":
-            texts = zip(known, shown.values(), strict=True)
-            first, second = (value + self.noise * _gumbel(question, text) for value, text in texts)
+            draws = (gumbel(stable_hash("judge", question, text)) for text in shown.values())
+            first, second = (v + self.noise * g for v, g in zip(known, draws, strict=True))
             ahead = first - second + self.position_bias
             return json.dumps({"verdict": "tie" if ahead == 0 else "A" if ahead > 0 else "B"})
         low, high = min(form.options), max(form.options)
@@ -66,9 +66,9 @@ class RuleJudge:
         return json.dumps({form.field: points if form.count else points[0]})
 
 
-def _gumbel(question: str, text: str) -> float:
-    uniform = (stable_hash("judge", question, text) % (1 << 53) + 0.5) / (1 << 53)
-    return -math.log(-math.log(uniform))
+def gumbel(number: int) -> float:
+    """Return a Gumbel variable drawn by the lowest 53 bits of a number."""
+    return -math.log(-math.log((number % (1 << 53) + 0.5) / (1 << 53)))
 
 
 @dataclass(frozen=True, kw_only=True)
