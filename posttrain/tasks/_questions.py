@@ -228,7 +228,6 @@ class Published(Questions):
     copy is read. The style `boxed` asks for the answer in a box. The other styles ask for no form, so the answer is the last
     box, else the text after the last ####, else the last number."""
 
-    name: ClassVar[str]
     # the hub's data set and configuration of each split
     sources: ClassVar[dict[str, tuple[str, str]]]
     files: ClassVar[dict[str, tuple[str, ...]]]  # possible names of a split's file
@@ -249,7 +248,7 @@ class Published(Questions):
     def __post_init__(self) -> None:
         super().__post_init__()
         paired = bool(self.data) or not self.test_data
-        require(paired, f"{self.name}: test_data goes with data, the training file")
+        self.check(paired, "test_data goes with data, the training file")
 
     @classmethod
     @abstractmethod
@@ -259,7 +258,7 @@ class Published(Questions):
     def pool(self, split: str) -> tuple[Problem, ...]:
         train, test = read_published(type(self), self.data, self.test_data)
         if self.held_out:
-            return one_side(train, self.held_out, split, f"{self.name}'s training part")
+            return one_side(train, self.held_out, split, f"{self.known_as()}'s training part")
         return (test if split == "test" else train).problems
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -288,14 +287,14 @@ class Published(Questions):
 
 @lru_cache(maxsize=8)
 def read_published(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]:
+    name, pools = task.known_as(), list[Pool]()
     alone = Path(data).expanduser().is_file() and not test_data
-    require(not alone, f"{task.name}: give test_data, the held-out file, with data")
-    pools = []
+    require(not alone, f"{name}: give test_data, the held-out file, with data")
     for split, place in (("train", data), ("test", test_data or data)):
-        rows = read_set(task.name, place, task.files[split], *task.sources[split], split)
+        rows = read_set(name, place, task.files[split], *task.sources[split], split)
         made = (task.make(row, where, f"{split}/{n}") for n, (where, row) in enumerate(rows))
         pools.append(Pool(tuple(made)))
-    require_apart(*pools, "the training part", f"{task.name}'s test part")
+    require_apart(*pools, "the training part", f"{name}'s test part")
     return pools[0], pools[1]
 
 

@@ -22,7 +22,6 @@ class Math(Published):
     """A row has `problem`, and `answer` or a `solution` with a box; also `level` and `subject` (or `type`) if they are filtered
     by."""
 
-    name: ClassVar[str] = "math"
     sources: ClassVar = {
         "train": ("DigitalLearningGmbH/MATH-lighteval", ""),
         "test": ("HuggingFaceH4/MATH-500", ""),
