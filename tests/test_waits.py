@@ -74,7 +74,7 @@ BOUNDED = {
     "rewards/sandbox/child.py: os.write(2, ascii(name).encode()[:200] + b'\\n')": "the same",
     "rewards/sandbox/child.py: os.write(1, b'ready\\n')": "the same",
     "rewards/sandbox/child.py: os.write(1, b'began\\n')": "the same",
-    "commands/rewards.py: asyncio.run(self.workers.score(self.task, found, response))": "isolated tasks have a limit, others "
+    "commands/serve.py: asyncio.run(self.workers.score(self.task, found, response))": "isolated tasks have a limit, others "
     "are rules; code of a run is refused",
     "serve/models.py: self.updates.get()": "the engine ends every answer or fails, and a client that hangs up cancels it",
     "serve/app.py: asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)": "the same",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import yaml
 
@@ -18,7 +17,6 @@ from posttrain.models.load import HUB_NAME
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs.layout import stages_of
 from posttrain.runs.read import Run
-from posttrain.system.files import read_text
 from posttrain.types import JSON
 
 # keys that name training data
@@ -165,9 +163,3 @@ def _limits(summary: Mapping[str, JSON], ended: bool) -> Iterator[str]:
 def _cell(value: JSON) -> str:
     """Escape text from a file for one cell of a table, so that it cannot begin another."""
     return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
-
-
-def own_card(path: Path) -> str:
-    """Return the text of the user's own card."""
-    require(path.is_file(), f"--card {path}: there is no such file")
-    return read_text(path)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.commands.card import model_card, own_card
+from posttrain.commands.card import model_card
 from posttrain.errors import UserError, first_line, require
 from posttrain.models.load import HUB_NAME
 from posttrain.models.save import check_target, one_line_when_unwritable
 from posttrain.runs.read import Run
-from posttrain.system.files import atomic_folder, atomic_write, read_json
+from posttrain.system.files import atomic_folder, atomic_write, read_json, read_text
 
 # files of a model; other files in its folder are not exported
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -67,7 +67,8 @@ def write_folder(chosen: Chosen, folder: Path) -> None:
         settings["base_model_name_or_path"] = base
         atomic_write(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
     if chosen.card:
-        text = own_card(chosen.card)
+        require(chosen.card.is_file(), f"--card {chosen.card}: there is no such file")
+        text = read_text(chosen.card)
     else:
         text = model_card(Run(chosen.run), chosen.licence, base, chosen.adapter, chosen.stage)
     atomic_write(folder / "README.md", text)

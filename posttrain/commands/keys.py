@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import io
-import operator
 import re
 import textwrap
 import tokenize
@@ -27,7 +26,6 @@ from posttrain.trust import code_place
 CHOSEN = {"Algorithm": "algorithms", "Task": "tasks", "RewardSource": "rewards"}
 TEXTS = ("prompt", "response", "answer")  # arguments of every reward, which are not options
 WIDTH = 120
-OPERATORS = {ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +142,6 @@ class Source:
             return found[0].keys(ast.unparse(found[1].func))[field].default
         return default
 
-    def whole(self, node: ast.expr | ast.ClassDef) -> int | None:
-        """Return the number written as 512 * MEGABYTE or 1 << 20; None for anything else."""
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, int) else None
-        if isinstance(node, ast.Name):
-            found = self.find(node.id)
-            return None if found is None else found[0].whole(found[1])
-        how = OPERATORS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
-        if not isinstance(node, ast.BinOp) or how is None:
-            return None
-        left, right = self.whole(node.left), self.whole(node.right)
-        return None if left is None or right is None else int(how(left, right))
-
     def key(self, name: str, kind: ast.expr, value: ast.expr | None, meaning: str) -> Key:
         group, default = "", "" if value is None else ast.unparse(value)
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
@@ -165,8 +150,7 @@ class Source:
             value = factory.body if isinstance(factory, ast.Lambda) else factory
             default = "" if value is None else ast.unparse(value)
             default = {"dict": "{}", "list": "[]"}.get(default, default)
-        whole = self.whole(value) if isinstance(value, ast.BinOp) else None
-        default = self.constant(default) if whole is None else str(whole)
+        default = self.constant(default)
         for word in re.findall(r"[A-Z]\w+", ast.unparse(kind)):
             found = None if hasattr(errors, word) else self.find(word)
             if word in CHOSEN or (found and isinstance(found[1], ast.ClassDef)):

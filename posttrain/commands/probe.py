@@ -23,7 +23,7 @@ from posttrain.commands.probe_answers import GOLD, KINDS, Case, answers
 from posttrain.config_tree import from_tree, meant, pair
 from posttrain.errors import many, refuse_unknown, require
 from posttrain.rewards._loop import run_to_end
-from posttrain.rewards.base import Options, check
+from posttrain.rewards.base import Options
 from posttrain.system.workers import WorkerPool
 from posttrain.tasks._judged import Judged
 from posttrain.tasks._nested import of_task
@@ -183,7 +183,6 @@ def rewarded(task: Task, reward: str | None, options: Options) -> Task:
         return task
     if Path(reward).is_dir():
         return Rewarded(task=task, reward="math", batched=_model(task, reward))
-    check(reward, options)
     if isinstance(task, Judged):
         return replace(task, reward=reward, options=options)
     return Rewarded(task=task, reward=reward, options=options)

@@ -13,17 +13,9 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from posttrain.types import JSON, THINK, THINK_END, Message
-
-
-class Named(Protocol):
-    """A tool that has a name, and is described by its text."""
-
-    @property
-    def name(self) -> str: ...
-
 
 Format = Literal["hermes", "llama3", "tag", "call"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -57,8 +49,9 @@ def shows_tools(form: Format) -> bool:
     return form in ("hermes", "llama3")
 
 
-def explained(form: Format, prompt: Sequence[Message], tools: Sequence[Named]) -> list[Message]:
-    """The prompt with what the model must know to call tools, in front of its last message."""
+def explained(form: Format, prompt: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
+    """The prompt with what the model must know to call tools, in front of its last message. A tool has a name, and its text describes
+    it."""
     if form != "tag" or not tools:
         return list(prompt)
     text = EXPLAINED.format(tools[0].name, "\n".join(f"- {tool}" for tool in tools))

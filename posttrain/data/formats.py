@@ -4,10 +4,9 @@ preferences.py recognise a row by this table (formats.yaml); `posttrain list for
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -37,11 +36,11 @@ class Format:
     name: str
     title: str
     stages: str  # that read it
-    fields: tuple[str, ...]
+    fields: Sequence[str]
     example: Mapping[str, JSON]
-    optional: tuple[str, ...] = ()
+    optional: Sequence[str] = ()
     # a row with all of these is of this format; () where all of its fields are needed
-    revealing: tuple[str, ...] = ()
+    revealing: Sequence[str] = ()
     note: str = ""
 
     @property
@@ -62,10 +61,8 @@ class Format:
         return " and ".join(field.replace("|", " or ") for field in self.fields)
 
 
-_LISTED = ("fields", "optional", "revealing")
-_ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-_READ = ({**row, **{key: tuple(row[key]) for key in _LISTED if key in row}} for row in _ROWS)
-FORMATS = tuple(Format(**row) for row in _READ)
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+FORMATS = tuple(Format(**row) for row in _ROWS)
 DEMONSTRATIONS = {f.name: f for f in FORMATS if f.stages == SFT}
 PREFERENCES = {f.name: f for f in FORMATS if f.stages != SFT}
 

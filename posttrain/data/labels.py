@@ -160,8 +160,9 @@ class Labels:
     ) -> None:
         """Record an annotator's vote on an item: sides as they were shown, best first, or TIE, BAD or SKIP. A vote sent twice with
         one `nonce` counts once; a second vote on an item is refused until the first is undone."""
-        found, who = self._item(item), annotator_name(annotator)
-        shown = found.order(who)
+        require(item in self.items, "no such item in this file")
+        who = annotator_name(annotator)
+        shown = self.items[item].order(who)
         if isinstance(choice, str):
             fine = choice in (TIE, BAD, SKIP)
             require(fine, f"a vote is a list of sides, {TIE}, {BAD} or {SKIP}")
@@ -197,10 +198,6 @@ class Labels:
             undo = "INSERT INTO log(kind, item, annotator, time) VALUES('undo', ?, ?, ?)"
             connection.execute(undo, [found[0], who, time.time()])
         return self.items.get(found[0])
-
-    def _item(self, item: str) -> Item:
-        require(item in self.items, "no such item in this file")
-        return self.items[item]
 
     def labelled(self) -> int:
         """The number of items on which somebody has voted."""

@@ -149,10 +149,8 @@ def read_rows(file: str | Path, columns: Columns | None = None) -> Iterator[Row]
             both = theirs != ours and theirs in record and record.get(ours) is not None
             said = f"{where}: the column {theirs} is to be read as {ours}, which is there too"
             require(not both, f"{said}; rename one of them")
-        yield (
-            where,
-            {names.get(key, key): value for key, value in record.items() if value is not None},
-        )
+        kept = {names.get(key, key): value for key, value in record.items() if value is not None}
+        yield where, kept
 
 
 def _lines(path: Path, file: str, blank: bool = False) -> Iterator[tuple[str, str]]:

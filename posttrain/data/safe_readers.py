@@ -187,11 +187,8 @@ class _Renderer:
             return LATE
         if code >= 0:
             raise RuntimeError(f"the process that renders chat templates ended with {code}")
-        limit = (
-            f"{request['seconds']:g} s of processor time"
-            if -code == signal.SIGPROF
-            else f"{TEMPLATE_BYTES >> 20} MB of memory"
-        )
+        slow = f"{request['seconds']:g} s of processor time"
+        limit = slow if -code == signal.SIGPROF else f"{TEMPLATE_BYTES >> 20} MB of memory"
         return TemplateError(f"it took over {limit}", limit=True)
 
 

@@ -170,10 +170,8 @@ def scored(group: Group) -> bool:
 
 def _vote(finals: Sequence[str | None], right: Sequence[bool]) -> float:
     """Samples with equal answers but different verdicts (a score may look at more than the answer) vote separately."""
-    judged = list(zip(finals, right, strict=True))
-    said = {final for final, _ in judged if final is not None}
-    both = {final for final in said if {(final, True), (final, False)} <= {*judged}}
-    named = [(final, verdict) if final in both else final for final, verdict in judged]
+    judged = zip(finals, right, strict=True)
+    named = [None if final is None else (final, verdict) for final, verdict in judged]
     return statistics.majority_at_k(named, right, len(named))
 
 
@@ -198,8 +196,7 @@ def solved_share(row: Mapping[str, JSON]) -> float:
 def same_problems(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
     """Saved rows of the problems that both have, matched by id, question and role, in the order of the first."""
     other = {_place(row): row for row in second}
-    keys = [_place(row) for row in first]
-    return [(row, other[key]) for row, key in zip(first, keys, strict=True) if key in other]
+    return [(row, other[key]) for row in first if (key := _place(row)) in other]
 
 
 def _place(row: Row) -> tuple[JSON, ...]:

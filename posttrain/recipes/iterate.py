@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.algorithms.grpo import GRPO
+from dataclasses import replace
+
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, best_round, evaluate, falling, repeat
+from posttrain.recipes.base import Recipe, best_round, evaluate, falling, grpo, repeat, rl
 from posttrain.stages.mine import MineStage
-from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Sampling
 
@@ -21,7 +21,8 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
     so that the final comparison does not use the problems that chose it.
     """
     task, apart = Arithmetic(level=3), Arithmetic(level=3, seed=1)
-    greedy = Sampling(40, temperature=0.0)
+    greedy, drawn = Sampling(40, temperature=0.0), Sampling(32)
+    learned = rl("previous train", task, steps, 32, drawn, grpo(beta=beta), falling(1e-4))
     stages = [
         imitating(size, *SHOWN, steps=1000),
         evaluate("before", "sft", task, 1000, greedy),
@@ -34,20 +35,9 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
                     prompts=PROMPTS,
                     again="previous mine",
                     min_problems=KEPT,
-                    sampling=Sampling(32),
+                    sampling=drawn,
                 ),
-                RLStage(
-                    name="train",
-                    model="previous train",
-                    task=task,
-                    problems="mine",
-                    steps=steps,
-                    prompts=32,
-                    algorithm=GRPO(beta=beta, reduction="token_mean"),
-                    sampling=Sampling(32),
-                    evaluate_every=0,
-                    optimizer=falling(1e-4),
-                ),
+                replace(learned, name="train", problems="mine", evaluate_every=0),
                 evaluate("check", "train", apart, 500, greedy),
             ],
             rounds,

@@ -124,16 +124,10 @@ def written_in(text: str, target: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _commonest() -> dict[str, frozenset[str]]:
+def _commonest() -> dict[str, list[str]]:
     """The commonest words of each language that shares its script with another."""
-    return {name: frozenset(text.split()) for name, text in _table().items()}
-
-
-@lru_cache(maxsize=1)
-def _table() -> dict[str, str]:
     place = Path(__file__).with_name("_languages.json")
-    found: dict[str, str] = json.loads(place.read_text("utf-8"))
-    return found
+    return {name: text.split() for name, text in json.loads(place.read_text("utf-8")).items()}
 
 
 def foreign_words(found: Sequence[str], target: str) -> list[bool]:
@@ -190,7 +184,7 @@ class Profile:
 
 @lru_cache(maxsize=1)
 def _profiles() -> tuple[Profile, ...]:
-    return tuple(Profile.of(_table()[name].split()) for name in PROFILED)
+    return tuple(Profile.of(_commonest()[name]) for name in PROFILED)
 
 
 @lru_cache(maxsize=64)

@@ -191,11 +191,10 @@ def proxy_gold_kl(
 def perplexity(policy: Policy, sources: Sequence[Data], seed: int) -> float:
     """exp(-mean log p) over every token of the sources except the first of each text. A long text is cut into windows that overlap
     by one token, so that each token is predicted once."""
-    config = policy.model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or WINDOW
+    size = min(WINDOW, policy.positions or WINDOW)
     material = gather(sources, policy.tokenizer, seed, UNLIMITED, all_tokens=True)
     texts = [e.ids for examples in material.sets for e in examples]
-    pieces = [window for ids in texts for window in windows(ids, min(WINDOW, positions))]
+    pieces = [window for ids in texts for window in windows(ids, size)]
     batch = pack_examples([Example(ids, np.arange(len(ids)) > 0) for ids in pieces], policy.device)
     with torch.no_grad():
         outputs = (forward(policy, piece) for piece in micro_batches(batch, BUDGET))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
@@ -145,22 +144,14 @@ def find_reader(
         stage, name, score = before[name], before[name].starts_from(), False
     if not name:
         return Reader(None, name)
-    make: Callable[[], Reader] = partial(outline, name, score)
-    alphabet = ""
-    if name.startswith("tiny:") and not score:
-        alphabet = stage.alphabet()
-        make = partial(tiny_reader, name, alphabet)
-    elif name.startswith(PREFIX):
-        make = partial(given.reader, name)
-    key = (name, alphabet, score)
-    if key not in readers:
-        readers[key] = make()
+    tiny = name.startswith("tiny:") and not score
+    key = (name, stage.alphabet() if tiny else "", score)
+    if key not in readers and tiny:
+        refuse_unknown("tiny model size", [name.removeprefix("tiny:")], SIZES)
+        readers[key] = Reader(character_tokenizer(key[1]), name, MAX_POSITIONS)
+    elif key not in readers:
+        readers[key] = given.reader(name) if name.startswith(PREFIX) else outline(name, score)
     return readers[key]
-
-
-def tiny_reader(name: str, alphabet: str) -> Reader:
-    refuse_unknown("tiny model size", [name.removeprefix("tiny:")], SIZES)
-    return Reader(character_tokenizer(alphabet), name, MAX_POSITIONS)
 
 
 def check_problems(stage: Stage, reader: Reader | Policy) -> list[str]:

@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from posttrain.errors import NotNegative, require
-from posttrain.rewards._asking import Endpoint, EndpointSettings, Usage, endpoint
+from posttrain.rewards._asking import (
+    Endpoint,
+    EndpointSettings,
+    Form,
+    Messages,
+    Reply,
+    Unanswered,
+    Usage,
+    endpoint,
+)
 from posttrain.rewards.judge import Judge, read_rubric
 from posttrain.stages._naming import ModelName, Naming, ScorerName
 from posttrain.stages.base import Context, Stage, load_policy
-from posttrain.tasks._rules import RuleJudge
+from posttrain.tasks._procedural import stable_hash
 from posttrain.tasks.base import Task
 from posttrain.train.judging import JudgeRating, LocalModel
+from posttrain.types import Problem
+
+# the form of a block in rewards/judge.py: a name, and a text between markers
+BLOCK = re.compile(
+    r"^([A-Z]+(?: \d+)?):\n<([0-9a-f]{16})>\n(.*?)\n</\2>$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class RuleJudge:
+    """Gets the same requests as any judge, reads question and answers from them, and scores them by `rules`. The verdict on a
+    pair follows from the difference of the two scores, plus Gumbel `noise` of each text, the same in both orders, plus
+    `position_bias` in favour of the text that is shown first."""
+
+    rules: Task
+    noise: float = 0.0
+    position_bias: float = 0.0
+    usage: Usage = field(default_factory=Usage)
+
+    def ask(self, conversations: Sequence[Messages], form: Form) -> list[Reply]:
+        self.usage.requests += len(conversations)
+        return [self.reply(str(messages[-1]["content"]), form) for messages in conversations]
+
+    def reply(self, content: str, form: Form) -> Reply:
+        shown = {name: text for name, _, text in BLOCK.findall(content)}
+        question = shown.pop("QUESTION", "")
+        values = [self.rules.score(Problem("", question), text).value for text in shown.values()]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values) or not known:
+            return Unanswered("the rules give no score")
+        if form.field == "verdict":
+            draws = (gumbel(stable_hash("judge", question, text)) for text in shown.values())
+            first, second = (v + self.noise * g for v, g in zip(known, draws, strict=True))
+            ahead = first - second + self.position_bias
+            return json.dumps({"verdict": "tie" if ahead == 0 else "A" if ahead > 0 else "B"})
+        low, high = min(form.options), max(form.options)
+        points = [low + round((high - low) * min(1.0, max(0.0, value))) for value in known]
+        return json.dumps({form.field: points if form.count else points[0]})
+
+
+def gumbel(number: int) -> float:
+    """Return a Gumbel variable drawn by the lowest 53 bits of a number."""
+    return -math.log(-math.log((number % (1 << 53) + 0.5) / (1 << 53)))
 
 
 @dataclass(frozen=True, kw_only=True)

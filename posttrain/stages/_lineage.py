@@ -124,7 +124,6 @@ def trace(stage: object, seed: int, folders: Mapping[str, Path]) -> Lineage:
         if word not in folders and (path := place(word, field)) is not None:
             path = model_folder(path) if field in MODELS else path
             inputs[word] = sha256(path) if path.is_file() else content(path)
-    for field, word in dict.fromkeys(_words(stage)):
         if field in MODELS and word.startswith(PREFIX):
             inputs[word] = given.content(word)
         if (own := functions.code_of(word)) is not None:

@@ -120,7 +120,6 @@ def gather(
     share: float = 0.0,
 ) -> Material:
     """Read every source, drop and count unusable rows, hold out a share of the prompts, and compute the weights of the mixture."""
-    require(sources, "a supervised stage needs data")
     found: list[list[Unit]] = []
     reports = []
     for source in sources:

@@ -4,7 +4,6 @@ a judge, decides which answer is better."""
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from posttrain.engine.random import derive
 from posttrain.errors import NotNegative, TwoOrMore, Waiting, Whole, many, require
 from posttrain.rewards.judge import Judge
 from posttrain.stages._answers import BATCH, AskingStage, assistant, ended, listed, rated_by
-from posttrain.stages._judged import JudgedStage
+from posttrain.stages._judged import JudgedStage, gumbel
 from posttrain.stages._lineage import RECORD, sha256
 from posttrain.stages._naming import DataName, ModelName
 from posttrain.stages.base import Context, data_place
@@ -97,9 +96,8 @@ class ComparisonsStage(JudgedStage, AskingStage):
 
     def liking(self, rollout: Rollout, coin: int) -> float:
         """The score plus Gumbel noise: the difference of two Gumbel variables is logistic, so each pair is a Bradley-Terry draw."""
-        uniform = ((coin >> 11) + 0.5) / (1 << 53)
         assert rollout.score.value is not None
-        return rollout.score.value - self.noise * math.log(-math.log(uniform))
+        return rollout.score.value + self.noise * gumbel(coin >> 11)
 
     def judged(
         self, context: Context, judge: Judge, counts: dict[str, int]

@@ -12,8 +12,7 @@ import numpy as np
 from posttrain.errors import Range, many, prefixed, require
 from posttrain.evals import statistics
 from posttrain.evals.evaluate import prompts
-from posttrain.evals.length_control import win_rate_at_equal_length
-from posttrain.evals.statistics import Interval
+from posttrain.evals.statistics import Interval, win_rate_at_equal_length
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
 from posttrain.monitor.monitor import Monitor
@@ -38,7 +37,7 @@ class VersusStage(JudgedStage, AnswerStage):
     counts as half a win. Pairs without a verdict are counted and left out. If the model wins and its answers differ strongly from
     those of `against`, an alarm is emitted, as in training. KL(model || against) is in nats a response, estimated on the model's
     answers; it is not measured if they are not samples (temperature 0) or if the vocabularies differ. `win_rate_at_equal_length` is
-    the win rate that answers of equal length in characters would have (evals/length_control.py). `text` is data for the perplexity of
+    the win rate that answers of equal length in characters would have (evals/statistics.py). `text` is data for the perplexity of
     both models, on which neither was tuned: the alignment tax."""
 
     against: ModelName
@@ -141,17 +140,11 @@ def drifts(ours: Sequence[Group], theirs: Sequence[Group], golds: Sequence[str])
 
 def decided(ours: Sequence[Group], theirs: Sequence[Group]) -> list[Verdict]:
     """The verdict of the scores on each pair of samples, problem by problem; None if one of the two has no score."""
+    sides = ([r.score.value for g in groups for r in g.rollouts] for groups in (ours, theirs))
     return [
-        _scored(one.score.value, other.score.value)
-        for mine, other_group in zip(ours, theirs, strict=True)
-        for one, other in zip(mine.rollouts, other_group.rollouts, strict=True)
+        Verdict(None if a is None or b is None else "tie" if a == b else "A" if a > b else "B")
+        for a, b in zip(*sides, strict=True)
     ]
-
-
-def _scored(ours: float | None, theirs: float | None) -> Verdict:
-    if ours is None or theirs is None:
-        return Verdict(None)
-    return Verdict("tie" if ours == theirs else "A" if ours > theirs else "B")
 
 
 def tally(

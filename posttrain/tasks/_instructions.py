@@ -223,28 +223,18 @@ def quotation(response: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-GROUPS: dict[str, tuple[Check, ...]] = {
-    "keywords": (existence, frequency, forbidden_words, letter_frequency),
-    "language": (response_language,),
-    "length_constraints": (
-        number_sentences,
-        number_paragraphs,
-        number_words,
-        nth_paragraph_first_word,
-    ),
-    "detectable_content": (number_placeholders, postscript),
-    "detectable_format": (
-        number_bullet_lists,
-        constrained_response,
-        number_highlighted_sections,
-        multiple_sections,
-        json_format,
-        title,
-    ),
-    "combination": (two_responses, repeat_prompt),
-    "startend": (end_checker, quotation),
-    "change_case": (capital_word_frequency, english_capital, english_lowercase),
-    "punctuation": (no_comma,),
-}
-CHECKS = {f"{group}:{c.__name__}": c for group, checks in GROUPS.items() for c in checks}
+GROUPS: tuple[tuple[str, *tuple[Check, ...]], ...] = (
+    ("keywords", existence, frequency, forbidden_words, letter_frequency),
+    ("language", response_language),
+    ("length_constraints", number_sentences, number_paragraphs, number_words),
+    ("length_constraints", nth_paragraph_first_word),
+    ("detectable_content", number_placeholders, postscript),
+    ("detectable_format", number_bullet_lists, constrained_response, json_format, title),
+    ("detectable_format", number_highlighted_sections, multiple_sections),
+    ("combination", two_responses, repeat_prompt),
+    ("startend", end_checker, quotation),
+    ("change_case", capital_word_frequency, english_capital, english_lowercase),
+    ("punctuation", no_comma),
+)
+CHECKS = {f"{group}:{c.__name__}": c for group, *checks in GROUPS for c in checks}
 RELATION_KEYS = ("relation", "let_relation", "capital_relation")

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from posttrain.errors import UserError, require
+from posttrain.errors import Range, UserError, Whole
 from posttrain.rewards._functions import COLUMNS, columns_of, given, then
 from posttrain.rewards.answer import MARKER, after_marker
 from posttrain.rewards.base import Options, check, check_function, own_function, parts_of, resolve
@@ -60,21 +60,20 @@ class Judged(_questions.Questions):
     # direct, thinking, boxed or marked; "": boxed or marked if the reward looks for a box or a marker, else direct
     style: str = ""
     system: str = ""
-    examples: int = 0  # solved training problems shown before the question: few-shot
+    examples: Whole = 0  # solved training problems shown before the question: few-shot
     held_out: float = 0.1  # the share for evaluation, if there is no part for it; 1: all
-    score_seconds: float = 10.0  # the time limit of your own reward, in seconds
+    # the time limit of your own reward, in seconds
+    score_seconds: Annotated[float, Range(gt=0, text="positive")] = 10.0
 
-    def check_settings(self, task: str) -> None:
+    def __post_init__(self) -> None:
         if self.scores:
             check(self.reward, self.options)
-        self.check_style(task)
+        super().__post_init__()
         kept = self.held_out
         fine = 0 <= kept < 1 or (kept > 1 and kept % 1 == 0 if self.by_number else kept == 1)
         # 1 could be one prompt, or all of them
         number = ", or a number of prompts from 2 on" if self.by_number else ", 1 for all"
-        require(fine, f"{task}: held_out is a share, 0 for none{number}, not {kept}")
-        fine = self.score_seconds > 0
-        require(fine, f"{task}: score_seconds must be positive, not {self.score_seconds}")
+        self.check(fine, f"held_out is a share, 0 for none{number}, not {kept}")
 
     @abstractmethod
     def parts(self) -> tuple[Part, Part | None]:

@@ -44,11 +44,8 @@ class Nested(Task):
 
     def conversation(self, problem: Problem) -> tuple[Message, ...]:
         """Its own prompt, and then what the task's conversation says after the prompt of the task. Nothing if that begins otherwise."""
-        said, asked, own = (
-            self.task.conversation(problem),
-            self.task.prompt(problem),
-            self.prompt(problem),
-        )
+        own, asked = self.prompt(problem), self.task.prompt(problem)
+        said = self.task.conversation(problem)
         if own == asked:
             return said
         return (*own, *said[len(asked) :]) if said and said[: len(asked)] == asked else ()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from posttrain.data.records import header_hint, parse_messages, read_set
-from posttrain.errors import Range, UserError, check_fields, require
+from posttrain.errors import Range, UserError, Whole, require
 from posttrain.rewards._functions import COLUMNS
 from posttrain.rewards.compose import UNPARSEABLE
 from posttrain.rewards.math import MathReward, final_answer, grade
@@ -71,10 +71,10 @@ class Questions(Task):
         """Return the text that precedes the answer in the style `marked`."""
         return HASHES.marker
 
-    def check_style(self, task: str) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         known = ", ".join(self.styles)
-        require(self.wording in self.styles, f"{task}: style is one of {known}, not {self.style!r}")
-        require(self.examples >= 0, f"{task}: examples must not be negative, not {self.examples}")
+        self.check(self.wording in self.styles, f"style is one of {known}, not {self.style!r}")
 
     def problems(self, split: str, level: int | None = None) -> Sequence[Problem]:
         require_split(split)
@@ -228,7 +228,6 @@ class Published(Questions):
     copy is read. The style `boxed` asks for the answer in a box. The other styles ask for no form, so the answer is the last
     box, else the text after the last ####, else the last number."""
 
-    name: ClassVar[str]
     # the hub's data set and configuration of each split
     sources: ClassVar[dict[str, tuple[str, str]]]
     files: ClassVar[dict[str, tuple[str, ...]]]  # possible names of a split's file
@@ -239,7 +238,7 @@ class Published(Questions):
     # boxed, thinking (the last number counts) or direct (likewise; demonstrations are the answer alone)
     style: str = "boxed"
     system: str = ""
-    examples: int = 0  # solved training problems shown before the question: few-shot
+    examples: Whole = 0  # solved training problems shown before the question: few-shot
     # math is this package's grader; math_verify is that of the package math-verify, for comparison with published results
     grader: Literal["math", "math_verify"] = "math"
     # this share of the training part replaces the test part, chosen by a hash of the question, to tune settings; 0: the test
@@ -247,10 +246,9 @@ class Published(Questions):
     held_out: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, f"{self.name}: ")
-        self.check_style(self.name)
+        super().__post_init__()
         paired = bool(self.data) or not self.test_data
-        require(paired, f"{self.name}: test_data goes with data, the training file")
+        self.check(paired, "test_data goes with data, the training file")
 
     @classmethod
     @abstractmethod
@@ -260,7 +258,7 @@ class Published(Questions):
     def pool(self, split: str) -> tuple[Problem, ...]:
         train, test = read_published(type(self), self.data, self.test_data)
         if self.held_out:
-            return one_side(train, self.held_out, split, f"{self.name}'s training part")
+            return one_side(train, self.held_out, split, f"{self.known_as()}'s training part")
         return (test if split == "test" else train).problems
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -289,14 +287,14 @@ class Published(Questions):
 
 @lru_cache(maxsize=8)
 def read_published(task: type[Published], data: str, test_data: str) -> tuple[Pool, Pool]:
+    name, pools = task.known_as(), list[Pool]()
     alone = Path(data).expanduser().is_file() and not test_data
-    require(not alone, f"{task.name}: give test_data, the held-out file, with data")
-    pools = []
+    require(not alone, f"{name}: give test_data, the held-out file, with data")
     for split, place in (("train", data), ("test", test_data or data)):
-        rows = read_set(task.name, place, task.files[split], *task.sources[split], split)
+        rows = read_set(name, place, task.files[split], *task.sources[split], split)
         made = (task.make(row, where, f"{split}/{n}") for n, (where, row) in enumerate(rows))
         pools.append(Pool(tuple(made)))
-    require_apart(*pools, "the training part", f"{task.name}'s test part")
+    require_apart(*pools, "the training part", f"{name}'s test part")
     return pools[0], pools[1]
 
 

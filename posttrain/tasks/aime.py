@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.data.records import read_set
 from posttrain.errors import require
@@ -21,8 +21,6 @@ FILES = ("aime-2024", "aime-2025", "aime_2024", "aime_2025", "aime")
 class Aime(Published):
     """A row has `problem` (or `question`) and `answer`. There are thirty problems a year, all held out: ask each several times
     (`samples=32 temperature=0.6`); the interval is over the problems."""
-
-    name: ClassVar[str] = "aime"
 
     def __post_init__(self) -> None:
         super().__post_init__()

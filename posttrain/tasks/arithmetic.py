@@ -81,7 +81,8 @@ class Arithmetic(Leveled):
         elif pairs <= ENUMERATED:
             a, b = _test_pairs(self.operation, level, self.seed)[index]
         else:
-            stratum = _scatter(index, count, self.seed)
+            # the first few problems are already spread evenly over all strata
+            stratum = (index * _stride(count) + stable_hash("scatter", self.seed)) % count
             start, end = stratum * pairs // count, (stratum + 1) * pairs // count
             a, b = self._draw(split, level, index, start, end)
         result = a + b if self.operation == "+" else a - b
@@ -218,11 +219,6 @@ def _test_pairs(operation: str, level: int, seed: int) -> tuple[tuple[int, int],
     pairs = [numbered_pair(operation, level, n) for n in range(pair_count(operation, level))]
     mine = [(a, b) for a, b in pairs if pair_side(operation, a, b) == "test"]
     return tuple(sorted(mine, key=lambda pair: stable_hash("order", seed, operation, *pair)))
-
-
-def _scatter(index: int, count: int, seed: int) -> int:
-    """A permutation of range(count) whose first few values are already spread evenly over it."""
-    return (index * _stride(count) + stable_hash("scatter", seed)) % count
 
 
 @lru_cache(maxsize=64)

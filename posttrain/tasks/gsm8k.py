@@ -23,7 +23,6 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")  # calculator notes within the solutions
 class Gsm8k(_questions.Published):
     """A row has `question`, and `answer` with the gold one after ####."""
 
-    name: ClassVar[str] = "gsm8k"
     sources: ClassVar = dict.fromkeys(("train", "test"), ("openai/gsm8k", "main"))
     # in the style `marked`, only the text after #### counts
     styles: ClassVar = _questions.Questions.styles

@@ -31,7 +31,7 @@ class Hub(Judged):
         train, test = self.train_split, self.test_split
         require(train, "hub: give a train_split")
         require(train != test, f"hub: train and test are both {train!r}; leave test_split empty")
-        self.check_settings("hub")
+        super().__post_init__()
 
     def parts(self) -> tuple[Part, Part | None]:
         train, test = (

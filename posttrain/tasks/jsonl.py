@@ -26,8 +26,8 @@ class Jsonl(Judged):
     test_file: str = ""
 
     def __post_init__(self) -> None:
-        require(self.file, "jsonl: give a file")
-        self.check_settings("jsonl")
+        self.check(bool(self.file), "give a file")
+        super().__post_init__()
 
     def parts(self) -> tuple[Part, Part | None]:
         return self._part(self.file), self._part(self.test_file) if self.test_file else None

@@ -22,7 +22,6 @@ class Math(Published):
     """A row has `problem`, and `answer` or a `solution` with a box; also `level` and `subject` (or `type`) if they are filtered
     by."""
 
-    name: ClassVar[str] = "math"
     sources: ClassVar = {
         "train": ("DigitalLearningGmbH/MATH-lighteval", ""),
         "test": ("HuggingFaceH4/MATH-500", ""),
@@ -44,10 +43,6 @@ class Math(Published):
 
     def pool(self, split: str) -> tuple[Problem, ...]:
         return _chosen(self, split)
-
-    def every(self, split: str) -> tuple[Problem, ...]:
-        """Return the problems of all levels and subjects."""
-        return super().pool(split)
 
     @classmethod
     def make(cls, row: dict[str, Any], where: str, name: str) -> Problem:
@@ -82,7 +77,7 @@ def _chosen(task: Math, split: str) -> tuple[Problem, ...]:
         inside = (low, high) == (1, 5) or (level is not None and low <= level <= high)
         return inside and (not subjects or subject in subjects)
 
-    found = tuple(p for p in task.every(split) if wanted(p))
+    found = tuple(p for p in Published.pool(task, split) if wanted(p))
     about = f" and a subject of {', '.join(subjects)}" if subjects else ""
     require(found, f"math: no {split} problem has a level from {low} to {high}{about}")
     return found

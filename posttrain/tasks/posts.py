@@ -79,13 +79,8 @@ class Posts(Task):
 
     def problems(self, split: str, level: int | None = None) -> _procedural.Procedural:
         _procedural.require_split(split)
-
-        def make(index: int) -> Problem:
-            return Problem(f"{split}/{index}", post(split, index))
-
-        return _procedural.Procedural(
-            make, range(_procedural.TRAIN_COUNT if split == "train" else TEST_COUNT)
-        )
+        indices = range(_procedural.TRAIN_COUNT if split == "train" else TEST_COUNT)
+        return _procedural.Procedural(lambda n: Problem(f"{split}/{n}", post(split, n)), indices)
 
     def score(self, problem: Problem, response: str) -> Score:
         return Score(*taste(facts_of(problem.question), response, self.annotator == "reader"))

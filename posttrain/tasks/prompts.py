@@ -36,10 +36,6 @@ class Prompts(Jsonl):
     answer: str = ""  # the column of the answer; "": answer, if there is one
     reward: str = ""
 
-    def __post_init__(self) -> None:
-        require(self.file, "prompts: give a file")
-        self.check_settings("prompts")
-
     @staticmethod
     def make(row: Mapping[str, Any], where: str, name: str, *fields: Any) -> Problem:
         question, answer, answer_after, _ = fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.evals.length_control import win_rate_at_equal_length as at_equal_length
+from posttrain.evals.statistics import win_rate_at_equal_length as at_equal_length
 
 
 def drawn(own: float, of_length: float, longer: float, count: int = 4000) -> tuple[list[float], list[tuple[int, int]]]:

@@ -21,9 +21,8 @@ from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.save import save
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.read import Run
-from posttrain.stages._saved_groups import read_saved
 from posttrain.stages.base import PRINTABLE
-from posttrain.stages.offline_rl import OfflineRLStage
+from posttrain.stages.offline_rl import OfflineRLStage, read_saved
 from posttrain.train.forward import forward
 from posttrain.train.pack import pack_groups
 

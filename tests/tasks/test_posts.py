@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.rewards.judge import Judge
-from posttrain.tasks._rules import RuleJudge
+from posttrain.stages._judged import RuleJudge
 from posttrain.tasks.base import validate
 from posttrain.tasks.posts import Posts
 

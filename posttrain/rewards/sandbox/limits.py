@@ -28,7 +28,7 @@ class Limits(Checked):
     wall: Annotated[float, Range(gt=0, le=3600)] = 10.0
     cpu: Positive | None = None  # seconds of processor time; None: the wall limit plus one second
     # bytes of address space; the minima of `memory` and `open_files` are what an interpreter needs
-    memory: Memory = 512 * MEGABYTE
+    memory: Memory = 536_870_912  # 512 MiB
     threads: Count = 64  # including the first one
     files: Size = 16 * MEGABYTE  # bytes of all files in its /tmp, which is in memory
     open_files: Annotated[int, Range(ge=16)] = 64

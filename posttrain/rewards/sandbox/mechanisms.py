@@ -193,10 +193,6 @@ def tasks_of_user() -> int:
     return found
 
 
-def next_user() -> int:
-    return FIRST_USER + (os.getpid() * 61 + next(_numbers)) % USERS
-
-
 def alive() -> set[Any]:
     """Return the children that have not been finished yet, including those that wait for a program."""
     return _alive.copy()
@@ -250,6 +246,7 @@ class Landlock:
 
     def line(self, limits: Limits) -> list[str]:
         root, paths = os.getuid() == 0, readable()
+        user = FIRST_USER + (os.getpid() * 61 + next(_numbers)) % USERS if root else 0
         links = [(link, os.readlink(link)) for link in ("/lib", "/lib64") if os.path.islink(link)]
         links.append(("/dev/shm", "/tmp"))  # `multiprocessing` makes its locks there
         # otherwise the user's other processes count too: leave room for some, but not for any number
@@ -258,7 +255,7 @@ class Landlock:
             limits,
             tasks=limits.threads if alone else tasks_of_user() + 4 * limits.threads,
             private=self.private,
-            user=next_user() if root else 0,
+            user=user,
             read_search=root and not self.private and not all(map(open_to_all, paths)),
             parent=os.getpid(),
             readable=paths,

@@ -23,14 +23,7 @@ KINDS: dict[Any, str] = {
     tuple: "array",
     dict: "object",
 }
-ACCEPTED: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "boolean": (bool,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
-}
+ACCEPTED = {name: kind for kind, name in KINDS.items()} | {"number": int | float, "array": list}
 ARGUMENT = re.compile(r"\s{2,}(\w+)(?: \([^)]*\))?: (.+)")
 
 
