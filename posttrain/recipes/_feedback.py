@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.ppo import PPO
-from posttrain.recipes.base import Recipe, comparisons, given, reward_model, sft, with_given
+from posttrain.recipes.base import Recipe, given, with_given
 from posttrain.stages._judged import JudgeSettings
 from posttrain.stages._material import Data
 from posttrain.stages.comparisons import ComparisonsStage
@@ -72,8 +72,8 @@ class Scale:
 
 def imitate_file(model: str, file: str, steps: int) -> SFTStage:
     """A real model learns from demonstrations."""
-    gentle = Optimization(lr=1e-5, warmup=5, schedule="cosine")
-    return sft("sft", model, [Data(file=file)], steps, gentle)
+    gentle, data = Optimization(lr=1e-5, warmup=5, schedule="cosine"), (Data(file=file),)
+    return SFTStage(name="sft", model=model, data=data, steps=steps, optimizer=gentle)
 
 
 def compare(
@@ -84,16 +84,30 @@ def compare(
     annotator: Literal["simulated", "people"] = "simulated",
 ) -> ComparisonsStage:
     """Compare two answers of the first model to each prompt, by the task's own score, a judge, or people."""
-    asked, how = task or scale.task, {"annotator": annotator, "judge": judge}
-    return comparisons(name, scale.start, asked, scale.compared, scale.sampling, **how)
+    return ComparisonsStage(
+        name=name,
+        model=scale.start,
+        task=task or scale.task,
+        prompts=scale.compared,
+        sampling=scale.sampling,
+        annotator=annotator,
+        judge=judge,
+    )
 
 
 def fit(
     scale: Scale, name: str = "reward", data: str = "comparisons", min_accuracy: float = 0.6
 ) -> RewardModelStage:
     """Fit a reward model to the comparisons. It must pass an accuracy gate."""
-    stage = reward_model(name, scale.start, data, scale.fit_steps, scale.fit)
-    return replace(stage, min_accuracy=min_accuracy)
+    return RewardModelStage(
+        name=name,
+        model=scale.start,
+        data=(data,),
+        steps=scale.fit_steps,
+        batch=32,
+        min_accuracy=min_accuracy,
+        optimizer=scale.fit,
+    )
 
 
 def prefer(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from posttrain.algorithms.base import Algorithm
-from posttrain.recipes import base
 from posttrain.recipes._toys import GENTLE, pretrained
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.comparisons import ComparisonsStage
+from posttrain.stages.rl import RLStage
+from posttrain.stages.sft import SFTStage
 from posttrain.stages.versus import VersusStage
 from posttrain.tasks.reviews import Reviews
 from posttrain.train.optimizer import Optimization
@@ -27,21 +26,33 @@ def beginning(size: str) -> list[Stage]:
     """Pretraining on ordinary reviews, then a little imitation of kind ones: the model from which alignment starts."""
     return [
         pretrained(size, PEOPLE),
-        base.sft("sft", "pretrain", [KIND, ORDINARY], 80, GENTLE),
+        SFTStage(name="sft", model="pretrain", data=(KIND, ORDINARY), steps=80, optimizer=GENTLE),
     ]
 
 
 def best_samples(size: str, algorithm: Algorithm, steps: int) -> list[Stage]:
     """From that model, learn from the policy's own best samples by the score of the simulated annotator."""
-    rate = Optimization(lr=3e-4, warmup=5)
-    learned = base.rl("sft", TASK, steps, 16, SAMPLING, algorithm, rate)
-    learned = replace(learned, watch_kl=True, evaluate_every=0)
-    return [*beginning(size), learned, versus("versus_sft", "rl")]
+    return [
+        *beginning(size),
+        RLStage(
+            name="rl",
+            model="sft",
+            task=TASK,
+            steps=steps,
+            prompts=16,
+            algorithm=algorithm,
+            sampling=SAMPLING,
+            optimizer=Optimization(lr=3e-4, warmup=5),
+            watch_kl=True,
+            evaluate_every=0,
+        ),
+        versus("versus_sft", "rl"),
+    ]
 
 
 def comparisons(name: str, model: str, prompts: int) -> ComparisonsStage:
     """The simulated annotator compares two answers of `model` to each prompt."""
-    return base.comparisons(name, model, TASK, prompts, SAMPLING)
+    return ComparisonsStage(name=name, model=model, task=TASK, prompts=prompts, sampling=SAMPLING)
 
 
 def versus(name: str, model: str, against: str = "sft") -> VersusStage:

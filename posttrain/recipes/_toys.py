@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.recipes.base import sft
 from posttrain.stages._material import Data
 from posttrain.stages.pretrain import PretrainStage
 from posttrain.stages.sft import SFTStage
@@ -34,4 +33,4 @@ def pretrained(size: str, *data: Data, steps: int = 600) -> PretrainStage:
 
 def imitating(size: str, *data: Data, steps: int = 500) -> SFTStage:
     """Train a model on demonstrations and nothing else."""
-    return sft("sft", f"tiny:{size}", data, steps, RATE)
+    return SFTStage(name="sft", model=f"tiny:{size}", data=data, steps=steps, optimizer=RATE)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import pretrained
-from posttrain.recipes.base import Recipe, evaluate, falling, given, grpo, rl
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
+from posttrain.stages.rl import RLStage
 from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
@@ -60,15 +62,24 @@ def agent(
     tokens, problems = given(tokens, 320 if real else 24), given(problems, 600 if real else 100)
     greedy = Sampling(tokens, temperature=0.0)
     measured = evaluate("alone", first, alone, problems, greedy)
-    steps, prompts = given(steps, 60 if real else 20), given(prompts, 64 if real else 8)
-    rate = falling(given(lr, 5e-6 if real else 3e-4), 2, 0.25, token_budget=32768)
-    learned = rl(before, task, steps, prompts, Sampling(tokens), grpo(group), rate)
     stages = [
         *made,
         measured,
         *([replace(measured, name="untrained", task=task), *shown] if shown else []),
         replace(measured, name="before", model=before, task=task),
-        replace(learned, seconds=seconds, evaluate_every=0, checkpoint_every=0),
+        RLStage(
+            name="rl",
+            model=before,
+            task=task,
+            steps=given(steps, 60 if real else 20),
+            seconds=seconds,
+            prompts=given(prompts, 64 if real else 8),
+            sampling=Sampling(tokens),
+            algorithm=GRPO(group=group, beta=0.0, reduction="token_mean"),
+            optimizer=falling(given(lr, 5e-6 if real else 3e-4), 2, 0.25, token_budget=32768),
+            evaluate_every=0,
+            checkpoint_every=0,
+        ),
         replace(measured, name="after", model="rl", task=task),
     ]
     again = "posttrain run agent model=DIR data=FOLDER device=cuda"

@@ -6,18 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
-from posttrain.algorithms.base import Algorithm
-from posttrain.algorithms.grpo import GRPO
 from posttrain.errors import refuse_unknown, require, unknown
-from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.best import BestStage
-from posttrain.stages.comparisons import ComparisonsStage
 from posttrain.stages.evaluate import EvaluateStage
-from posttrain.stages.reward_model import RewardModelStage
-from posttrain.stages.rl import RLStage
-from posttrain.stages.sample import SampleStage
-from posttrain.stages.sft import SFTStage
 from posttrain.tasks.base import Task
 from posttrain.train.optimizer import Optimization
 from posttrain.types import Sampling
@@ -51,63 +43,6 @@ def evaluate(
     """Measure a model on held-out problems: with several samples of each, pass@1 to pass@`samples`."""
     return EvaluateStage(
         name=name, model=model, task=task, problems=problems, samples=samples, sampling=sampling
-    )
-
-
-def sft(
-    name: str, model: str, data: Sequence[Data], steps: int, optimizer: Optimization
-) -> SFTStage:
-    """Train a model on examples."""
-    return SFTStage(name=name, model=model, data=tuple(data), steps=steps, optimizer=optimizer)
-
-
-def sample(name: str, model: str, task: Task, prompts: int, sampling: Sampling) -> SampleStage:
-    """Sample four answers to each of `prompts` problems, and keep the best of the right ones."""
-    return SampleStage(name=name, model=model, task=task, prompts=prompts, sampling=sampling)
-
-
-def comparisons(
-    name: str, model: str, task: Task, prompts: int, sampling: Sampling, **more: Any
-) -> ComparisonsStage:
-    """Compare two answers to each of `prompts` problems, by the task's own score unless `more` says otherwise."""
-    return ComparisonsStage(
-        name=name, model=model, task=task, prompts=prompts, sampling=sampling, **more
-    )
-
-
-def reward_model(
-    name: str, model: str, data: str, steps: int, optimizer: Optimization
-) -> RewardModelStage:
-    """Fit a reward model to 32 units of some data a step."""
-    return RewardModelStage(
-        name=name, model=model, data=(data,), steps=steps, batch=32, optimizer=optimizer
-    )
-
-
-def grpo(group: int = 8, beta: float = 0.0, **more: Any) -> GRPO:
-    """GRPO with the same weight for every token of a step, by default without a KL term."""
-    return GRPO(group=group, beta=beta, reduction="token_mean", **more)
-
-
-def rl(
-    model: str,
-    task: Task,
-    steps: int,
-    prompts: int,
-    sampling: Sampling,
-    algorithm: Algorithm,
-    optimizer: Optimization,
-) -> RLStage:
-    """The stage `rl`, which trains a model on `prompts` problems of a task a step."""
-    return RLStage(
-        name="rl",
-        model=model,
-        task=task,
-        steps=steps,
-        prompts=prompts,
-        sampling=sampling,
-        algorithm=algorithm,
-        optimizer=optimizer,
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import imitating
-from posttrain.recipes.base import Recipe, evaluate, falling, given, grpo, rl
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.base import Task
 from posttrain.tasks.humaneval import HumanEval
 from posttrain.tasks.mbpp import Mbpp
@@ -59,13 +61,22 @@ def code(
     problems, greedy = given(problems, 164 if real else 50), Sampling(tokens, temperature=0.0)
     once = evaluate("before_greedy", first, held_out, problems, greedy)
     measured = replace(once, name="before", samples=samples, sampling=Sampling(tokens))
-    algorithm = grpo(group, clip_high=0.28, truncated="zero" if real else "keep")
-    steps, prompts = given(steps, 40 if real else 50), given(prompts, 32 if real else 8)
-    rate = falling(given(lr, 8e-6 if real else 1e-3), 3, 0.25, token_budget=32768)
-    learned = rl(first, task, steps, prompts, Sampling(tokens), algorithm, rate)
-    learned = replace(learned, seconds=seconds, evaluate_every=10, checkpoint_every=0)
-    learned = replace(learned, evaluate_problems=100 if real else 50)
+    algorithm = GRPO(group=group, beta=0.0, clip_high=0.28, reduction="token_mean")
+    rl = RLStage(
+        name="rl",
+        model=first,
+        task=task,
+        steps=given(steps, 40 if real else 50),
+        seconds=seconds,
+        prompts=given(prompts, 32 if real else 8),
+        sampling=Sampling(tokens),
+        algorithm=replace(algorithm, truncated="zero") if real else algorithm,
+        optimizer=falling(given(lr, 8e-6 if real else 1e-3), 3, 0.25, token_budget=32768),
+        evaluate_every=10,
+        evaluate_problems=100 if real else 50,
+        checkpoint_every=0,
+    )
     after = replace(measured, name="after", model="rl")
     after_once = replace(once, name="after_greedy", model="rl")
     again = "posttrain run code model=DIR data=FOLDER device=cuda"
-    return Recipe((*made, measured, once, learned, after, after_once), "before", "after", again)
+    return Recipe((*made, measured, once, rl, after, after_once), "before", "after", again)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from posttrain.algorithms.distillation import Distillation, Divergence
 from posttrain.errors import require
 from posttrain.recipes._toys import SUMS, imitating
-from posttrain.recipes.base import Recipe, evaluate, falling, given, sample, sft
+from posttrain.recipes.base import Recipe, evaluate, falling, given
 from posttrain.stages._material import Data
 from posttrain.stages.base import Stage
 from posttrain.stages.rl import RLStage
+from posttrain.stages.sample import SampleStage
+from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.base import Task
 from posttrain.tasks.gsm8k import Gsm8k
@@ -72,8 +74,23 @@ def compared(
     """SFT on the teacher's samples and distillation on the student's own, from the same start, with their evaluations."""
     sampling, alone = Sampling(tokens), Sampling(tokens, temperature=0.0)
     greedy = evaluate("before", start, task, problems, alone)
-    samples = sample("samples", teacher, task, steps * prompts, sampling)
-    imitated = sft("sft", start, [Data(file="samples")], steps, optimizer)
+    samples = SampleStage(
+        name="samples",
+        model=teacher,
+        task=task,
+        prompts=steps * prompts,
+        samples=1,
+        min_score=0.0,
+        sampling=sampling,
+    )
+    sft = SFTStage(
+        name="sft",
+        model=start,
+        data=(Data(file="samples"),),
+        steps=steps,
+        batch=prompts,
+        optimizer=optimizer,
+    )
     distill = RLStage(
         name="distill",
         model=start,
@@ -91,8 +108,8 @@ def compared(
     return [
         greedy,
         replace(greedy, name="of_teacher", model=teacher),
-        replace(samples, samples=1, min_score=0.0),
-        replace(imitated, batch=prompts),
+        samples,
+        sft,
         replace(greedy, name="after_sft", model="sft"),
         distill,
         replace(greedy, name="after", model="distill"),

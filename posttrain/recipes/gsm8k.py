@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.recipes.base import Recipe, evaluate, falling, grpo, rl
+from posttrain.algorithms.grpo import GRPO
+from posttrain.recipes.base import Recipe, evaluate, falling
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.types import Sampling
 
@@ -39,11 +41,30 @@ def gsm8k(
     """
     task = Gsm8k(data=data, format_weight=format_weight)
     greedy = Sampling(tokens, temperature=0.0)
-    before = evaluate("before", model, task, problems, greedy)
-    task = replace(task, held_out=held_out)
-    algorithm = grpo(group, clip_high=clip_high, truncated="zero", mini_batches=mini_batches)
-    learned = rl(model, task, steps, prompts, Sampling(tokens), algorithm, falling(lr, 5, 0.25))
-    learned = replace(learned, seconds=seconds, watch_kl=True, checkpoint_every=50)
-    learned = replace(learned, evaluate_every=25, evaluate_problems=problems)
-    stages = (before, learned, replace(before, name="after", model="rl"))
-    return Recipe(stages, "before", "after", "posttrain run gsm8k steps=500")
+    stages = [
+        evaluate("before", model, task, problems, greedy),
+        RLStage(
+            name="rl",
+            model=model,
+            task=replace(task, held_out=held_out),
+            steps=steps,
+            seconds=seconds,
+            prompts=prompts,
+            sampling=Sampling(tokens),
+            algorithm=GRPO(
+                group=group,
+                beta=0.0,
+                clip_high=clip_high,
+                reduction="token_mean",
+                truncated="zero",
+                mini_batches=mini_batches,
+            ),
+            watch_kl=True,
+            optimizer=falling(lr, 5, 0.25),
+            evaluate_every=25,
+            evaluate_problems=problems,
+            checkpoint_every=50,
+        ),
+        evaluate("after", "rl", task, problems, greedy),
+    ]
+    return Recipe(tuple(stages), "before", "after", "posttrain run gsm8k steps=500")

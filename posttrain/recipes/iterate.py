@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, best_round, evaluate, falling, grpo, repeat, rl
+from posttrain.recipes.base import Recipe, best_round, evaluate, falling, repeat
 from posttrain.stages.mine import MineStage
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Sampling
 
@@ -21,8 +21,7 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
     so that the final comparison does not use the problems that chose it.
     """
     task, apart = Arithmetic(level=3), Arithmetic(level=3, seed=1)
-    greedy, drawn = Sampling(40, temperature=0.0), Sampling(32)
-    learned = rl("previous train", task, steps, 32, drawn, grpo(beta=beta), falling(1e-4))
+    greedy = Sampling(40, temperature=0.0)
     stages = [
         imitating(size, *SHOWN, steps=1000),
         evaluate("before", "sft", task, 1000, greedy),
@@ -35,9 +34,20 @@ def iterate(size: str = "nano", rounds: int = 3, steps: int = 30, beta: float = 
                     prompts=PROMPTS,
                     again="previous mine",
                     min_problems=KEPT,
-                    sampling=drawn,
+                    sampling=Sampling(32),
                 ),
-                replace(learned, name="train", problems="mine", evaluate_every=0),
+                RLStage(
+                    name="train",
+                    model="previous train",
+                    task=task,
+                    problems="mine",
+                    steps=steps,
+                    prompts=32,
+                    algorithm=GRPO(beta=beta, reduction="token_mean"),
+                    sampling=Sampling(32),
+                    evaluate_every=0,
+                    optimizer=falling(1e-4),
+                ),
                 evaluate("check", "train", apart, 500, greedy),
             ],
             rounds,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from posttrain.algorithms.kto import KTO
 from posttrain.errors import require
 from posttrain.recipes._feedback import prefer, prefer_real
 from posttrain.recipes._reviews import SAMPLING, TASK, beginning, versus
-from posttrain.recipes.base import Recipe, given, sample
+from posttrain.recipes.base import Recipe, given
+from posttrain.stages.sample import SampleStage
 
 LIKED = 0.6  # the simulated annotator likes a review from this score on
 
@@ -35,10 +34,18 @@ def kto(
     algorithm = KTO(beta=beta, desirable=desirable, undesirable=undesirable)
     if model:
         return prefer_real(algorithm, data, steps, lr, model)
-    answers = sample("feedback", "sft", TASK, 2500, SAMPLING)
     stages = [
         *beginning(size),
-        replace(answers, samples=1, labels=True, min_score=LIKED),
+        SampleStage(
+            name="feedback",
+            model="sft",
+            task=TASK,
+            prompts=2500,
+            samples=1,
+            labels=True,
+            min_score=LIKED,
+            sampling=SAMPLING,
+        ),
         prefer(algorithm, "feedback", given(steps, 150), given(lr, 1e-4)),
         versus("versus_sft", "kto"),
     ]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from posttrain.algorithms.grpo import GRPO
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, evaluate, falling, given, grpo, rl
+from posttrain.recipes.base import Recipe, evaluate, falling, given
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.gsm8k import Gsm8k
 from posttrain.tasks.tool_use import ToolUse
@@ -46,16 +47,30 @@ def nanochat_rl(
     problems = given(problems, 400 if model else 200)
     sampling = Sampling(tokens)
     measured = evaluate("before", before, task, problems, sampling, samples=8)
-    rate = falling(lr, 0 if model else min(10, steps), 0.0, token_budget=32768)
-    learned = rl(before, task, steps, prompts, sampling, nanochat_loss(group), rate)
-    learned = replace(learned, evaluate_every=60, evaluate_problems=problems, checkpoint_every=60)
-    stages = (*made, measured, learned, replace(measured, name="after", model="rl"))
+    stages = [
+        *made,
+        measured,
+        RLStage(
+            name="rl",
+            model=before,
+            task=task,
+            steps=steps,
+            prompts=prompts,
+            sampling=sampling,
+            algorithm=nanochat_loss(group),
+            optimizer=falling(lr, 0 if model else min(10, steps), 0.0, token_budget=32768),
+            evaluate_every=60,
+            evaluate_problems=problems,
+            checkpoint_every=60,
+        ),
+        replace(measured, name="after", model="rl"),
+    ]
     again = "posttrain run nanochat_rl model=DIR data=FOLDER device=cuda"
-    return Recipe(stages, "before", "after", again)
+    return Recipe(tuple(stages), "before", "after", again)
 
 
 def nanochat_loss(group: int = 16) -> GRPO:
     """A_i = r_i - mean(r), L = -1/T sum_i sum_t A_i log pi(y_it): no KL, no division by the standard deviation, the same weight
     for every token of the step. Each rollout is used for one update, where rho is exactly 1 (`proximal`), so nothing is
     clipped, and the gradient is REINFORCE's."""
-    return grpo(group, scale="none", correction="proximal")
+    return GRPO(group=group, scale="none", beta=0.0, reduction="token_mean", correction="proximal")

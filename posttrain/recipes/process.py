@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.process_reward_model import ProcessRewardModel
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, evaluate, grpo, reward_model, rl
+from posttrain.recipes.base import Recipe, evaluate
+from posttrain.stages.reward_model import RewardModelStage
 from posttrain.stages.reward_sources import ProcessRewardModels
+from posttrain.stages.rl import RLStage
 from posttrain.stages.search import SearchStage
 from posttrain.stages.step_labels import StepLabelsStage
 from posttrain.tasks.arithmetic import SEPARATOR, Arithmetic
@@ -16,10 +19,17 @@ from posttrain.types import Sampling
 
 TOKENS, GROUP, PROMPTS = 24, 16, 16
 TASK = Arithmetic(level=3, min_level=3)
-ALGORITHM = grpo(GROUP)
-FIT = Optimization(lr=1e-3, warmup=20, schedule="cosine")
-PRM = reward_model("prm", "sft", "labels", 400, FIT)
-PRM = replace(PRM, algorithm=ProcessRewardModel(), checkpoint_every=0)
+ALGORITHM = GRPO(group=GROUP, beta=0.0, reduction="token_mean")
+PRM = RewardModelStage(
+    name="prm",
+    model="sft",
+    data=("labels",),
+    algorithm=ProcessRewardModel(),
+    batch=32,
+    steps=400,
+    optimizer=Optimization(lr=1e-3, warmup=20, schedule="cosine"),
+    checkpoint_every=0,
+)
 
 
 def process(
@@ -44,10 +54,7 @@ def process(
     """
     labels = _labels(solutions // 2, completions)
     measured = evaluate("before", "sft", TASK, problems, Sampling(TOKENS), samples)
-    rate = Optimization(lr=lr, warmup=5)
-    outcome = rl("sft", TASK, steps, PROMPTS, Sampling(TOKENS), ALGORITHM, rate)
-    outcome = replace(outcome, name="outcome", evaluate_problems=problems, checkpoint_every=0)
-    outcome = replace(outcome, evaluate_every=10)
+    outcome = _trained(steps, lr, problems)
     # two of a solution's three steps are completed
     spent = solutions * (1 + 2 * completions) // (PROMPTS * GROUP)
     stages = (
@@ -95,4 +102,21 @@ def _labels(prompts: int, completions: int) -> StepLabelsStage:
         completions=completions,
         steps=SEPARATOR,
         sampling=Sampling(TOKENS),
+    )
+
+
+def _trained(steps: int, lr: float, problems: int) -> RLStage:
+    """RL with a reward for right answers."""
+    return RLStage(
+        name="outcome",
+        model="sft",
+        task=TASK,
+        steps=steps,
+        prompts=PROMPTS,
+        sampling=Sampling(TOKENS),
+        algorithm=ALGORITHM,
+        optimizer=Optimization(lr=lr, warmup=5),
+        evaluate_every=10,
+        evaluate_problems=problems,
+        checkpoint_every=0,
     )

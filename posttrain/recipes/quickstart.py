@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.recipes._toys import SHOWN, imitating
-from posttrain.recipes.base import Recipe, evaluate, falling, grpo, rl
+from posttrain.recipes.base import Recipe, evaluate, falling
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.types import Sampling
 
@@ -22,10 +24,24 @@ def quickstart(size: str = "nano", control: bool = False) -> Recipe:
     task = Arithmetic(level=3)
     sft, greedy = imitating(size, *SHOWN, steps=1500), Sampling(40, temperature=0.0)
     before = evaluate("before", "sft", task, 1000, greedy)
-    learned = rl("sft", task, 120, 32, Sampling(32), grpo(), falling(3e-4))
-    easier = Curriculum(start=2, review=0.1)
-    learned = replace(learned, curriculum=easier, watch_kl=True, evaluate_every=20)
-    stages = [sft, before, learned, replace(before, name="after", model="rl")]
+    stages = [
+        sft,
+        before,
+        RLStage(
+            name="rl",
+            model="sft",
+            task=task,
+            steps=120,
+            prompts=32,
+            algorithm=GRPO(beta=0.0, reduction="token_mean"),
+            sampling=Sampling(max_new_tokens=32),
+            curriculum=Curriculum(start=2, review=0.1),
+            watch_kl=True,
+            evaluate_every=20,
+            optimizer=falling(3e-4),
+        ),
+        replace(before, name="after", model="rl"),
+    ]
     if control:
         longer = replace(sft, name="control", model="sft", steps=20_000, as_long_as="rl")
         stages += [longer, replace(before, name="after_control", model="control")]

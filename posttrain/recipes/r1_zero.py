@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from posttrain.algorithms.grpo import GRPO
 from posttrain.data.curriculum import Curriculum
 from posttrain.errors import require
 from posttrain.recipes._toys import SHOWN, pretrained
-from posttrain.recipes.base import Recipe, evaluate, falling, given, grpo, rl
+from posttrain.recipes.base import Recipe, evaluate, falling, given
+from posttrain.stages.rl import RLStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.sums import Sums
 from posttrain.types import Sampling
@@ -41,15 +41,24 @@ def r1_zero(
         return real(model, sums, given(steps, 50), given(lr, 3e-5), given(prompts, 128), *asked)
     measured = given(problems, 500), Sampling(40), given(samples, 32)
     task = Arithmetic(level=3, format_weight=0.1)
-    steps, prompts, rate = given(steps, 200), given(prompts, 32), falling(given(lr, 3e-4))
-    learned = rl("pretrain", task, steps, prompts, Sampling(32), grpo(), rate)
-    stages = (
+    stages = [
         pretrained(size, *SHOWN, steps=1000),
         evaluate("base", "pretrain", task, *measured),
-        replace(learned, curriculum=Curriculum(start=2, review=0.1), watch_kl=True),
+        RLStage(
+            name="rl",
+            model="pretrain",
+            task=task,
+            steps=given(steps, 200),
+            prompts=given(prompts, 32),
+            algorithm=GRPO(group=8, beta=0.0, reduction="token_mean"),
+            sampling=Sampling(max_new_tokens=32),
+            curriculum=Curriculum(start=2, review=0.1),
+            watch_kl=True,
+            optimizer=falling(given(lr, 3e-4)),
+        ),
         evaluate("trained", "rl", task, *measured),
-    )
-    return Recipe(stages, "base", "trained", "posttrain run r1_zero steps=400")
+    ]
+    return Recipe(tuple(stages), "base", "trained", "posttrain run r1_zero steps=400")
 
 
 def real(
@@ -59,15 +68,25 @@ def real(
     # without an example to copy, the model reasons in its own words, which takes more tokens
     tokens, whole = 48 if task.examples else 160, 5 * problems // 2
     sampling, greedy = Sampling(tokens), Sampling(tokens, temperature=0.0)
-    rate = falling(lr, 5, token_budget=32768)
-    learned = rl(model, task, steps, prompts, sampling, grpo(16), rate)
-    learned = replace(learned, watch_kl=True, evaluate_problems=whole)
-    stages = (
+    stages = [
         evaluate("before", model, task, whole, greedy),
         evaluate("base", model, task, problems, sampling, samples),
-        replace(learned, evaluate_every=25, checkpoint_every=50),
+        RLStage(
+            name="rl",
+            model=model,
+            task=task,
+            steps=steps,
+            prompts=prompts,
+            sampling=sampling,
+            algorithm=GRPO(group=16, beta=0.0, reduction="token_mean"),
+            watch_kl=True,
+            optimizer=falling(lr, 5, token_budget=32768),
+            evaluate_every=25,
+            evaluate_problems=whole,
+            checkpoint_every=50,
+        ),
         evaluate("trained", "rl", task, problems, sampling, samples),
         evaluate("after", "rl", task, whole, greedy),
-    )
+    ]
     again = f"posttrain run r1_zero model={model} lr=1e-5 steps=150"
-    return Recipe(stages, "before", "after", again)
+    return Recipe(tuple(stages), "before", "after", again)

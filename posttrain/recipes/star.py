@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.recipes._toys import GENTLE, SHOWN, forgetful, imitating
-from posttrain.recipes.base import Recipe, evaluate, repeat, sample, sft
+from posttrain.recipes.base import Recipe, evaluate, repeat
 from posttrain.stages._material import Data
+from posttrain.stages.sample import SampleStage
+from posttrain.stages.sft import SFTStage
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.hinted import Hinted
 from posttrain.types import Sampling
@@ -25,19 +27,33 @@ def star(
     """
     task, greedy = Arithmetic(level=3), Sampling(40, temperature=0.0)
     hinted = [replace(data, task=Hinted(data.task, HINT)) for data in forgetful(0.5) if data.task]
-    answers = sample("sample", "previous train", task, PROMPTS, Sampling(40))
+    last = f"train_{rounds}"
     stages = [
         imitating(size, *SHOWN, *hinted, steps=1000),
         evaluate("before", "sft", task, 1000, greedy),
         *repeat(
             [
-                replace(answers, samples=samples, hint=HINT if hint else ""),
-                sft("train", "sft", [Data(file="sample")], steps, GENTLE),
+                SampleStage(
+                    name="sample",
+                    model="previous train",
+                    task=task,
+                    prompts=PROMPTS,
+                    samples=samples,
+                    hint=HINT if hint else "",
+                    sampling=Sampling(40),
+                ),
+                SFTStage(
+                    name="train",
+                    model="sft",
+                    data=(Data(file="sample"),),
+                    steps=steps,
+                    optimizer=GENTLE,
+                ),
             ],
             rounds,
             first={"train": "sft"},
             advance={"sample.skip": PROMPTS},
         ),
-        evaluate("after", f"train_{rounds}", task, 1000, greedy),
+        evaluate("after", last, task, 1000, greedy),
     ]
     return Recipe(tuple(stages), "before", "after", "posttrain run star hint=false")
