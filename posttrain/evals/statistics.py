@@ -18,9 +18,8 @@ Clusters = Sequence[Hashable] | None  # values with the same key are one observa
 LEVEL, Z = 0.95, 1.96  # the level of all intervals, and its normal quantile
 # a sum below this share of its terms counts as 0, because thirds do not add up to 1
 ROUNDING = 1e-9
-LENGTH_PRIOR = (
-    1 / 25
-)  # precision of both coefficients, so that a model that always wins has finite ones
+# precision of both coefficients, so that a model that always wins has finite ones
+LENGTH_PRIOR = 1 / 25
 NEWTON_STEPS = 100
 
 
