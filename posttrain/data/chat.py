@@ -85,6 +85,16 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
+def following_ids(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """The ids of a text that goes on after another. Alone, tokenizers with marks on words (Llama 2) would put a space before it. A
+    line break stands for a text whose last token would join its first."""
+    for anchor in (before, "\n"):
+        own, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
+        if both[: len(own)] == own:
+            return list(both[len(own) :])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def render_turn(
     tokenizer: Tokenizer, given: Sequence[Message], stop: int | None, where: str = "a turn"
 ) -> tuple[int, ...]:

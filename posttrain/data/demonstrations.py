@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.data.chat import Conversation, Tokenizer, is_text, render_examples, text_ids
+from posttrain.data.chat import (
+    Conversation,
+    Tokenizer,
+    following_ids,
+    is_text,
+    render_examples,
+    text_ids,
+)
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Row, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
@@ -263,7 +270,7 @@ def _taught(turns: Turns, tokenizer: Tokenizer, where: str, tools: Tools) -> Exa
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
     if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
-        rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
+        rest = following_ids(tokenizer, before[0].content, after[0].content)
         return plain_example(ids + rest, len(ids), tokenizer)
     return Conversation(before + after, where, len(before), tools)
 

@@ -15,6 +15,7 @@ from tokenizers_for_tests import (
     CHATML_TOOLS,
     byte_level,
     characters,
+    word_marks,
 )
 
 from posttrain.data import chat
@@ -180,6 +181,19 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
     assert same.ids.tolist() == example.ids.tolist() and same.mask.tolist() == example.mask.tolist()
     (example,) = from_file(write(tmp_path, {"prompt": "", "completion": "46"}), tokenizer)
     assert example.mask.tolist()[0] is False
+
+
+def test_a_completion_follows_its_prompt_without_a_space_between(tmp_path: Path) -> None:
+    """A tokenizer with marks on words would begin a text of its own with one: '12+34= 46' would be learned."""
+    tokenizer = word_marks()
+    rows = [
+        {"prompt": asked, "completion": said} for asked, said in (("12+34=", "46"), ("t", "he"), (" h", "e"), ("12=", " he"))
+    ]
+    for row, example in zip(rows, from_file(write(tmp_path, *rows), tokenizer), strict=True):
+        assert tokenizer.decode(example.ids) == f"{row['prompt']}{row['completion']}<|im_end|>"
+        given = example.ids[: example.mask.argmax()].tolist()
+        assert given == tokenizer(row["prompt"])["input_ids"]  # as where it is sampled from
+    assert tokenizer.convert_ids_to_tokens(example.ids[example.mask]) == ["▁he", "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
