@@ -362,6 +362,17 @@ def _is_special(tokenizer: Tokenizer, size: int) -> np.ndarray:
     return found
 
 
+def unended(tokenizer: Tokenizer, examples: Iterable[Example]) -> list[str]:
+    """A line where no answer ends with a control token: the model would not learn to end its own."""
+    special = _is_special(tokenizer, len(tokenizer))
+    if any(special[e.ids[e.mask][-1:]].any() for e in examples):
+        return []
+    advice = (
+        "set eos_token in tokenizer_config.json, or take a chat template that ends a turn with one"
+    )
+    return [f"no row ends with an end token: the model does not learn to end its answers; {advice}"]
+
+
 def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:
     """Turn a template's refusal of a conversation (two user turns in a row, a system turn) into an error: a template is the model
     author's program."""

@@ -296,7 +296,8 @@ class DataReport:
     max_length: int
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     notes: Notes = field(default_factory=Notes)
-    unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
+    # lines on text outside of the vocabulary, and answers without an end
+    warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -315,7 +316,7 @@ class DataReport:
         unused = ", ".join(sorted(self.notes.unused))
         said += [f"columns that are not used: {unused}"] if unused else []
         said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        return [*said, *(f"warning: {line}" for line in (*self.notes.lines(), *self.unknown))]
+        return [*said, *(f"warning: {line}" for line in (*self.notes.lines(), *self.warnings))]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:

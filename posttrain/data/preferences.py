@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import Conversation, Tokenizer
+from posttrain.data.chat import Conversation, Tokenizer, unended
 from posttrain.data.demonstrations import AT_ONCE, or_raise, rendered, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
@@ -78,9 +78,7 @@ class Preferences:
     margins: bool  # rewards are the file's own scores or margins, not just an order
     skipped: tuple[Skipped, ...]
     unused: tuple[str, ...] = ()  # columns that were not read
-    warnings: tuple[
-        str, ...
-    ] = ()  # lines on text outside of the vocabulary, and on opposite labels
+    warnings: tuple[str, ...] = ()  # as in the report of demonstrations, and on opposite labels
 
     def lines(self) -> list[str]:
         """A report for the console."""
@@ -164,7 +162,8 @@ def read_preferences(
     require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
     left = tuple(sorted(unused))
     lost = unknown_tokens(tokenizer, (example.ids for unit in units for example in unit))
-    warnings = (*_opposite(units, lines), *lost)
+    ends = unended(tokenizer, (example for unit in units for example in unit))
+    warnings = (*_opposite(units, lines), *ends, *lost)
     return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, warnings)
 
 
