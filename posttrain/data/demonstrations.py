@@ -5,6 +5,7 @@ What a line of a file may hold is in formats.py. Columns that are not read are n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -50,7 +51,15 @@ ALPACA = (
 
 
 AT_ONCE = 512  # conversations that are rendered together
-
+# what may be a mistake in a row, and what the model then learns
+NOTED = {
+    "with an empty prompt": "the model learns an answer to nothing",
+    "with an empty answer": "the model learns to say nothing",
+    "whose answer begins with the prompt": "the model learns to repeat it",
+    "with messages as text": "it is learned as text; write the list itself, as JSONL or parquet can",
+}
+LONG = 24  # characters of a prompt that an answer hardly begins with by chance
+AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 # messages that are given, and those whose answers are learned
 Turns = tuple[tuple[Message, ...], tuple[Message, ...]]
 
@@ -60,21 +69,27 @@ class Notes:
     """What the report says of the rows of a file, besides counts."""
 
     unused: set[str] = field(default_factory=set)  # columns that were not read
-    empty: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by what is empty
+    rows: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by a key of NOTED
 
-    def look(self, before: Sequence[Message], after: Sequence[Message], where: str) -> None:
-        """Note empty messages of a row: of the user, and of the assistant where it has no call either."""
-        asked = [m for m in (*before, *after) if m.role == "user"]
-        said = [m for m in after if m.role == "assistant" and not m.more]
-        for what, messages in (("prompt", asked), ("answer", said)):
-            if not all(m.content.strip() for m in messages):
-                self.empty.setdefault(what, []).append(int(where.rsplit(" ", 1)[1]))
+    def look(self, turns: Turns, where: str) -> None:
+        """Note a row that may be a mistake. An answer that is a call is not empty."""
+        every, line = (*turns[0], *turns[1]), int(where.rsplit(" ", 1)[1])
+        said = [m.content for m in turns[1] if m.role == "assistant" and not m.more]
+        prompt = turns[0][-1].content if turns[0] else ""
+        found = (
+            any(m.role == "user" and not m.content.strip() for m in every),
+            any(not text.strip() for text in said),
+            len(prompt) >= LONG and any(text.startswith(prompt) for text in said),
+            any(AS_TEXT.match(m.content) for m in every),
+        )
+        for what, is_so in zip(NOTED, found, strict=True):
+            if is_so and line not in self.rows.get(what, [])[-1:]:
+                self.rows.setdefault(what, []).append(line)
 
     def lines(self) -> list[str]:
-        learned = {"prompt": "an answer to nothing", "answer": "to say nothing"}
         return [
-            f"{many(len(at), 'row')} with an empty {what} ({numbered(at)}): the model learns {learned[what]}"
-            for what, at in self.empty.items()
+            f"{many(len(at), 'row')} {what} ({numbered(at)}): {NOTED[what]}"
+            for what, at in self.rows.items()
         ]
 
 
@@ -169,7 +184,7 @@ def _read(
     if kind.name == "text":
         return _text(record["text"], tokenizer, where, tools)
     turns = READERS[kind.name](record, tokenizer, where)
-    notes.look(*turns, where)
+    notes.look(turns, where)
     return _taught(turns, tokenizer, where, tools)
 
 
@@ -242,19 +257,19 @@ READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str], Turns]] = {
 }
 
 
-def completion_example(
-    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
-) -> Example:
+def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
-    [found] = rendered(tokenizer, [to_render(prompt, completion, tokenizer, where, tools)])
-    return or_raise(found)
+    said = _taught(_turns(prompt, completion, where), tokenizer, where, None)
+    return or_raise(rendered(tokenizer, [said])[0])
 
 
 def to_render(
-    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
+    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools, notes: Notes
 ) -> Example | Conversation:
-    """`completion_example` for `rendered`, which renders many together."""
-    return _taught(_turns(prompt, completion, where), tokenizer, where, tools)
+    """A row of a file as for `completion_example`, which `rendered` renders together with others."""
+    turns = _turns(prompt, completion, where)
+    notes.look(turns, where)
+    return _taught(turns, tokenizer, where, tools)
 
 
 def _turns(prompt: Any, completion: Any, where: str) -> Turns:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Conversation, Tokenizer, unended
-from posttrain.data.demonstrations import AT_ONCE, or_raise, rendered, to_render, unread
+from posttrain.data.demonstrations import AT_ONCE, Notes, or_raise, rendered, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
@@ -77,7 +77,7 @@ class Preferences:
     max_length: int
     margins: bool  # rewards are the file's own scores or margins, not just an order
     skipped: tuple[Skipped, ...]
-    unused: tuple[str, ...] = ()  # columns that were not read
+    notes: Notes = field(default_factory=Notes)
     warnings: tuple[str, ...] = ()  # as in the report of demonstrations, and on opposite labels
 
     def lines(self) -> list[str]:
@@ -88,14 +88,15 @@ class Preferences:
         longest = max(len(e.ids) for e in examples)
         read = ", with margins (for margin=true of a reward model, labels=soft of dpo)"
         more = read if self.margins and self.kind != "steps" else ""
+        unused = ", ".join(sorted(self.notes.unused))
         good = sum(example.reward == 1.0 for example in examples)
         labels = f"; {good:,} desirable, {kept - good:,} not" if self.kind == "unpaired" else ""
         return [
             f"{self.path}: {kind}{more}; {kept:,} of {many(self.total, 'row')} kept, {many(len(examples), 'sequence')}{labels}",
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
-            *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
+            *([f"columns that are not used: {unused}"] if unused else []),
             *map(str, self.skipped),
-            *(f"warning: {line}" for line in self.warnings),
+            *(f"warning: {line}" for line in (*self.notes.lines(), *self.warnings)),
         ]
 
 
@@ -128,7 +129,7 @@ def read_preferences(
     lines: list[int] = []  # of the units
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
-    unused: set[str] = set()
+    notes = Notes()
     decoder = Decoder(tokenizer)
     rows = read_rows(path, columns)
     while part := list(islice(rows, AT_ONCE)):
@@ -137,8 +138,8 @@ def read_preferences(
             kind = kind or _detect(record, where)
             try:
                 row = _checked(kind, record, where)
-                unused |= unread(record, PREFERENCES[kind].columns, where)
-                asked.append((row, _responses(row, tokenizer, where)))
+                notes.unused |= unread(record, PREFERENCES[kind].columns, where)
+                asked.append((row, _responses(row, tokenizer, where, notes)))
             except (_Skip, UserError) as error:
                 asked.append((error, []))
         made = iter(rendered(tokenizer, [one for _, said in asked for one in said]))
@@ -160,11 +161,12 @@ def read_preferences(
         raise UserError(f"{refused[0]}{more}")
     left_out = tuple(Skipped(name, tuple(skipped[name])) for name in REASONS if name in skipped)
     require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
-    left = tuple(sorted(unused))
     lost = unknown_tokens(tokenizer, (example.ids for unit in units for example in unit))
     ends = unended(tokenizer, (example for unit in units for example in unit))
     warnings = (*_opposite(units, lines), *ends, *lost)
-    return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, warnings)
+    return Preferences(
+        str(path), kind, units, total, max_length, margins, left_out, notes, warnings
+    )
 
 
 def _opposite(units: Sequence[Unit], lines: Sequence[int]) -> list[str]:
@@ -258,7 +260,9 @@ def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
     return replace(row, tools=parse_tools(tools, where))
 
 
-def _responses(row: _Row, tokenizer: Tokenizer, where: str) -> list[Example | Conversation]:
+def _responses(
+    row: _Row, tokenizer: Tokenizer, where: str, notes: Notes
+) -> list[Example | Conversation]:
     """The responses of a row after its prompt, to be rendered if there is a chat template."""
     texts = [_text(response) for response in row.responses]
     if any(not text.strip() for text in texts):
@@ -267,7 +271,7 @@ def _responses(row: _Row, tokenizer: Tokenizer, where: str) -> list[Example | Co
         raise _Skip("equal")
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
-    return [to_render(row.prompt, r, tokenizer, where, row.tools) for r in row.responses]
+    return [to_render(row.prompt, r, tokenizer, where, row.tools, notes) for r in row.responses]
 
 
 def _unit(

@@ -21,6 +21,7 @@ from tokenizers_for_tests import (
 from posttrain.data import chat
 from posttrain.data.demonstrations import Notes, from_file, from_task
 from posttrain.data.formats import DEMONSTRATIONS, Format
+from posttrain.data.preferences import read_preferences
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.jsonl import Jsonl
@@ -128,8 +129,22 @@ def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
     ]
     notes = Notes()
     examples = from_file(write(tmp_path, *rows), byte_level(CHATML_TOOLS), notes)
-    assert len(examples) == len(rows) and notes.empty == {"answer": [1, 3, 4], "prompt": [2, 3, 7]}
-    assert notes.lines()[0] == "3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing"
+    assert len(examples) == len(rows) and notes.lines() == [
+        "3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing",
+        "3 rows with an empty prompt (lines 2, 3, 7): the model learns an answer to nothing",
+    ]
+
+
+def test_rows_that_say_something_else_than_they_mean_are_named(tmp_path: Path) -> None:
+    """A completion with its prompt in front, and messages that a table has written as text, of Python or of JSON."""
+    asked, talk = "What is the sum of one and one?", [{"role": "user", "content": "a"}]
+    rows = [{"prompt": asked, "completion": said} for said in ("two", f"{asked} two", json.dumps(talk), str(talk), "[{x}]")]
+    notes = Notes()
+    from_file(write(tmp_path, *rows, {"prompt": "a", "completion": "a b"}), byte_level(CHATML), notes)
+    assert notes.rows == {"whose answer begins with the prompt": [2], "with messages as text": [3, 4]}
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"] + "."} for row in rows]
+    report = read_preferences(write(tmp_path, *pairs), byte_level(CHATML), 200)
+    assert report.notes == notes and report.lines()[-1].startswith("warning: 2 rows with messages as text (lines 3, 4): it is")
 
 
 def test_a_table_without_names_in_its_first_line_is_recognised(tmp_path: Path) -> None:

@@ -392,6 +392,6 @@ def test_tool_calls_are_part_of_what_is_preferred(tmp_path: Path) -> None:
         ((prompt, better, worse),) = read_pairs(path)
         assert '"add"' in prompt and '"add"' in better and '"sub"' in worse
     report = read_preferences(tmp_path / "0.jsonl", tokenizer, 1000)
-    assert report.unused == ("id",) and "columns that are not used: id" in report.lines()
+    assert report.notes.unused == {"id"} and "columns that are not used: id" in report.lines()
     with pytest.raises(UserError, match="0.jsonl line 1: the chat template does not show the tools"):
         read_preferences(tmp_path / "0.jsonl", byte_level(CHATML), 1000)
