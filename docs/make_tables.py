@@ -510,7 +510,8 @@ and the nearest format:
   are equal or empty, scores that tie) are left out of preferences, with their lines.
 - Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
   they are empty: without them the model would learn to answer without information that it needs.
-- Null values count as absent.
+- Null values count as absent, also inside messages, tool calls and tools: parquet and `datasets` give each call the
+  arguments of all. To keep a null argument, write `arguments` as JSON text.
 - A single row is enough for sft, preference and reward_model. With a single prompt, nothing is held out.
 
 ## How long a stage trains, and what it holds out

@@ -22,6 +22,7 @@ from posttrain.data import chat
 from posttrain.data.demonstrations import Notes, from_file, from_task
 from posttrain.data.formats import DEMONSTRATIONS, Format
 from posttrain.data.preferences import read_preferences
+from posttrain.data.records import read_rows
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.jsonl import Jsonl
@@ -432,6 +433,24 @@ def test_what_a_template_shows_and_what_says_nothing_is_read(tmp_path: Path) -> 
     assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>")
     assert notes.unused == {"id", "source"}
     assert tokenizer.decode(example.ids[example.mask]) == "<think>hm</think>c<|im_end|>"
+
+
+def test_fields_that_a_table_fills_with_null_are_not_shown(tmp_path: Path) -> None:
+    """Parquet and `datasets` give every call the arguments of all calls. A null that JSON text holds is meant."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kinds = [{"name": name, "parameters": {"properties": {of: {"type": "text"}}}} for name, of in (("add", "a"), ("len", "b"))]
+    rows = [
+        {"messages": [CALLED[0], {**SPOKEN, "tool_calls": [{"name": name, "arguments": {of: "1"}}]}], "tools": kinds}
+        for name, of in (("add", "a"), ("len", "b"))
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert next(read_rows(tmp_path / "a.parquet"))[1] != rows[0]
+    tokenizer = byte_level(CHATML_TOOLS)
+    found, expected = (from_file(place, tokenizer) for place in (tmp_path / "a.parquet", write(tmp_path, *rows)))
+    assert [tokenizer.decode(e.ids) for e in found] == [tokenizer.decode(e.ids) for e in expected]
+    rows[0]["messages"][1]["tool_calls"][0]["arguments"] = '{"a": null}'
+    (example,) = from_file(write(tmp_path, rows[0]), tokenizer)
+    assert '{"a": null}' in tokenizer.decode(example.ids)
 
 
 def test_a_tools_answer_need_not_name_its_call(tmp_path: Path) -> None:
