@@ -21,10 +21,12 @@ from posttrain.data.chat import (
     is_text,
     render_examples,
     text_ids,
+    unended,
 )
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Row, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
+from posttrain.data.text import unknown_tokens
 from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example, Message, Problem
 
@@ -52,11 +54,13 @@ ALPACA = (
 
 AT_ONCE = 512  # conversations that are rendered together
 # what may be a mistake in a row, and what the model then learns
+OPPOSITE = "with the opposite preference of an earlier row"
 NOTED = {
     "with an empty prompt": "the model learns an answer to nothing",
     "with an empty answer": "the model learns to say nothing",
     "whose answer begins with the prompt": "the model learns to repeat it",
     "with messages as text": "it is learned as text; write the list itself, as JSONL or parquet can",
+    OPPOSITE: "prompt and responses are the same, so each undoes what the other teaches",
 }
 LONG = 24  # characters of a prompt that an answer hardly begins with by chance
 AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
@@ -70,6 +74,7 @@ class Notes:
 
     unused: set[str] = field(default_factory=set)  # columns that were not read
     rows: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by a key of NOTED
+    texts: list[str] = field(default_factory=list)  # on the texts of all rows
 
     def look(self, turns: Turns, where: str) -> None:
         """Note a row that may be a mistake. An answer that is a call is not empty."""
@@ -82,15 +87,27 @@ class Notes:
             len(prompt) >= LONG and any(text.startswith(prompt) for text in said),
             any(AS_TEXT.match(m.content) for m in every),
         )
-        for what, is_so in zip(NOTED, found, strict=True):
+        for what, is_so in zip(NOTED, found, strict=False):
             if is_so and line not in self.rows.get(what, [])[-1:]:
-                self.rows.setdefault(what, []).append(line)
+                self.add(what, line)
 
-    def lines(self) -> list[str]:
-        return [
+    def add(self, what: str, line: int) -> None:
+        self.rows.setdefault(what, []).append(line)
+
+    def check(self, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+        """Note answers without an end, and text outside of the vocabulary."""
+        self.texts = unended(tokenizer, examples)
+        self.texts += unknown_tokens(tokenizer, (example.ids for example in examples))
+
+    def lines(self, between: Iterable[str]) -> list[str]:
+        """Lines for the console, with those of the caller before the warnings."""
+        rows = [
             f"{many(len(at), 'row')} {what} ({numbered(at)}): {NOTED[what]}"
             for what, at in self.rows.items()
         ]
+        unused = ", ".join(sorted(self.unused))
+        said = [f"columns that are not used: {unused}"] if unused else []
+        return [*said, *between, *(f"warning: {line}" for line in (*rows, *self.texts))]
 
 
 class Teaching(Protocol):
@@ -311,8 +328,6 @@ class DataReport:
     max_length: int
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     notes: Notes = field(default_factory=Notes)
-    # lines on text outside of the vocabulary, and answers without an end
-    warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -328,10 +343,8 @@ class DataReport:
             "empty": "because they are empty",
         }
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
-        unused = ", ".join(sorted(self.notes.unused))
-        said += [f"columns that are not used: {unused}"] if unused else []
-        said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        return [*said, *(f"warning: {line}" for line in (*self.notes.lines(), *self.warnings))]
+        dropped = (f"{count:,} dropped {reason}" for count, reason in counted if count)
+        return [*said, *self.notes.lines(dropped)]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:

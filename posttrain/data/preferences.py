@@ -19,19 +19,27 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import Conversation, Tokenizer, unended
-from posttrain.data.demonstrations import AT_ONCE, Notes, or_raise, rendered, to_render, unread
+from posttrain.data.chat import Conversation, Tokenizer
+from posttrain.data.demonstrations import (
+    AT_ONCE,
+    OPPOSITE,
+    Notes,
+    or_raise,
+    rendered,
+    to_render,
+    unread,
+)
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
-from posttrain.data.text import Decoder, unknown_tokens
+from posttrain.data.text import Decoder
 from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example
 
@@ -51,21 +59,6 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Rows left out for one reason, with their line numbers."""
-
-    reason: str
-    lines: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.lines)
-
-    def __str__(self) -> str:
-        return f"{self.count:,} skipped: {REASONS[self.reason]} ({numbered(self.lines)})"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Preferences:
     """The units of a file, ready for training: its kind, and the skipped rows with reasons."""
@@ -76,9 +69,8 @@ class Preferences:
     total: int
     max_length: int
     margins: bool  # rewards are the file's own scores or margins, not just an order
-    skipped: tuple[Skipped, ...]
-    notes: Notes = field(default_factory=Notes)
-    warnings: tuple[str, ...] = ()  # as in the report of demonstrations, and on opposite labels
+    skipped: Mapping[str, list[int]]  # line numbers, by a key of REASONS
+    notes: Notes
 
     def lines(self) -> list[str]:
         """A report for the console."""
@@ -88,15 +80,12 @@ class Preferences:
         longest = max(len(e.ids) for e in examples)
         read = ", with margins (for margin=true of a reward model, labels=soft of dpo)"
         more = read if self.margins and self.kind != "steps" else ""
-        unused = ", ".join(sorted(self.notes.unused))
         good = sum(example.reward == 1.0 for example in examples)
         labels = f"; {good:,} desirable, {kept - good:,} not" if self.kind == "unpaired" else ""
         return [
             f"{self.path}: {kind}{more}; {kept:,} of {many(self.total, 'row')} kept, {many(len(examples), 'sequence')}{labels}",
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
-            *([f"columns that are not used: {unused}"] if unused else []),
-            *map(str, self.skipped),
-            *(f"warning: {line}" for line in (*self.notes.lines(), *self.warnings)),
+            *self.notes.lines(_counted(self.skipped)),
         ]
 
 
@@ -114,6 +103,11 @@ class _Row:
     labels: list[float] | None = None
 
 
+def _counted(skipped: Mapping[str, list[int]]) -> list[str]:
+    found = ((reason, skipped.get(name, [])) for name, reason in REASONS.items())
+    return [f"{len(at):,} skipped: {reason} ({numbered(at)})" for reason, at in found if at]
+
+
 class _Skip(Exception):
     """A row that is skipped and counted, with the reason."""
 
@@ -126,7 +120,7 @@ def read_preferences(
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
     units: list[Unit] = []
-    lines: list[int] = []  # of the units
+    verdicts: dict[frozenset[int], tuple[int, float]] = {}
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
     notes = Notes()
@@ -150,7 +144,8 @@ def read_preferences(
                 if not isinstance(given, _Row):
                     raise given
                 units.append(_unit(given, list(map(or_raise, found)), decoder, max_length, where))
-                lines.append(line)
+                if _opposite(units[-1], verdicts):
+                    notes.add(OPPOSITE, line)
                 margins |= given.margins
             except _Skip as skip:
                 skipped.setdefault(str(skip), []).append(line)
@@ -159,42 +154,19 @@ def read_preferences(
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
-    left_out = tuple(Skipped(name, tuple(skipped[name])) for name in REASONS if name in skipped)
-    require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
-    lost = unknown_tokens(tokenizer, (example.ids for unit in units for example in unit))
-    ends = unended(tokenizer, (example for unit in units for example in unit))
-    warnings = (*_opposite(units, lines), *ends, *lost)
-    return Preferences(
-        str(path), kind, units, total, max_length, margins, left_out, notes, warnings
-    )
+    require(units, f"{path}: no row is left to train on: " + "; ".join(_counted(skipped)))
+    notes.check(tokenizer, [example for unit in units for example in unit])
+    return Preferences(str(path), kind, units, total, max_length, margins, skipped, notes)
 
 
-def _opposite(units: Sequence[Unit], lines: Sequence[int]) -> list[str]:
-    """A line about pairs and labelled responses that an earlier row preferred the other way round."""
-    seen: dict[frozenset[int], tuple[int, float]] = {}
-    found = list[int]()
-    for unit, line in zip(units, lines, strict=True):
-        if len(unit) > 2 or unit[0].steps is not None:
-            continue
-        names = [hash(example.ids.tobytes()) for example in unit]
-        reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
-        said = best, reward * (len(unit) == 1)
-        if seen.setdefault(frozenset(names), said) != said:
-            found.append(line)
-    what = "with the prompt and responses of an earlier row and the opposite preference"
-    return [f"{many(len(found), 'row')} {what} ({numbered(found)})"] if found else []
-
-
-def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int, int]:
-    """(good, bad): the number of good and bad responses of a file; a pair has one of each."""
-    good, bad, kind = 0, 0, ""
-    for where, record in read_rows(path, columns):
-        kind = kind or _detect(record, where)
-        with suppress(_Skip):
-            rewards = _checked(kind, record, where).rewards
-            good += len(rewards) > 1 or rewards == [1.0]
-            bad += len(rewards) > 1 or rewards == [0.0]
-    return good, bad
+def _opposite(unit: Unit, verdicts: dict[frozenset[int], tuple[int, float]]) -> bool:
+    """Whether an earlier pair or label of the same prompt and responses, among the `verdicts`, said the opposite."""
+    if len(unit) > 2 or unit[0].steps is not None:
+        return False
+    names = [hash(example.ids.tobytes()) for example in unit]
+    reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
+    said = best, reward * (len(unit) == 1)
+    return verdicts.setdefault(frozenset(names), said) != said
 
 
 def read_pairs(path: str | Path, columns: Columns | None = None) -> list[tuple[str, str, str]]:

@@ -10,10 +10,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from posttrain.data import demonstrations
-from posttrain.data.chat import unended
 from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
 from posttrain.data.stream import permutation
-from posttrain.data.text import unknown_tokens
 from posttrain.errors import NotNegative, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
@@ -126,13 +124,12 @@ def gather(
     for source in sources:
         notes = demonstrations.Notes()
         examples = source.examples(tokenizer, seed, notes)
-        ends = [] if all_tokens else unended(tokenizer, examples)
+        notes.check(tokenizer, examples)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = demonstrations.prepare(examples, max_length)
         found.append([(example,) for example in kept])
-        unknown = unknown_tokens(tokenizer, (example.ids for example in kept))
-        reports.append(replace(report, notes=notes, warnings=(*ends, *unknown)))
+        reports.append(replace(report, notes=notes))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     parts, held_out = split_sources(found, share, seed)

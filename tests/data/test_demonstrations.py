@@ -112,7 +112,7 @@ def test_every_example_of_the_table_is_read(tmp_path: Path, format: Format, temp
         return  # conversations need a template
     tokenizer, notes = byte_level(template), Notes()
     (example,) = from_file(write(tmp_path, format.example), tokenizer, notes)
-    assert "3" in tokenizer.decode(example.ids[example.mask]) and not notes.unused and not notes.lines()
+    assert "3" in tokenizer.decode(example.ids[example.mask]) and not notes.unused and not notes.rows
 
 
 def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
     ]
     notes = Notes()
     examples = from_file(write(tmp_path, *rows), byte_level(CHATML_TOOLS), notes)
-    assert len(examples) == len(rows) and notes.lines() == [
-        "3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing",
-        "3 rows with an empty prompt (lines 2, 3, 7): the model learns an answer to nothing",
+    assert len(examples) == len(rows) and notes.lines([]) == [
+        "warning: 3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing",
+        "warning: 3 rows with an empty prompt (lines 2, 3, 7): the model learns an answer to nothing",
     ]
 
 
@@ -145,7 +145,9 @@ def test_rows_that_say_something_else_than_they_mean_are_named(tmp_path: Path) -
     assert notes.rows == {"whose answer begins with the prompt": [2], "with messages as text": [3, 4]}
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"] + "."} for row in rows]
     report = read_preferences(write(tmp_path, *pairs), byte_level(CHATML), 200)
-    assert report.notes == notes and report.lines()[-1].startswith("warning: 2 rows with messages as text (lines 3, 4): it is")
+    assert report.notes.rows == notes.rows and report.lines()[-1].startswith(
+        "warning: 2 rows with messages as text (lines 3, 4): it is"
+    )
 
 
 def test_a_table_without_names_in_its_first_line_is_recognised(tmp_path: Path) -> None:
