@@ -356,8 +356,8 @@ def _special_texts(tokenizer: Tokenizer, size: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _is_special(tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """[V], true for control tokens; cached as their texts are."""
-    found = np.zeros(size, dtype=bool)
+    """[V], true for control tokens; cached as their texts are. Ids of some vocabularies have gaps, so V is not their number."""
+    found = np.zeros(max(tokenizer.get_vocab().values()) + 1, dtype=bool)
     found[tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer, size)))] = True
     return found
 
