@@ -75,6 +75,8 @@ class Notes:
     unused: set[str] = field(default_factory=set)  # columns that were not read
     rows: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by a key of NOTED
     texts: list[str] = field(default_factory=list)  # on the texts of all rows
+    # what pairs and labels prefer, by their texts
+    preferred: dict[frozenset[int], tuple[int, float]] = field(default_factory=dict)
 
     def look(self, turns: Turns, where: str) -> None:
         """Note a row that may be a mistake. An answer that is a call is not empty."""
@@ -93,6 +95,16 @@ class Notes:
 
     def add(self, what: str, line: int) -> None:
         self.rows.setdefault(what, []).append(line)
+
+    def compare(self, unit: Sequence[Example], line: int) -> None:
+        """Note a pair or a label that is the opposite of an earlier one."""
+        if len(unit) > 2 or unit[0].steps is not None:
+            return
+        names = [hash(example.ids.tobytes()) for example in unit]
+        reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
+        said = best, reward * (len(unit) == 1)
+        if self.preferred.setdefault(frozenset(names), said) != said:
+            self.add(OPPOSITE, line)
 
     def check(self, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
         """Note answers without an end, and text outside of the vocabulary."""

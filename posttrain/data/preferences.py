@@ -27,15 +27,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Conversation, Tokenizer
-from posttrain.data.demonstrations import (
-    AT_ONCE,
-    OPPOSITE,
-    Notes,
-    or_raise,
-    rendered,
-    to_render,
-    unread,
-)
+from posttrain.data.demonstrations import AT_ONCE, Notes, or_raise, rendered, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
@@ -120,7 +112,6 @@ def read_preferences(
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
     units: list[Unit] = []
-    verdicts: dict[frozenset[int], tuple[int, float]] = {}
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
     notes = Notes()
@@ -144,8 +135,7 @@ def read_preferences(
                 if not isinstance(given, _Row):
                     raise given
                 units.append(_unit(given, list(map(or_raise, found)), decoder, max_length, where))
-                if _opposite(units[-1], verdicts):
-                    notes.add(OPPOSITE, line)
+                notes.compare(units[-1], line)
                 margins |= given.margins
             except _Skip as skip:
                 skipped.setdefault(str(skip), []).append(line)
@@ -157,16 +147,6 @@ def read_preferences(
     require(units, f"{path}: no row is left to train on: " + "; ".join(_counted(skipped)))
     notes.check(tokenizer, [example for unit in units for example in unit])
     return Preferences(str(path), kind, units, total, max_length, margins, skipped, notes)
-
-
-def _opposite(unit: Unit, verdicts: dict[frozenset[int], tuple[int, float]]) -> bool:
-    """Whether an earlier pair or label of the same prompt and responses, among the `verdicts`, said the opposite."""
-    if len(unit) > 2 or unit[0].steps is not None:
-        return False
-    names = [hash(example.ids.tobytes()) for example in unit]
-    reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
-    said = best, reward * (len(unit) == 1)
-    return verdicts.setdefault(frozenset(names), said) != said
 
 
 def read_pairs(path: str | Path, columns: Columns | None = None) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, CHATML_TOOLS, byte_level, word_marks
 
-from posttrain.data.preferences import Preferences, count_labels, read_pairs, read_preferences
+from posttrain.data.preferences import Preferences, read_pairs, read_preferences
 from posttrain.errors import UserError
 
 ASK, YES, NO = ({"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hello"), ("assistant", "the fox")))
@@ -146,7 +146,7 @@ def test_labels_that_cannot_be_read_are_not_left_out_of_the_count(tmp_path: Path
     table = tmp_path / "thumbs.csv"
     table.write_text("prompt,completion,label\nhi,a,1\nhi,b,-1\n")
     with pytest.raises(UserError, match="thumbs.csv line 3: label must be true or false, or 1 or 0, not -1"):
-        count_labels(table)
+        read_preferences(table, byte_level(CHATML), 100)
 
 
 def test_steps_are_joined_by_the_separator_of_their_row(tmp_path: Path) -> None:
