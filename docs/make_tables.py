@@ -505,11 +505,13 @@ and the nearest format:
   `question` and `answer` for this.
 - A table's first line names its columns. If it is a row, the error shows the names that were read and says so.
 - The data report names columns that are not read, and the lines of rows that are kept but may be a mistake: an empty
-  prompt or answer of sft, and a pair or label whose opposite is in an earlier row. Rows that teach nothing (responses that
+  prompt or answer, an answer that begins with its prompt, messages as text in place of a list, and a pair or label whose
+  opposite is in an earlier row. It also says where no answer ends with an end token. Rows that teach nothing (responses that
   are equal or empty, scores that tie) are left out of preferences, with their lines.
 - Columns that other trainers use and posttrain does not (`images`, `functions`, `history`, `weight`, ...) are refused unless
   they are empty: without them the model would learn to answer without information that it needs.
-- Null values count as absent.
+- Null values count as absent, also inside messages, tool calls and tools: parquet and `datasets` give each call the
+  arguments of all. To keep a null argument, write `arguments` as JSON text.
 - A single row is enough for sft, preference and reward_model. With a single prompt, nothing is held out.
 
 ## How long a stage trains, and what it holds out

@@ -194,7 +194,7 @@ DATA = [
     case(
         "kto-all-good",
         [KTO],
-        "kto: all 1 labelled responses are good",
+        "kto: all 1 labelled responses to train on are good",
         labels_jsonl=lines({"prompt": "a", "completion": "b", "label": True}),
     ),
     case(
@@ -769,7 +769,7 @@ LATE = [
     late(
         "labels",
         KTO,
-        "kto: all 2 labelled responses are bad",
+        "kto: all 1 labelled responses to train on are bad",
         labels_jsonl=lines(*[{"prompt": str(n), "completion": "b", "label": False} for n in range(2)]),
     ),
     late(

@@ -85,6 +85,16 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
+def following_ids(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """The ids of a text that goes on after another. Alone, tokenizers with marks on words (Llama 2) would put a space before it. A
+    line break stands for a text whose last token would join its first."""
+    for anchor in (before, "\n"):
+        own, both = tokenizer([anchor, anchor + text], add_special_tokens=False)["input_ids"]
+        if both[: len(own)] == own:
+            return list(both[len(own) :])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def render_turn(
     tokenizer: Tokenizer, given: Sequence[Message], stop: int | None, where: str = "a turn"
 ) -> tuple[int, ...]:
@@ -346,10 +356,21 @@ def _special_texts(tokenizer: Tokenizer, size: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _is_special(tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """[V], true for control tokens; cached as their texts are."""
-    found = np.zeros(size, dtype=bool)
+    """[V], true for control tokens; cached as their texts are. Ids of some vocabularies have gaps, so V is not their number."""
+    found = np.zeros(max(tokenizer.get_vocab().values()) + 1, dtype=bool)
     found[tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer, size)))] = True
     return found
+
+
+def unended(tokenizer: Tokenizer, examples: Iterable[Example]) -> list[str]:
+    """A line where no answer ends with a control token: the model would not learn to end its own."""
+    special = _is_special(tokenizer, len(tokenizer))
+    if any(special[e.ids[e.mask][-1:]].any() for e in examples):
+        return []
+    advice = (
+        "set eos_token in tokenizer_config.json, or take a chat template that ends a turn with one"
+    )
+    return [f"no row ends with an end token: the model does not learn to end its answers; {advice}"]
 
 
 def _rendered(where: str, found: Rendered | TemplateError) -> Rendered:

@@ -5,6 +5,7 @@ What a line of a file may hold is in formats.py. Columns that are not read are n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,10 +14,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.data.chat import Conversation, Tokenizer, is_text, render_examples, text_ids
+from posttrain.data.chat import (
+    Conversation,
+    Tokenizer,
+    following_ids,
+    is_text,
+    render_examples,
+    text_ids,
+    unended,
+)
 from posttrain.data.formats import DEMONSTRATIONS, revealed, unrecognised
 from posttrain.data.records import Columns, Row, Tools, parse_messages, parse_tools, read_rows
 from posttrain.data.stream import permutation, philox
+from posttrain.data.text import unknown_tokens
 from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example, Message, Problem
 
@@ -43,7 +53,17 @@ ALPACA = (
 
 
 AT_ONCE = 512  # conversations that are rendered together
-
+# what may be a mistake in a row, and what the model then learns
+OPPOSITE = "with the opposite preference of an earlier row"
+NOTED = {
+    "with an empty prompt": "the model learns an answer to nothing",
+    "with an empty answer": "the model learns to say nothing",
+    "whose answer begins with the prompt": "the model learns to repeat it",
+    "with messages as text": "it is learned as text; write the list itself, as JSONL or parquet can",
+    OPPOSITE: "prompt and responses are the same, so each undoes what the other teaches",
+}
+LONG = 24  # characters of a prompt that an answer hardly begins with by chance
+AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 # messages that are given, and those whose answers are learned
 Turns = tuple[tuple[Message, ...], tuple[Message, ...]]
 
@@ -53,22 +73,53 @@ class Notes:
     """What the report says of the rows of a file, besides counts."""
 
     unused: set[str] = field(default_factory=set)  # columns that were not read
-    empty: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by what is empty
+    rows: dict[str, list[int]] = field(default_factory=dict)  # line numbers, by a key of NOTED
+    texts: list[str] = field(default_factory=list)  # on the texts of all rows
+    # what pairs and labels prefer, by their texts
+    preferred: dict[frozenset[int], tuple[int, float]] = field(default_factory=dict)
 
-    def look(self, before: Sequence[Message], after: Sequence[Message], where: str) -> None:
-        """Note empty messages of a row: of the user, and of the assistant where it has no call either."""
-        asked = [m for m in (*before, *after) if m.role == "user"]
-        said = [m for m in after if m.role == "assistant" and not m.more]
-        for what, messages in (("prompt", asked), ("answer", said)):
-            if not all(m.content.strip() for m in messages):
-                self.empty.setdefault(what, []).append(int(where.rsplit(" ", 1)[1]))
+    def look(self, turns: Turns, where: str) -> None:
+        """Note a row that may be a mistake. An answer that is a call is not empty."""
+        every, line = (*turns[0], *turns[1]), int(where.rsplit(" ", 1)[1])
+        said = [m.content for m in turns[1] if m.role == "assistant" and not m.more]
+        prompt = turns[0][-1].content if turns[0] else ""
+        found = (
+            any(m.role == "user" and not m.content.strip() for m in every),
+            any(not text.strip() for text in said),
+            len(prompt) >= LONG and any(text.startswith(prompt) for text in said),
+            any(AS_TEXT.match(m.content) for m in every),
+        )
+        for what, is_so in zip(NOTED, found, strict=False):
+            if is_so and line not in self.rows.get(what, [])[-1:]:
+                self.add(what, line)
 
-    def lines(self) -> list[str]:
-        learned = {"prompt": "an answer to nothing", "answer": "to say nothing"}
-        return [
-            f"{many(len(at), 'row')} with an empty {what} ({numbered(at)}): the model learns {learned[what]}"
-            for what, at in self.empty.items()
+    def add(self, what: str, line: int) -> None:
+        self.rows.setdefault(what, []).append(line)
+
+    def compare(self, unit: Sequence[Example], line: int) -> None:
+        """Note a pair or a label that is the opposite of an earlier one."""
+        if len(unit) > 2 or unit[0].steps is not None:
+            return
+        names = [hash(example.ids.tobytes()) for example in unit]
+        reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
+        said = best, reward * (len(unit) == 1)
+        if self.preferred.setdefault(frozenset(names), said) != said:
+            self.add(OPPOSITE, line)
+
+    def check(self, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+        """Note answers without an end, and text outside of the vocabulary."""
+        self.texts = unended(tokenizer, examples)
+        self.texts += unknown_tokens(tokenizer, (example.ids for example in examples))
+
+    def lines(self, between: Iterable[str]) -> list[str]:
+        """Lines for the console, with those of the caller before the warnings."""
+        rows = [
+            f"{many(len(at), 'row')} {what} ({numbered(at)}): {NOTED[what]}"
+            for what, at in self.rows.items()
         ]
+        unused = ", ".join(sorted(self.unused))
+        said = [f"columns that are not used: {unused}"] if unused else []
+        return [*said, *between, *(f"warning: {line}" for line in (*rows, *self.texts))]
 
 
 class Teaching(Protocol):
@@ -162,7 +213,7 @@ def _read(
     if kind.name == "text":
         return _text(record["text"], tokenizer, where, tools)
     turns = READERS[kind.name](record, tokenizer, where)
-    notes.look(*turns, where)
+    notes.look(turns, where)
     return _taught(turns, tokenizer, where, tools)
 
 
@@ -235,19 +286,19 @@ READERS: Mapping[str, Callable[[dict[str, Any], Tokenizer, str], Turns]] = {
 }
 
 
-def completion_example(
-    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
-) -> Example:
+def completion_example(prompt: Any, completion: Any, tokenizer: Tokenizer, where: str) -> Example:
     """A prompt and its completion, each text or messages, with loss on the completion."""
-    [found] = rendered(tokenizer, [to_render(prompt, completion, tokenizer, where, tools)])
-    return or_raise(found)
+    said = _taught(_turns(prompt, completion, where), tokenizer, where, None)
+    return or_raise(rendered(tokenizer, [said])[0])
 
 
 def to_render(
-    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools = None
+    prompt: Any, completion: Any, tokenizer: Tokenizer, where: str, tools: Tools, notes: Notes
 ) -> Example | Conversation:
-    """`completion_example` for `rendered`, which renders many together."""
-    return _taught(_turns(prompt, completion, where), tokenizer, where, tools)
+    """A row of a file as for `completion_example`, which `rendered` renders together with others."""
+    turns = _turns(prompt, completion, where)
+    notes.look(turns, where)
+    return _taught(turns, tokenizer, where, tools)
 
 
 def _turns(prompt: Any, completion: Any, where: str) -> Turns:
@@ -263,7 +314,7 @@ def _taught(turns: Turns, tokenizer: Tokenizer, where: str, tools: Tools) -> Exa
     said = [(m.role, bool(m.more)) for m in after] == [("assistant", False)]
     if (said and is_text(before, tools)) and not tokenizer.chat_template:
         ids = text_ids(tokenizer, before[0].content)
-        rest = list(tokenizer(after[0].content, add_special_tokens=False)["input_ids"])
+        rest = following_ids(tokenizer, before[0].content, after[0].content)
         return plain_example(ids + rest, len(ids), tokenizer)
     return Conversation(before + after, where, len(before), tools)
 
@@ -289,7 +340,6 @@ class DataReport:
     max_length: int
     percentiles: tuple[int, ...]  # length at 50, 90, 99 and 100 percent of what is kept
     notes: Notes = field(default_factory=Notes)
-    unknown: tuple[str, ...] = ()  # a line on text outside of the vocabulary
 
     def lines(self) -> list[str]:
         """Lines for the console."""
@@ -305,10 +355,8 @@ class DataReport:
             "empty": "because they are empty",
         }
         counted = ((self.dropped[name], reason) for name, reason in reasons.items())
-        unused = ", ".join(sorted(self.notes.unused))
-        said += [f"columns that are not used: {unused}"] if unused else []
-        said += [f"{count:,} dropped {reason}" for count, reason in counted if count]
-        return [*said, *(f"warning: {line}" for line in (*self.notes.lines(), *self.unknown))]
+        dropped = (f"{count:,} dropped {reason}" for count, reason in counted if count)
+        return [*said, *self.notes.lines(dropped)]
 
 
 def prepare(examples: Iterable[Example], max_length: int) -> tuple[list[Example], DataReport]:

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.chat import Conversation, Tokenizer
-from posttrain.data.demonstrations import AT_ONCE, or_raise, rendered, to_render, unread
+from posttrain.data.demonstrations import AT_ONCE, Notes, or_raise, rendered, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox
-from posttrain.data.text import Decoder, unknown_tokens
+from posttrain.data.text import Decoder
 from posttrain.errors import UserError, many, numbered, require
 from posttrain.types import Example
 
@@ -51,21 +51,6 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Rows left out for one reason, with their line numbers."""
-
-    reason: str
-    lines: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.lines)
-
-    def __str__(self) -> str:
-        return f"{self.count:,} skipped: {REASONS[self.reason]} ({numbered(self.lines)})"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Preferences:
     """The units of a file, ready for training: its kind, and the skipped rows with reasons."""
@@ -76,11 +61,8 @@ class Preferences:
     total: int
     max_length: int
     margins: bool  # rewards are the file's own scores or margins, not just an order
-    skipped: tuple[Skipped, ...]
-    unused: tuple[str, ...] = ()  # columns that were not read
-    warnings: tuple[
-        str, ...
-    ] = ()  # lines on text outside of the vocabulary, and on opposite labels
+    skipped: Mapping[str, list[int]]  # line numbers, by a key of REASONS
+    notes: Notes
 
     def lines(self) -> list[str]:
         """A report for the console."""
@@ -95,9 +77,7 @@ class Preferences:
         return [
             f"{self.path}: {kind}{more}; {kept:,} of {many(self.total, 'row')} kept, {many(len(examples), 'sequence')}{labels}",
             f"{tokens:,} tokens, {loss:,} carry loss; longest {longest} (limit {self.max_length})",
-            *([f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []),
-            *map(str, self.skipped),
-            *(f"warning: {line}" for line in self.warnings),
+            *self.notes.lines(_counted(self.skipped)),
         ]
 
 
@@ -115,6 +95,11 @@ class _Row:
     labels: list[float] | None = None
 
 
+def _counted(skipped: Mapping[str, list[int]]) -> list[str]:
+    found = ((reason, skipped.get(name, [])) for name, reason in REASONS.items())
+    return [f"{len(at):,} skipped: {reason} ({numbered(at)})" for reason, at in found if at]
+
+
 class _Skip(Exception):
     """A row that is skipped and counted, with the reason."""
 
@@ -127,10 +112,9 @@ def read_preferences(
     require(max_length >= 2, f"max_length must be at least 2 tokens, not {max_length}")
     kind, total, margins = "", 0, False
     units: list[Unit] = []
-    lines: list[int] = []  # of the units
     skipped: dict[str, list[int]] = {}
     refused: list[str] = []
-    unused: set[str] = set()
+    notes = Notes()
     decoder = Decoder(tokenizer)
     rows = read_rows(path, columns)
     while part := list(islice(rows, AT_ONCE)):
@@ -139,8 +123,8 @@ def read_preferences(
             kind = kind or _detect(record, where)
             try:
                 row = _checked(kind, record, where)
-                unused |= unread(record, PREFERENCES[kind].columns, where)
-                asked.append((row, _responses(row, tokenizer, where)))
+                notes.unused |= unread(record, PREFERENCES[kind].columns, where)
+                asked.append((row, _responses(row, tokenizer, where, notes)))
             except (_Skip, UserError) as error:
                 asked.append((error, []))
         made = iter(rendered(tokenizer, [one for _, said in asked for one in said]))
@@ -151,7 +135,7 @@ def read_preferences(
                 if not isinstance(given, _Row):
                     raise given
                 units.append(_unit(given, list(map(or_raise, found)), decoder, max_length, where))
-                lines.append(line)
+                notes.compare(units[-1], line)
                 margins |= given.margins
             except _Skip as skip:
                 skipped.setdefault(str(skip), []).append(line)
@@ -160,40 +144,9 @@ def read_preferences(
     if refused:
         more = f" ({len(refused) - 1} more rows like it or worse)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0]}{more}")
-    left_out = tuple(Skipped(name, tuple(skipped[name])) for name in REASONS if name in skipped)
-    require(units, f"{path}: no row is left to train on: " + "; ".join(map(str, left_out)))
-    left = tuple(sorted(unused))
-    lost = unknown_tokens(tokenizer, (example.ids for unit in units for example in unit))
-    warnings = (*_opposite(units, lines), *lost)
-    return Preferences(str(path), kind, units, total, max_length, margins, left_out, left, warnings)
-
-
-def _opposite(units: Sequence[Unit], lines: Sequence[int]) -> list[str]:
-    """A line about pairs and labelled responses that an earlier row preferred the other way round."""
-    seen: dict[frozenset[int], tuple[int, float]] = {}
-    found = list[int]()
-    for unit, line in zip(units, lines, strict=True):
-        if len(unit) > 2 or unit[0].steps is not None:
-            continue
-        names = [hash(example.ids.tobytes()) for example in unit]
-        reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
-        said = best, reward * (len(unit) == 1)
-        if seen.setdefault(frozenset(names), said) != said:
-            found.append(line)
-    what = "with the prompt and responses of an earlier row and the opposite preference"
-    return [f"{many(len(found), 'row')} {what} ({numbered(found)})"] if found else []
-
-
-def count_labels(path: str | Path, columns: Columns | None = None) -> tuple[int, int]:
-    """(good, bad): the number of good and bad responses of a file; a pair has one of each."""
-    good, bad, kind = 0, 0, ""
-    for where, record in read_rows(path, columns):
-        kind = kind or _detect(record, where)
-        with suppress(_Skip):
-            rewards = _checked(kind, record, where).rewards
-            good += len(rewards) > 1 or rewards == [1.0]
-            bad += len(rewards) > 1 or rewards == [0.0]
-    return good, bad
+    require(units, f"{path}: no row is left to train on: " + "; ".join(_counted(skipped)))
+    notes.check(tokenizer, [example for unit in units for example in unit])
+    return Preferences(str(path), kind, units, total, max_length, margins, skipped, notes)
 
 
 def read_pairs(path: str | Path, columns: Columns | None = None) -> list[tuple[str, str, str]]:
@@ -259,7 +212,9 @@ def _checked(name: str, record: dict[str, Any], where: str) -> _Row:
     return replace(row, tools=parse_tools(tools, where))
 
 
-def _responses(row: _Row, tokenizer: Tokenizer, where: str) -> list[Example | Conversation]:
+def _responses(
+    row: _Row, tokenizer: Tokenizer, where: str, notes: Notes
+) -> list[Example | Conversation]:
     """The responses of a row after its prompt, to be rendered if there is a chat template."""
     texts = [_text(response) for response in row.responses]
     if any(not text.strip() for text in texts):
@@ -268,7 +223,7 @@ def _responses(row: _Row, tokenizer: Tokenizer, where: str) -> list[Example | Co
         raise _Skip("equal")
     if len(row.rewards) > 1 and max(row.rewards) == min(row.rewards):
         raise _Skip("tied")
-    return [to_render(row.prompt, r, tokenizer, where, row.tools) for r in row.responses]
+    return [to_render(row.prompt, r, tokenizer, where, row.tools, notes) for r in row.responses]
 
 
 def _unit(

@@ -216,6 +216,7 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     for number, item in enumerate(value):
         at = f"{where}: message {number}"
         require(isinstance(item, dict), f"{at} is not an object")
+        item = present(item)
         role, content = item.get("role"), item.get("content")
         known = f"expected one of {', '.join(ROLES)}"
         if {"from", "value"} <= item.keys():
@@ -232,6 +233,15 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
         require(isinstance(content, str), f"{at} has no content that is a string or parts of text")
         messages.append(Message(str(role), str(content), more))
     return tuple(messages)
+
+
+def present(value: Any) -> Any:
+    """A value without the null fields of its objects: tables (parquet, `datasets`) give all objects of a column the fields of all."""
+    if isinstance(value, list):
+        return [present(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: present(item) for key, item in value.items() if item is not None}
 
 
 def more_of(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +272,7 @@ def parse_tools(value: Any, where: str) -> Tools:
 
 
 def _objects(value: Any, where: str) -> list[dict[str, JSON]]:
-    found = _parsed(value, where) if isinstance(value, str) else value
+    found = _parsed(value, where) if isinstance(value, str) else present(value)
     fine = isinstance(found, list) and all(isinstance(item, dict) for item in found)
     require(fine, f"{where}: expected a list of objects")
     return list(found)

@@ -1,12 +1,13 @@
 """Sampling for models that our attention cannot compute (`Network.padded`): by the model's own module over transformers' own cache.
 
-Works that enter together are a batch, whose prompts are padded on the left. New ones enter when three quarters of the rows have ended,
-since each batch is a forward pass of its own. No cache of a session is kept: its next turn computes all that was before.
+Works of similar lengths that enter together are a batch, whose prompts are padded on the left. New ones enter when three quarters of
+the rows have ended, since each batch is a forward pass of its own. No cache of a session is kept: its next turn computes all that was
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from posttrain.engine.cache import Cache, Decode, Prefill
 from posttrain.engine.cpu import PREFILL_TOKENS, CPUBackend, KeptRow
 from posttrain.engine.decoder import Decoder
-from posttrain.engine.rows import portions
 from posttrain.engine.scheduler import Work
 from posttrain.errors import UserError, first_line
 from posttrain.models import layers
@@ -85,24 +85,33 @@ class PaddedBackend(CPUBackend):
     def prefill(
         self, works: Sequence[Work], caches: Sequence[KeptRow | None], first: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.repeat(range(len(works)), [len(work.requests) for work in works])
-        hidden_NH = self._enter([work.ids for work in works], rows)
+        samples = [len(work.requests) for work in works]
+        hidden_NH = self._enter([work.ids for work in works], samples, first)
         self._settle()
         return self._draw(hidden_NH, first)
 
     def resume(self, works: Sequence[Work], first: int) -> None:
         every = [np.concatenate([work.ids, ids[:-1]]) for work in works for ids, *_ in work.written]
-        for part in portions([len(ids) for ids in every], PREFILL_TOKENS):
-            self._enter(every[part], np.arange(len(every[part])))
+        self._enter(every, [1] * len(every), first)
         self.settled = False
 
-    def _enter(self, ids: Sequence[np.ndarray], rows: np.ndarray) -> Tensor:
-        """Add a batch of rows that begin with some of these sequences."""
-        with self.products:
-            batch = Batch(self.policy, ids)
-        batch.take(rows)
-        self.batches.append(batch)
-        return batch.hidden_NH[torch.from_numpy(rows).to(self.device)]
+    def _enter(self, every: Sequence[np.ndarray], samples: Sequence[int], first: int) -> Tensor:
+        """Add these sequences, of which each begins so many rows. The rows from `first` on are sorted by length, so that neighbours are
+        a batch. Returns the hidden states of the last tokens."""
+        shortest_first = np.argsort([len(ids) for ids in every], kind="stable")
+        own = np.repeat(np.arange(len(every)), samples)
+        order = np.argsort(np.argsort(shortest_first)[own], kind="stable")
+        self.rows.take(np.concatenate([np.arange(first), first + order]))
+        sizes = [(len(every[n]), samples[n]) for n in shortest_first]
+        hidden = []
+        for part in hardly_padded(sizes):
+            with self.products:
+                batch = Batch(self.policy, [every[n] for n in shortest_first[part]])
+            rows = np.repeat(range(batch.rows), [count for _, count in sizes[part]])
+            batch.take(rows)
+            self.batches.append(batch)
+            hidden.append(batch.hidden_NH[torch.from_numpy(rows).to(self.device)])
+        return torch.cat(hidden)
 
     def launch(self) -> None:
         self.entering = False
@@ -130,6 +139,24 @@ class PaddedBackend(CPUBackend):
     def idle(self) -> None:
         super().idle()
         self.batches, self.entering = [], True
+
+
+def hardly_padded(sizes: Sequence[tuple[int, int]]) -> Iterator[slice]:
+    """Cut sequences of ascending (length, rows) into batches of at most `PREFILL_TOKENS` tokens. Rows that the longest makes more than
+    twice as long on average, and more than that many tokens, are batches of their own.
+
+    >>> [(part.start, part.stop) for part in hardly_padded([(30, 8), (40, 8), (50, 8), (3000, 8), (4000, 8), (5000, 8)])]
+    [(0, 3), (3, 5), (5, 6)]
+    """
+    first = tokens = rows = filled = 0
+    for n, (length, count) in enumerate(sizes):
+        whole = length * (rows + count)
+        wide = whole > max(PREFILL_TOKENS, 2 * (filled + length * count))
+        if n > first and (wide or tokens + length > PREFILL_TOKENS):
+            yield slice(first, n)
+            first, tokens, rows, filled = n, 0, 0, 0
+        tokens, rows, filled = tokens + length, rows + count, filled + length * count
+    yield slice(first, len(sizes))
 
 
 def plain_backend(policy: Policy) -> type[CPUBackend]:

@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from posttrain.data import demonstrations
-from posttrain.data.preferences import Preferences, Unit, prompt_length, read_preferences
+from posttrain.data.preferences import Unit, prompt_length
 from posttrain.data.stream import permutation
-from posttrain.data.text import unknown_tokens
 from posttrain.errors import NotNegative, Range, require
 from posttrain.models.load import Reader
 from posttrain.models.policy import Policy
@@ -125,12 +124,12 @@ def gather(
     for source in sources:
         notes = demonstrations.Notes()
         examples = source.examples(tokenizer, seed, notes)
+        notes.check(tokenizer, examples)
         if all_tokens:
             examples = [replace(e, mask=np.arange(len(e.ids)) > 0) for e in examples]
         kept, report = demonstrations.prepare(examples, max_length)
         found.append([(example,) for example in kept])
-        unknown = tuple(unknown_tokens(tokenizer, (example.ids for example in kept)))
-        reports.append(replace(report, notes=notes, unknown=unknown))
+        reports.append(replace(report, notes=notes))
     mixed = {source.weight == 0 for source in sources}
     require(len(mixed) == 1, "data: give every source a weight, or none")
     parts, held_out = split_sources(found, share, seed)
@@ -153,24 +152,6 @@ def until_end(example: Example) -> Example:
     return replace(example, ids=example.ids[:end], mask=example.mask[:end], steps=steps)
 
 
-def read_units(
-    context: Context,
-    stage: str,
-    path: str,
-    tokenizer: object,
-    max_length: int,
-    learns_from: str,
-    columns: Mapping[str, str],
-) -> tuple[list[Unit], Preferences]:
-    """Read the units of a file or of an earlier stage, each cut after its response, and report what became of the rows."""
-    found = read_preferences(data_place(path, context), tokenizer, max_length, columns)
-    context.announce(stage, found.lines())
-    kind, wanted = found.kind, ROWS[learns_from]
-    holds = f"{stage}: {path} holds rows of kind {kind}; this algorithm learns from {' or '.join(wanted)}"
-    require(kind in wanted, holds)
-    return [tuple(until_end(example) for example in unit) for unit in found.units], found
-
-
 def numbered_prompts(units: Sequence[Unit]) -> list[int]:
     """The index of each unit's prompt, equal for units with the same prompt, because their labels are not independent. A text
     without a prompt, with loss on all tokens, counts as its own prompt."""
@@ -189,14 +170,6 @@ def measured_units(context: Context, stage: str, units: Sequence[Unit], count: i
     context.announce(stage, [f"{drawn} (evaluate_units)"])
     chosen = permutation(len(units), "measured", context.seed)[:count]
     return [units[n] for n in sorted(chosen.tolist())]
-
-
-def split_by_prompt(
-    units: Sequence[Unit], share: float, seed: int
-) -> tuple[list[Unit], list[Unit]]:
-    """(training, held out) units of one source."""
-    (train,), held_out = split_sources([units], share, seed)
-    return train, held_out
 
 
 def split_sources(

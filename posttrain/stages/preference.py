@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.algorithms.dpo import DPO
-from posttrain.data.preferences import Unit, as_pairs, as_singles, count_labels, with_mismatched
+from posttrain.data.preferences import Unit, as_pairs, as_singles, with_mismatched
 from posttrain.errors import Count, require
 from posttrain.evals.statistics import share_interval
 from posttrain.runs.metrics import merge
@@ -51,21 +50,13 @@ class PreferenceStage(UnitStage, ReferenceStage):
     def measures(self) -> bool:
         return self.evaluate_every > 0 and (self.held_out > 0 or bool(self.held_out_data))
 
-    def check_ready(self, device: str, names: Collection[str]) -> None:
-        super().check_ready(device, names)
-        there = all(path not in names and Path(path).is_file() for path in self.data)
-        if self.algorithm.learns_from == "labels" and there:
-            good, bad = map(
-                sum, zip(*(count_labels(file, self.columns) for file in self.data), strict=True)
-            )
-            self.check_labels(good, bad)
-
-    def check_labels(self, good: int, bad: int) -> None:
+    def check_labels(self, units: Sequence[Unit]) -> None:
         """Raise an error if all labels are the same: training would only raise all probabilities, or lower all of them."""
-        what = f"{self.name}: all {good + bad} labelled responses are {'good' if good else 'bad'}"
+        good = sum(unit[0].reward > 0.5 for unit in units)
+        what = f"{self.name}: all {len(units)} labelled responses to train on are {'good' if good else 'bad'}"
         why = f"{self.algorithm.name} learns from good and bad ones; add some of the other kind"
         why += ", or imitate these with an sft stage" if good else ""
-        require((good > 0) == (bad > 0), f"{what}, and {why}")
+        require(0 < good < len(units), f"{what}, and {why}")
 
     def read(self, context: Context, tokenizer: object, paths: Sequence[str]) -> list[Unit]:
         """Read the units of some files in the form that the algorithm learns from, and report what became of the rows."""
@@ -73,10 +64,13 @@ class PreferenceStage(UnitStage, ReferenceStage):
         return as_pairs(units) if self.algorithm.learns_from == "pairs" else as_singles(units)
 
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
-        if not self.held_out_data:
-            return super().split(context, tokenizer)
-        places = (self.data, self.held_out_data)
-        train, held_out = (self.read(context, tokenizer, paths) for paths in places)
+        if self.held_out_data:
+            places = (self.data, self.held_out_data)
+            train, held_out = (self.read(context, tokenizer, paths) for paths in places)
+        else:
+            train, held_out = super().split(context, tokenizer)
+        if self.algorithm.learns_from == "labels":
+            self.check_labels(train)
         return train, held_out
 
     def material(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
@@ -89,8 +83,6 @@ class PreferenceStage(UnitStage, ReferenceStage):
         if not labels:
             context.announce(self.name, [said])
             return train, held_out
-        good = sum(unit[0].reward > 0.5 for unit in train)
-        self.check_labels(good, len(train) - good)
         own, limit, seed = train, self.max_length, context.seed
         train, held_out = (with_mismatched(part, own, limit, seed) for part in (train, held_out))
         extra = f"{sum(len(unit) > 1 for unit in train):,} mismatched responses with them, for the baseline"

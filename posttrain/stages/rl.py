@@ -280,6 +280,9 @@ class RLStage(ReferenceStage):
         guard_training(context, self.name, self.model, (source,), text, measures)
         policy = self.load(context)
         policy.router_replay = self._replays(policy)
+        if not policy.stop_ids:
+            endless = "the model has no end token, so every response is cut off at max_new_tokens; set eos_token_id in its config.json"
+            context.announce(self.name, [endless], "warning")
         tags = self.task.tags(str(policy.tokenizer.chat_template or ""))
         context.announce(self.name, untrained_tags(policy, tags), "warning")
         roles = self.make_roles(context, policy)

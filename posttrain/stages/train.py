@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.collect import Examples, Item, Source
-from posttrain.data.preferences import Unit
+from posttrain.data.preferences import Unit, read_preferences
 from posttrain.errors import Count, Interval, Positive, Range, Several, Whole, many, require
 from posttrain.loop import Loop, LoopSchedule, Stop
 from posttrain.models import nf4
@@ -20,10 +20,10 @@ from posttrain.models.policy import Policy
 from posttrain.models.scorer import Scorer
 from posttrain.monitor.rules import MonitorSettings
 from posttrain.stages._held_out import HeldOutEvaluation
-from posttrain.stages._material import HeldOut, read_units, split_by_prompt
+from posttrain.stages._material import ROWS, HeldOut, split_sources, until_end
 from posttrain.stages._naming import DataName, ModelName
 from posttrain.stages._plan import DryRun, few_steps, preference_plan
-from posttrain.stages.base import Context, Stage, load_policy
+from posttrain.stages.base import Context, Stage, data_place, load_policy
 from posttrain.train.memory import weight_bytes
 from posttrain.train.optimizer import Optimization
 from posttrain.train.roles.base import Role
@@ -382,19 +382,23 @@ class UnitStage(DataStage):
         learns, limit = self.algorithm.learns_from, self.max_length or sys.maxsize
         units: list[Unit] = []
         for path in paths:
-            found, report = read_units(
-                context, self.name, path, tokenizer, limit, learns, self.columns
+            found = read_preferences(data_place(path, context), tokenizer, limit, self.columns)
+            context.announce(self.name, found.lines())
+            holds = (
+                f"{self.name}: {path} holds rows of kind {found.kind}; this algorithm learns from "
             )
+            require(found.kind in ROWS[learns], f"{holds}{' or '.join(ROWS[learns])}")
             none = f"{self.name}: soft labels are made of scores, and {path} has none"
-            scored = bool(report.margins) or not self.algorithm.needs_scores
+            scored = found.margins or not self.algorithm.needs_scores
             require(scored, f"{none}; use labels=hard")
-            units += found
+            units += [tuple(map(until_end, unit)) for unit in found.units]
         return units
 
     def split(self, context: Context, tokenizer: object) -> tuple[list[Unit], list[Unit]]:
         """The units of the files: (to train on, held out)."""
         units = self.read(context, tokenizer, self.data)
-        return split_by_prompt(units, self.held_out, context.seed)
+        (train,), held_out = split_sources([units], self.held_out, context.seed)
+        return train, held_out
 
     def examples(self, context: Context, policy: Policy) -> tuple[list[Example], list[Example]]:
         train, held_out = self.limited(policy).split(context, policy.tokenizer)

@@ -151,6 +151,26 @@ def test_a_module_is_copied_and_stays_as_it_was() -> None:
         pt.grpo(model=module, prompts=["a", "b"], reward=len)
 
 
+def test_a_model_without_an_end_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would learn from answers without an end, and each of its own would be cut off, with no error anywhere."""
+    from posttrain.models.tiny import character_tokenizer, tiny_model
+
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    module = tiny_model(tokenizer, "nano", seed=3)
+    tokenizer.chat_template, tokenizer.eos_token = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}", None
+    module.config.eos_token_id = module.generation_config.eos_token_id = None
+    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    pt.sft((module, tokenizer), [said] * 2, **QUICK)
+    assert (
+        "sft: warning: no row ends with an end token: the model does not learn to end its answers; set eos"
+        in capsys.readouterr().out
+    )
+    pt.dpo((module, tokenizer), [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2, **QUICK)
+    assert "dpo: warning: no row ends with an end token" in capsys.readouterr().out
+    pt.grpo((module, tokenizer), prompts=["a", "b"], reward=len, **GRPO)
+    assert "rl: warning: the model has no end token, so every response is cut off" in capsys.readouterr().out
+
+
 def letters(prompts: list[str], completions: list[str]) -> list[float]:
     return [0.0] * (len(completions) - 1)
 

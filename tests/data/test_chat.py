@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, FORGETFUL, byte_level, characters
 
 from posttrain.data.chat import check_continues, render_example, render_prompt, render_turn, unopened
@@ -145,6 +147,17 @@ def test_both_ways_of_finding_the_assistant_agree(turns: list[tuple[str, str]]) 
     assert one.mask.tolist() == other.mask.tolist()
     expected = sum(len(by_prefix(m.content)["input_ids"]) + 1 for m in messages if m.role == "assistant")
     assert one.mask.sum() == expected
+
+
+def test_ids_of_a_vocabulary_may_have_gaps() -> None:
+    tree = json.loads(byte_level().backend_tokenizer.to_str())
+    tree["model"]["vocab"] |= {"<|eot|>": 1000}
+    tree["added_tokens"].append({**tree["added_tokens"][0], "id": 1000, "content": "<|eot|>"})
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|eot|>"))
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(tree))
+    tokenizer.eos_token = "<|eot|>"
+    assert len(tokenizer) < 1000
+    assert trained(tokenizer, render_example(tokenizer, [Message("user", "a"), Message("assistant", "b")])) == ["b<|eot|>"]
 
 
 def test_a_beginning_of_sequence_token_appears_once() -> None:

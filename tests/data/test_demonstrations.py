@@ -15,11 +15,14 @@ from tokenizers_for_tests import (
     CHATML_TOOLS,
     byte_level,
     characters,
+    word_marks,
 )
 
 from posttrain.data import chat
 from posttrain.data.demonstrations import Notes, from_file, from_task
 from posttrain.data.formats import DEMONSTRATIONS, Format
+from posttrain.data.preferences import read_preferences
+from posttrain.data.records import read_rows
 from posttrain.errors import UserError
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.jsonl import Jsonl
@@ -109,7 +112,7 @@ def test_every_example_of_the_table_is_read(tmp_path: Path, format: Format, temp
         return  # conversations need a template
     tokenizer, notes = byte_level(template), Notes()
     (example,) = from_file(write(tmp_path, format.example), tokenizer, notes)
-    assert "3" in tokenizer.decode(example.ids[example.mask]) and not notes.unused and not notes.lines()
+    assert "3" in tokenizer.decode(example.ids[example.mask]) and not notes.unused and not notes.rows
 
 
 def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
@@ -127,8 +130,24 @@ def test_empty_prompts_and_answers_are_kept_and_named(tmp_path: Path) -> None:
     ]
     notes = Notes()
     examples = from_file(write(tmp_path, *rows), byte_level(CHATML_TOOLS), notes)
-    assert len(examples) == len(rows) and notes.empty == {"answer": [1, 3, 4], "prompt": [2, 3, 7]}
-    assert notes.lines()[0] == "3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing"
+    assert len(examples) == len(rows) and notes.lines([]) == [
+        "warning: 3 rows with an empty answer (lines 1, 3, 4): the model learns to say nothing",
+        "warning: 3 rows with an empty prompt (lines 2, 3, 7): the model learns an answer to nothing",
+    ]
+
+
+def test_rows_that_say_something_else_than_they_mean_are_named(tmp_path: Path) -> None:
+    """A completion with its prompt in front, and messages that a table has written as text, of Python or of JSON."""
+    asked, talk = "What is the sum of one and one?", [{"role": "user", "content": "a"}]
+    rows = [{"prompt": asked, "completion": said} for said in ("two", f"{asked} two", json.dumps(talk), str(talk), "[{x}]")]
+    notes = Notes()
+    from_file(write(tmp_path, *rows, {"prompt": "a", "completion": "a b"}), byte_level(CHATML), notes)
+    assert notes.rows == {"whose answer begins with the prompt": [2], "with messages as text": [3, 4]}
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"] + "."} for row in rows]
+    report = read_preferences(write(tmp_path, *pairs), byte_level(CHATML), 200)
+    assert report.notes.rows == notes.rows and report.lines()[-1].startswith(
+        "warning: 2 rows with messages as text (lines 3, 4): it is"
+    )
 
 
 def test_a_table_without_names_in_its_first_line_is_recognised(tmp_path: Path) -> None:
@@ -180,6 +199,19 @@ def test_plain_prompts_for_a_tokenizer_without_a_template(tmp_path: Path) -> Non
     assert same.ids.tolist() == example.ids.tolist() and same.mask.tolist() == example.mask.tolist()
     (example,) = from_file(write(tmp_path, {"prompt": "", "completion": "46"}), tokenizer)
     assert example.mask.tolist()[0] is False
+
+
+def test_a_completion_follows_its_prompt_without_a_space_between(tmp_path: Path) -> None:
+    """A tokenizer with marks on words would begin a text of its own with one: '12+34= 46' would be learned."""
+    tokenizer = word_marks()
+    rows = [
+        {"prompt": asked, "completion": said} for asked, said in (("12+34=", "46"), ("t", "he"), (" h", "e"), ("12=", " he"))
+    ]
+    for row, example in zip(rows, from_file(write(tmp_path, *rows), tokenizer), strict=True):
+        assert tokenizer.decode(example.ids) == f"{row['prompt']}{row['completion']}<|im_end|>"
+        given = example.ids[: example.mask.argmax()].tolist()
+        assert given == tokenizer(row["prompt"])["input_ids"]  # as where it is sampled from
+    assert tokenizer.convert_ids_to_tokens(example.ids[example.mask]) == ["▁he", "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -403,6 +435,24 @@ def test_what_a_template_shows_and_what_says_nothing_is_read(tmp_path: Path) -> 
     assert tokenizer.decode(example.ids).startswith("<|im_start|>user ann\nab<|im_end|>")
     assert notes.unused == {"id", "source"}
     assert tokenizer.decode(example.ids[example.mask]) == "<think>hm</think>c<|im_end|>"
+
+
+def test_fields_that_a_table_fills_with_null_are_not_shown(tmp_path: Path) -> None:
+    """Parquet and `datasets` give every call the arguments of all calls. A null that JSON text holds is meant."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kinds = [{"name": name, "parameters": {"properties": {of: {"type": "text"}}}} for name, of in (("add", "a"), ("len", "b"))]
+    rows = [
+        {"messages": [CALLED[0], {**SPOKEN, "tool_calls": [{"name": name, "arguments": {of: "1"}}]}], "tools": kinds}
+        for name, of in (("add", "a"), ("len", "b"))
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert next(read_rows(tmp_path / "a.parquet"))[1] != rows[0]
+    tokenizer = byte_level(CHATML_TOOLS)
+    found, expected = (from_file(place, tokenizer) for place in (tmp_path / "a.parquet", write(tmp_path, *rows)))
+    assert [tokenizer.decode(e.ids) for e in found] == [tokenizer.decode(e.ids) for e in expected]
+    rows[0]["messages"][1]["tool_calls"][0]["arguments"] = '{"a": null}'
+    (example,) = from_file(write(tmp_path, rows[0]), tokenizer)
+    assert '{"a": null}' in tokenizer.decode(example.ids)
 
 
 def test_a_tools_answer_need_not_name_its_call(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, CHATML_BLOCKS, CHATML_TOOLS, byte_level, word_marks
 
-from posttrain.data.preferences import Preferences, count_labels, read_pairs, read_preferences
+from posttrain.data.preferences import Preferences, read_pairs, read_preferences
 from posttrain.errors import UserError
 
 ASK, YES, NO = ({"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "hello"), ("assistant", "the fox")))
@@ -146,7 +146,7 @@ def test_labels_that_cannot_be_read_are_not_left_out_of_the_count(tmp_path: Path
     table = tmp_path / "thumbs.csv"
     table.write_text("prompt,completion,label\nhi,a,1\nhi,b,-1\n")
     with pytest.raises(UserError, match="thumbs.csv line 3: label must be true or false, or 1 or 0, not -1"):
-        count_labels(table)
+        read_preferences(table, byte_level(CHATML), 100)
 
 
 def test_steps_are_joined_by_the_separator_of_their_row(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_cannot_teach_is_skipped_counted_and_named(
     found = read(tmp_path, GOOD, record, GOOD, record, limit=60)
     assert said(found) == [[("fine" + END, 1.0), ("bad" + END, 0.0)]] * 2
     assert (found.total, len(found.units), sum(map(len, found.units))) == (4, 2, 4)
-    assert [(s.reason, s.count, s.lines) for s in found.skipped] == [(reason, 2, (2, 4))]
+    assert found.skipped == {reason: [2, 4]}
     assert words in found.lines()[-1] and found.lines()[-1].endswith("(lines 2, 4)")
     with pytest.raises(UserError, match="no row is left to train on: 1 skipped: "):
         read(tmp_path, record, limit=60)
@@ -216,17 +216,19 @@ def test_opposite_rows_are_kept_and_named(tmp_path: Path) -> None:
     swapped = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}
     rows = [GOOD, swapped, {**GOOD, "margin": 2}, {**swapped, "prompt": "other"}, swapped]
     found = read(tmp_path, *rows)
-    what = "warning: 2 rows with the prompt and responses of an earlier row and the opposite preference (lines 2, 5)"
-    assert len(found.units) == 5 and found.lines()[-1] == what
+    assert len(found.units) == 5
+    assert found.lines()[-1].startswith(
+        "warning: 2 rows with the opposite preference of an earlier row (lines 2, 5): prompt and"
+    )
     found = read(tmp_path, LABEL, {**LABEL, "completion": "c"}, {**LABEL, "label": not LABEL["label"]})
-    assert len(found.units) == 3 and found.lines()[-1].endswith("(line 3)")
-    assert not read(tmp_path, STEPS, STEPS).warnings and not read(tmp_path, RANKING, RANKING).warnings
+    assert len(found.units) == 3 and "1 row with the opposite preference of an earlier row (line 3)" in found.lines()[-1]
+    assert not read(tmp_path, STEPS, STEPS).notes.rows and not read(tmp_path, RANKING, RANKING).notes.rows
 
 
 def test_a_ranking_of_one_is_skipped(tmp_path: Path) -> None:
     good = {"prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}
     found = read(tmp_path, good, {"prompt": "hi", "responses": ["a"], "scores": [1]}, {**good, "scores": [2, 2]})
-    assert [(s.reason, s.lines) for s in found.skipped] == [("single", (2,)), ("tied", (3,))]
+    assert found.skipped == {"single": [2], "tied": [3]}
 
 
 def test_long_lists_of_lines_are_cut(tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_a_boundary_that_the_tokenizer_moves_is_skipped(tmp_path: Path) -> None:
         )
     )
     report = read_preferences(path, tokenizer, 100)
-    assert [(s.reason, s.lines) for s in report.skipped] == [("boundary", (1,))]
+    assert report.skipped == {"boundary": [1]}
 
 
 MESSAGE = st.dictionaries(
@@ -365,7 +367,7 @@ def test_any_row_is_read_skipped_or_refused_in_one_line(tmp_path: Path, first: A
 
 
 def check(found: Preferences) -> None:
-    assert found.total == 2 and len(found.units) + sum(s.count for s in found.skipped) == 2
+    assert found.total == 2 and len(found.units) + sum(map(len, found.skipped.values())) == 2
     for unit in found.units:
         assert all(e.mask.any() and not e.mask[0] and len(e.ids) <= 200 for e in unit)
         assert len(unit) == 1 or max(e.reward for e in unit) > min(e.reward for e in unit)
@@ -392,6 +394,6 @@ def test_tool_calls_are_part_of_what_is_preferred(tmp_path: Path) -> None:
         ((prompt, better, worse),) = read_pairs(path)
         assert '"add"' in prompt and '"add"' in better and '"sub"' in worse
     report = read_preferences(tmp_path / "0.jsonl", tokenizer, 1000)
-    assert report.unused == ("id",) and "columns that are not used: id" in report.lines()
+    assert report.notes.unused == {"id"} and "columns that are not used: id" in report.lines()
     with pytest.raises(UserError, match="0.jsonl line 1: the chat template does not show the tools"):
         read_preferences(tmp_path / "0.jsonl", byte_level(CHATML), 1000)

@@ -219,12 +219,12 @@ def test_settings_come_back_from_the_configuration() -> None:
         (
             "kto",
             [row for row in LABELS if row["label"]],
-            "prefs: all 36 labelled responses are good, and kto learns from good and bad",
+            "prefs: all 27 labelled responses to train on are good, and kto learns from good and bad",
         ),
         (
             "kto",
             [row for row in LABELS if not row["label"]],
-            "prefs: all 36 labelled responses are bad, and kto learns from good",
+            "prefs: all 27 labelled responses to train on are bad, and kto learns from good",
         ),
         ("dpo", [{"prompt": "a", "chosen": "b"}], "prefs.jsonl line 1: no rejected"),
         ({"name": "dpo", "labels": "soft"}, PAIRS, "soft labels are made of scores, and"),
@@ -256,7 +256,7 @@ def test_labels_of_one_kind_are_refused_before_the_first_stage(tmp_path: Path, c
         return code, shown.out, shown.err
 
     code, said, error = run(files)
-    assert code == 2 and "all 36 labelled responses are good" in error and error.count("\n") == 1
+    assert code == 2 and "all 27 labelled responses to train on are good" in error and error.count("\n") == 1
     assert "first" not in said and not (tmp_path / "run").exists(), "nothing was trained"
     assert run([*files, write(tmp_path, bad[:30], "c.jsonl")])[0] == 0
 
@@ -268,7 +268,7 @@ def test_all_that_is_left_to_train_on_may_not_be_of_one_kind(tmp_path: Path, cap
     long = [{"prompt": "cat0", "completion": "no" * 99, "label": False}]
     path.write_text(yaml.safe_dump(settings([write(tmp_path, good + long)], algorithm={"name": "kto"})))
     assert cli.main(["run", str(path), f"out={tmp_path / 'run'}", "device=cpu"]) == 2
-    assert "labelled responses are good, and kto learns" in capsys.readouterr().err
+    assert "labelled responses to train on are good, and kto learns" in capsys.readouterr().err
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from posttrain.models.scorer import load_scorer
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.read import Run
 from posttrain.runs.write import RunWriter
-from posttrain.stages._material import numbered_prompts, split_by_prompt, until_end
+from posttrain.stages._material import numbered_prompts, split_sources, until_end
 from posttrain.stages.base import PRINTABLE, Context, Stage, load_reward_model, run_stages
 from posttrain.stages.reward_model import RewardModelStage, Verdicts, report
 from posttrain.train.optimizer import Optimization
@@ -242,13 +242,13 @@ def unit(prompt: list[int], *responses: list[int]) -> tuple[Example, ...]:
 def test_prompts_are_held_out_whole() -> None:
     """No prompt is on both sides, however often it was compared; the order within a side is that of the file."""
     units = [unit([3, n // 3], [5], [6 + n]) for n in range(30)]
-    train, held_out = split_by_prompt(units, 0.2, seed=0)
+    (train,), held_out = split_sources([units], 0.2, seed=0)
     assert len(held_out) == 6 and len(train) == 24
     sides = [{u[0].ids[:2].tobytes() for u in side} for side in (train, held_out)]
     assert not sides[0] & sides[1]
-    assert split_by_prompt(units, 0.2, 0)[1] == held_out and split_by_prompt(units, 0.2, 1)[1] != held_out
-    assert split_by_prompt(units, 0.0, 0) == (units, [])
-    assert split_by_prompt(units[:3], 0.9, 0) == (units[:3], []), "of one prompt nothing is held out"
+    assert split_sources([units], 0.2, 0)[1] == held_out and split_sources([units], 0.2, 1)[1] != held_out
+    assert split_sources([units], 0.0, 0) == ([units], [])
+    assert split_sources([units[:3]], 0.9, 0) == ([units[:3]], []), "of one prompt nothing is held out"
 
 
 def test_what_a_template_adds_after_the_response_is_cut() -> None:

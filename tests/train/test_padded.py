@@ -10,6 +10,8 @@ import torch
 import transformers
 from families_for_tests import HEADS, IDS, SHAPE, STOP, models, stock_model
 
+from posttrain.engine import padded
+from posttrain.engine.engine import Engine
 from posttrain.engine.padded import PaddedBackend, plain_backend
 from posttrain.errors import UserError
 from posttrain.models.policy import wrap_model
@@ -17,7 +19,7 @@ from posttrain.models.scorer import from_policy
 from posttrain.train.forward import forward, scores
 from posttrain.train.pack import pack_examples
 from posttrain.train.sharding import Sharded
-from posttrain.types import Batch, Example
+from posttrain.types import Batch, Example, Request, Sampling
 
 # beginnings in common, of which attention alone would compute one; all lengths, and all the same
 COMMON = [np.array([3, 4, 5, 6, 7, 8, 9, 10, 11, *rest]) for rest in ([12], [13, 14, 15, 16], [], [12, 13])]
@@ -87,6 +89,37 @@ def test_a_cache_of_another_kind_is_refused_where_it_samples() -> None:
         UserError, match=r"MiniMaxForCausalLM cannot be sampled token by token here: .*; let vLLM sample \(sampler=vllm\)$"
     ):
         plain_backend(policy)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "mamba"])
+def test_a_long_prompt_does_not_widen_the_batch_of_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch as wide as its longest prompt would take a hundred times the memory. Answers are those of each prompt alone, also of rows
+    that were computed again in the middle."""
+    _, policy = models(name)
+    monkeypatch.setattr(padded, "PREFILL_TOKENS", 150)
+    made = list[tuple[int, int]]()
+    begin = padded.Batch.__init__
+    monkeypatch.setattr(padded.Batch, "__init__", lambda *a: made.append((len(a[2]), max(map(len, a[2])))) or begin(*a))
+    ids = [np.arange(n, n + length) % 20 + 3 for n, length in enumerate((9, 90, 5, 7, 4, 80, 6))]
+    requests = [Request(tuple(one), 7 * n + m, Sampling(12), 9 * n + m, 0, n) for n, one in enumerate(ids) for m in (0, 1)]
+    alone = {r.session: finished(Engine(policy, processes=1), [r])[r.session] for r in requests}
+    for again in (False, True):
+        made.clear()
+        engine = Engine(policy, processes=1, bursts=1)
+        assert finished(engine, requests, again) == alone
+        assert made[:3] == [(5, 9), (1, 80), (1, 90)]
+        assert all(count * width <= 150 for count, width in made) and (len(made) > 3) == again
+
+
+def finished(engine: Engine, requests: list[Request], again: bool = False) -> dict[int, list[int]]:
+    """The sampled ids by session; `again` publishes the same weights after some tokens."""
+    engine.submit(requests)
+    found = dict[int, list[int]]()
+    for poll in range(200):
+        found |= {request.session: completion.ids.tolist() for request, completion in engine.poll(0.0)}
+        if again and poll == 3:
+            engine.publish(1)
+    return found
 
 
 def test_a_body_that_decodes_otherwise_than_it_trains_is_refused() -> None:
