@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from posttrain.errors import Checked, Count, UserError, Whole, many, refuse_unknown, require
 
@@ -45,16 +48,8 @@ class GPU:
     node: int = 8  # GPUs that share fast links
 
 
-GPUS = {
-    "a100": GPU(80, 312, 2.0, 1.8),
-    "h100": GPU(80, 989, 3.35, 2.5),
-    "h800": GPU(80, 989, 3.35, 2.5),
-    "h200": GPU(141, 989, 4.8, 3.5),
-    "h20": GPU(96, 148, 4.0, 1.5),
-    "b200": GPU(180, 2250, 8.0, 5.0),
-    "l40s": GPU(48, 362, 0.86, 1.0),
-    "rtx4090": GPU(24, 165, 1.0, 0.4),
-}
+_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+GPUS = {name: GPU(*figures) for name, figures in _TABLES["gpus"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +69,6 @@ class Shape:
         return 4.0 * self.keys * self.layers
 
 
-# Published dense models: weights in billions, layers, width, width of the keys.
-KNOWN = (
-    (0.5, 24, 896, 128), (1.5, 28, 1536, 256), (3, 36, 2048, 256), (8, 32, 4096, 1024), (14, 40, 5120, 1024),
-    (32, 64, 5120, 1024), (70, 80, 8192, 1024), (123, 88, 12288, 1024), (405, 126, 16384, 1024),
-)  # fmt: skip
-
-
 def shape_of(text: str) -> Shape:
     """The shape of a model of this size, with the dimensions of the published model of the nearest size.
 
@@ -94,7 +82,9 @@ def shape_of(text: str) -> Shape:
     active = float(found[3]) * 1e9 if found[3] else size
     more = f"--params {text}: a token uses some of the weights, not more than all"
     require(0 < active <= size, more)
-    _, layers, hidden, keys = min(KNOWN, key=lambda known: abs(math.log(known[0] * 1e9 / size)))
+    _, layers, hidden, keys = min(
+        _TABLES["models"], key=lambda known: abs(math.log(known[0] * 1e9 / size))
+    )
     return Shape(size, active, layers, hidden, keys)
 
 
@@ -164,14 +154,7 @@ class Models:
     samples: bool
 
 
-ALGORITHMS = {
-    "sft": Models(1, 0, False),
-    "dpo": Models(1, 1, False),
-    "iterative_dpo": Models(1, 2, True),  # a reference, and a reward model that makes the pairs
-    "grpo": Models(1, 1, True),
-    "rlvr": Models(1, 0, True),  # verified rewards; no reference
-    "ppo": Models(2, 2, True),  # a critic, a reference and a reward model
-}
+ALGORITHMS = {name: Models(*given) for name, given in _TABLES["algorithms"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,25 +324,11 @@ def fewest(shape: Shape, work: Work, gpu: GPU) -> int | None:
     return next((n for n in counts if best(shape, work, gpu, n) is not None), None)
 
 
-# Numbers of 80 GB GPUs, from and to, that textbooks and guides state for a few runs.
-TEXTBOOK = (
-    ("DPO, 7B", Work("dpo", prompts=64, response=512, steps=1000), 8, 8),
-    (
-        "iterative DPO, 7B",
-        Work("iterative_dpo", prompts=128, group=8, response=512, steps=500),
-        8,
-        8,
-    ),
-    ("GRPO, 70B", Work("grpo", prompts=128, group=16, response=2048, steps=500), 32, 64),
-    ("PPO, 70B", Work("ppo", prompts=512, group=1, response=1024, steps=1000), 64, 128),
-    ("online RLVR, 405B", Work("rlvr", prompts=128, group=16, response=2048, steps=500), 128, 256),
-)
-
-
 def textbook_lines(gpu: GPU) -> list[str]:
     """The table in textbooks, next to the estimates of this file."""
     lines = ["what is usually said, and what this arithmetic says:"]
-    for name, work, low, high in TEXTBOOK:
+    for name, (low, high), settings in _TABLES["textbook"]:
+        work = Work(**settings)
         shape = shape_of(name.split()[-1])
         need = fewest(shape, work, gpu)
         said = f"{low}" if low == high else f"{low}-{high}"

@@ -33,8 +33,8 @@ from tests.test_architecture import PACKAGE, sources
 # and of models, whose folders are checked whole.
 OPENS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo", "fdopen"}
 _OWN = """
-    catalogue.py cluster/ray_cluster.py cluster/vllm.py commands/advise.py commands/doctor.py commands/evaluate.py commands/harness.py
-    commands/keys.py commands/plan.py commands/probe_answers.py commands/serve.py config.py
+    catalogue.py cluster/estimate.py cluster/ray_cluster.py cluster/vllm.py commands/advise.py commands/doctor.py commands/evaluate.py
+    commands/harness.py commands/keys.py commands/plan.py commands/probe_answers.py commands/serve.py config.py
     data/formats.py data/records.py data/template_process.py errors.py models/bounds.py models/directory.py
     models/load_gguf.py models/save.py models/tiny.py monitor/rules.py monitor/watchdog.py rewards/_asking.py rewards/base.py
     rewards/judge.py rewards/language.py rewards/mathematics/words.py runs/index.py runs/lock.py runs/trackers.py
