@@ -19,13 +19,16 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING
 
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
 from posttrain.runs.layout import CONFIG, how_to_continue
 from posttrain.system import processes
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
+
+if TYPE_CHECKING:  # it imports this file
+    from posttrain.cluster.ray_cluster import NodeProcess, Ranks
 
 COMMAND = (*processes.PYTHON, "-m", "posttrain")
 LOOPBACK = "127.0.0.1"
@@ -43,25 +46,12 @@ REFUSED, HUNG_UP, INTERRUPTED = 2, 129, 130
 SAID = (1, REFUSED, 3, HUNG_UP, INTERRUPTED)  # exit codes of a process that has reported why
 
 
-class Running(Protocol):
-    """The interface of a process that its launcher uses: a process on this machine or on another node."""
-
-    returncode: int | Any
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-
 @dataclass(eq=False)
 class Started:
     """One process of the run and its stderr. The first process writes to the terminal."""
 
     rank: int
-    process: Running
+    process: subprocess.Popen[bytes] | NodeProcess
     said: IO[bytes] | None = None
     fate: str = ""  # how it ended, if the exit code does not tell
 
@@ -93,26 +83,11 @@ class Started:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class Places(Protocol):
-    """The places where the processes of a run start, if not all on this machine. The first always starts here."""
-
-    address: str  # this machine's address, as the others reach it
-
-    def variables(self) -> dict[str, str]:
-        """Environment variables of the first process, in addition to those of all."""
-
-    def start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Started: ...
-
-    def __enter__(self) -> Places: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
 def launch(
     words: Sequence[str],
     count: int,
     directory: Path,
-    places: Callable[[int], Places] | None = None,
+    places: Callable[[int], Ranks] | None = None,
     shrinks: bool = False,
 ) -> int:
     """Run `posttrain WORDS` in `count` processes, and return the exit code of the run. If one process runs out of memory while the
@@ -156,7 +131,7 @@ def resumed(words: Sequence[str], directory: Path, *more: str) -> list[str]:
 
 
 def run_group(
-    words: Sequence[str], count: int, places: Places | None, shared: Mapping[str, str]
+    words: Sequence[str], count: int, places: Ranks | None, shared: Mapping[str, str]
 ) -> tuple[list[Started], Started | None]:
     """Run the processes to their end. Returns them, and the one that failed first."""
     started: list[Started] = []

@@ -298,7 +298,8 @@ class StartedElsewhere(Started):
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Places for the processes of a run. The first is on this machine; Ray chooses the others."""
+    """Places for the processes of a run. The first is on this machine, which the others reach at `address`; Ray chooses the
+    others."""
 
     def __init__(self, cluster: Cluster, count: int):
         self.cluster = cluster
@@ -309,6 +310,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.shared |= {name: os.environ[name] for name in PASSED if name in os.environ}
 
     def variables(self) -> dict[str, str]:
+        """Environment variables of the first process, in addition to those of all."""
         gpus = load_ray().get(self.hosts[0].visible.remote(), timeout=ANSWER)
         visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         return interface(self.address) | self.shared | visible
