@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -21,9 +20,9 @@ from types import FrameType
 
 import torch
 
-from posttrain import __version__ as VERSION
 from posttrain import config, config_tree
 from posttrain.cluster.placement import Placement, Resources
+from posttrain.cluster.placement import versions as installed
 from posttrain.cluster.ray_cluster import Cluster
 from posttrain.config import Settings
 from posttrain.errors import Interrupted, UserError, require
@@ -363,12 +362,7 @@ def joined(settings: Settings) -> contextlib.AbstractContextManager[World]:
 def versions() -> dict[str, str]:
     import transformers
 
-    return {
-        "posttrain": VERSION,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    return installed() | {"transformers": transformers.__version__}
 
 
 def device_of(settings: Settings) -> str:

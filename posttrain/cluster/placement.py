@@ -92,7 +92,7 @@ def shortage(nodes: Sequence[Resources], asked: Sequence[Resources]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes; Ray looks after its own."""
+    """Of what must be the same in all processes of a run; Ray looks after its own."""
     torch = metadata.version("torch")  # without loading it
     return {"posttrain": VERSION, "torch": torch, "python": platform.python_version()}
 
