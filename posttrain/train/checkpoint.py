@@ -189,7 +189,7 @@ def prune(directory: Path, keep: int, step: int, spare: Collection[Path] = ()) -
     that cannot be removed costs space and does not end the run."""
     found = steps(directory)
     past = [path for path in found if _number(path) <= step]
-    if not past or not whole(past[0]):
+    if not past or verify(past[0], contents=False) is not None:
         return
     for path in (*past[max(1, keep) :], *(path for path in found if _number(path) > step)):
         if path in spare:
@@ -207,8 +207,8 @@ def steps(directory: Path) -> list[Path]:
     return sorted(found, key=_number, reverse=True)
 
 
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def verify(path: Path, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None. Without `contents` files are not read, and only their sizes are compared."""
     try:
         manifest = read_json(path / MANIFEST)
         if manifest["format"] not in READABLE:
@@ -222,22 +222,13 @@ def verify(path: Path) -> str | None:
             file, facts = path / name, manifest["files"][name]
             if not file.exists():
                 return f"{file} is missing"
-            if file.stat().st_size != facts["size"] or _digest(file) != facts["sha256"]:
+            same = file.stat().st_size == facts["size"]
+            if not same or (contents and _digest(file) != facts["sha256"]):
                 return f"{file} is damaged: its contents do not match the manifest"
     except UNREADABLE as error:
         text = str(error) if isinstance(error, UserError) else type(error).__name__
         return f"{path / MANIFEST} cannot be read: {text}"
     return None
-
-
-def whole(path: Path) -> bool:
-    """Whether all files exist with the sizes in the manifest: `verify` without reading the tensors."""
-    try:
-        manifest = read_json(path / MANIFEST)
-        files, names = manifest["files"], file_names(manifest.get("ranks", 1))
-        return all((path / name).stat().st_size == files[name]["size"] for name in names)
-    except UNREADABLE:
-        return False
 
 
 def newest(directory: Path) -> tuple[Path | None, list[str]]:

@@ -179,7 +179,7 @@ def read_run(data: bytes, folder: Path) -> object:
             lambda: Run(run).rollout_steps("rl"),
             lambda: Run(run).column("loss"),
             lambda: checkpoint.verify(place),
-            lambda: checkpoint.whole(place),
+            lambda: checkpoint.verify(place, contents=False),
             lambda: RunWriter.resume(run).close(),
             lambda: pipeline.changed(Run(run), {"stages": []}),
         ):
