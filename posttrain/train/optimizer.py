@@ -137,7 +137,8 @@ class Optimizer:
         betas = (settings.beta1, settings.beta2)
         common: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": settings.epsilon}
         if settings.moments == "int8":
-            self.adam = _narrow_adam(groups, common)
+            narrow_adam = errors.optional("torchao.optim", NO_TORCHAO).AdamW8bit
+            self.adam = narrow_adam(groups, **common, block_size=BLOCK)
         else:
             self.adam = torch.optim.AdamW(groups, **common, fused=True)
 
@@ -321,9 +322,3 @@ def check_compiler(device: str) -> None:
     usual = ["gcc", "clang"] if cuda else [DEFAULT_CXX]
     names = os.environ.get("CC" if cuda else "CXX", "").split()[:1] or usual
     require(any(map(shutil.which, names)), f"{NOT_COMPILED}: there is no {' or '.join(names)}")
-
-
-def _narrow_adam(groups: list[dict[str, Any]], common: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW with moments in 8 bits, in blocks with a scale each, for tensors of 4,096 numbers or more."""
-    made = errors.optional("torchao.optim", NO_TORCHAO).AdamW8bit
-    return made(groups, **common, block_size=BLOCK)  # type: ignore[no-any-return]
