@@ -286,8 +286,7 @@ class Index:
     def stage_spans(self) -> list[tuple[str, float, float, int]]:
         """Return the name, the time of the first and of the last metrics, and the last step of each stage."""
         columns = "name, first, coalesce(last, first), coalesce(step, 0)"
-        spans = f"SELECT {columns} FROM stages ORDER BY id"
-        return [(str(a), float(b), float(c), int(d)) for a, b, c, d in self._get(spans)]
+        return self._get(f"SELECT {columns} FROM stages ORDER BY id")
 
     def figures(self, stage: str = "") -> dict[str, list[str]]:
         """Return the stages that recorded each metric."""
@@ -316,8 +315,7 @@ class Index:
         """Return steps and values; with `last`, only that many last ones."""
         place = "series = (SELECT id FROM series WHERE stage = ? AND figure = ?)"
         newest = f"SELECT step, value FROM points WHERE {place} ORDER BY step DESC LIMIT ?"
-        rows = self._get(newest, [stage, figure, last or -1])
-        return [(int(step), value) for step, value in reversed(rows)]
+        return self._get(newest, [stage, figure, last or -1])[::-1]
 
     # ---- rollouts
 
@@ -398,7 +396,7 @@ class Index:
     def rollout_steps(self, stage: str) -> list[tuple[int, int, float | None, float | None]]:
         """Return the step, the number of rollouts, the mean reward and the mean length of each step that has rollouts."""
         asked = "SELECT step, count(*), avg(reward), avg(length) FROM rollouts WHERE stage = ? GROUP BY step"
-        return [(int(a), int(b), c, d) for a, b, c, d in self._get(asked, [stage])]
+        return self._get(asked, [stage])
 
 
 def _size(path: Path) -> int:
