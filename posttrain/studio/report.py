@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from posttrain.errors import many
 from posttrain.runs.html import curves, listing, table, text, warnings
@@ -11,13 +12,7 @@ from posttrain.runs.resume_policy import flatten
 from posttrain.runs.status import status, verdict
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c2024;background:#fff}
-h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}.answer{font-size:1.25rem;font-weight:600;margin:.75rem 0}
-.dim{color:#5f6770}table{border-collapse:collapse;width:100%;font-size:.875rem}td,th{text-align:left;padding:.3rem .6rem;
-border-bottom:1px solid #e3e6e8;vertical-align:top}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font-size:.85rem}
-img{max-width:100%}article{border:1px solid #e3e6e8;border-radius:8px;padding:.75rem 1rem;margin:.75rem 0}
-"""
+STYLE = Path(__file__).with_suffix(".css").read_text("utf-8")
 ROLLOUTS = 6  # of each kind
 
 
