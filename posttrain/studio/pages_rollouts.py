@@ -47,7 +47,7 @@ def filter_of(request: Request) -> Filter:
         said = word(request, one.name)
         if said and one.name.endswith(("_from", "_to")):
             whole_number = one.name.startswith(("step", "length"))
-            found[one.name] = number(request, one.name, int if whole_number else float)
+            found[one.name] = number(request, one.name, int if whole_number else float, 0)
         elif said:
             found[one.name] = said == "true" if one.name == "failed" else said
     return Filter(**found)

@@ -138,9 +138,8 @@ def _series(studio: Studio, request: Request) -> Response:
     index.read_metrics(seconds=0.5)
     stage, asked = word(request, "stage"), request.query_params.getlist("figure")[:FIGURES]
     buckets = max(1, whole(request, "buckets", 600, BUCKETS))
-    first, last = number(request, "first", int, 0), number(request, "last", int, 2**52)
+    span = number(request, "first", int, 0), number(request, "last", int, 2**52)
     known = index.figures(stage)
-    span = (int(first or 0), int(last or 0))
     recorded = [(name, figure) for figure in asked for name in known.get(figure, [])]
     found = [index.series(name, figure, buckets, *span) for name, figure in recorded]
     return reply({"series": found, "indexing": index.behind()})

@@ -59,9 +59,7 @@ def word(request: Request, name: str, default: str = "") -> str:
     return value
 
 
-def number(
-    request: Request, name: str, kind: type[Number], default: Number | None = None
-) -> Number | None:
+def number(request: Request, name: str, kind: type[Number], default: Number) -> Number:
     """A query parameter as a number; the default if it is missing."""
     said = word(request, name)
     if not said:
@@ -76,8 +74,7 @@ def number(
 
 def whole(request: Request, name: str, default: int, maximum: int) -> int:
     """A query parameter as a whole number from 0 to `maximum`."""
-    value = number(request, name, int, default)
-    return min(max(0, default if value is None else value), maximum)
+    return min(max(0, number(request, name, int, default)), maximum)
 
 
 async def body(request: Request) -> dict[str, JSON]:
