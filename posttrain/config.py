@@ -217,11 +217,10 @@ def _path(field: str, value: str) -> Path | None:
 
 def refuse_bare(keys: Iterable[str], known: Sequence[str], owners: Sequence[str] = ()) -> None:
     """Raise an error for keys that neither the run nor its recipe has."""
-    try:
-        errors.refuse_unknown("key", keys, known, owners)
-    except errors.UserError as error:
-        hint = "one of a stage is STAGE.KEY, such as rl.steps=10"
-        raise errors.UserError(f"{error} ({hint})") from None
+    for key in keys:
+        if key not in known:
+            hint = "one of a stage is STAGE.KEY, such as rl.steps=10"
+            raise errors.UserError(f"{errors.unknown('key', key, known, owners)} ({hint})")
 
 
 def _from_yaml(path: Path, pairs: Mapping[str, JSON]) -> Settings:

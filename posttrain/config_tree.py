@@ -194,8 +194,7 @@ def _keys(kind: Any) -> list[str]:
 def _stage(name: str) -> Any:
     """The class of a stage. For the name of an algorithm, the error says which stage takes it."""
     if name in catalogue.names("algorithm") and name not in catalogue.names("stage"):
-        algorithm = catalogue.load("algorithm", name, Algorithm)
-        stage = STAGES[algorithm.learns_from].split()[1]
+        stage = STAGES[catalogue.load("algorithm", name, Algorithm).learns_from].split()[1]
         instead = f"write stage: {stage} with algorithm: {name}"
         raise UserError(f"stage: {name} is an algorithm; {instead}")
     return catalogue.load("stage", name, Stage)
@@ -260,11 +259,7 @@ def _construct(kind: Any, values: dict[str, Any], where: str) -> Any:
 
 # the types of a dataclass's fields, by their names
 _hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
-
-
-@cache
-def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(kind)
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
 
 
 def check_value(where: str, kind: Any, value: JSON) -> Any:

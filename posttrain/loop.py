@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from posttrain import errors
 from posttrain.algorithms.base import Algorithm, State
-from posttrain.collect import Source
+from posttrain.collect import Rollouts, Source
 from posttrain.engine.random import derive
 from posttrain.errors import Checked, Count, Interval, NotNegative, Seed, Whole, require
 from posttrain.monitor.monitor import StageMonitor
@@ -38,12 +38,6 @@ from posttrain.types import JSON, Batch, Group, Metric, Sampling
 MANY_OBJECTS = 10_000  # allocated since the last garbage collection
 # errors that restoring another stage's checkpoint may raise
 FOREIGN = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-
-
-class Publisher(Protocol):
-    """Hands a new version of the weights to the sampler behind the source."""
-
-    def publish(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +108,7 @@ class Loop:
     checkpoints: Store
     interrupt: Interrupt
     trackers: Trackers | None = None
-    sampler: Publisher | None = None
+    sampler: Rollouts | None = None  # the source, if what it samples with is told of new weights
     evaluate: Callable[[], Mapping[str, float]] | None = None
     on_step: OnStep | None = None
     release: Callable[[], None] | None = None  # frees the sampler's cache before training
@@ -200,12 +194,11 @@ class Loop:
 
     def check_plateau(self) -> None:
         """End the stage if the best held-out score is `stop.plateau` evaluations old."""
-        plateau, schedule = self.schedule.stop.plateau, self.schedule
-        if plateau and self.best is not None:
-            since = self.step - self.best.step
-            if since >= plateau * schedule.evaluate_every:
-                best = f"{self.best.figure} {self.best.score:.4g} of step {self.best.step}"
-                self.end_early(f"no better than {best} (stop.plateau={plateau})")
+        plateau, best = self.schedule.stop.plateau, self.best
+        allowed = plateau * self.schedule.evaluate_every
+        if plateau and best is not None and self.step - best.step >= allowed:
+            held = f"{best.figure} {best.score:.4g} of step {best.step}"
+            self.end_early(f"no better than {held} (stop.plateau={plateau})")
 
     def end_early(self, why: str) -> None:
         if not self.finished():

@@ -74,8 +74,7 @@ class DPO(_pairs.PairAlgorithm):
         if self.labels == "soft":
             wrong_P = torch.sigmoid(batch.reward_N[worse_P] - batch.reward_N[better_P])
             smoothing = wrong_P.where(weight_P > 0, 0.0)
-        loss_P = self.pair_loss(better, worse, smoothing)
-        terms = [Term("preference", loss_P, weight_P)]
+        terms = [Term("preference", self.pair_loss(better, worse, smoothing), weight_P)]
         if self.alpha > 0:
             nll_P = -_pairs.mean_logprobs(outputs, batch)[better_P]
             terms.append(Term("nll", nll_P, self.alpha * weight_P))

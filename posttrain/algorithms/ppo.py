@@ -219,8 +219,7 @@ class PPO(ReusedSamples, Algorithm):
             terms, metrics = more + terms, figures + metrics
         if self.beta > 0:
             mask_T, k1 = batch.mask_T, step_kl(batch, batch.mask_T).sum()
-            length_N = sequence_lengths(mask_T, batch.sequence_T, batch.sequences)
-            responses = (length_N > 0).sum()
+            responses = (sequence_lengths(mask_T, batch.sequence_T, batch.sequences) > 0).sum()
             metrics += [Metric("kl", k1, mask_T.sum()), Metric("kl/response", k1, responses)]
         return Terms(tuple(terms), tuple(metrics))
 

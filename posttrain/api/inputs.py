@@ -366,5 +366,4 @@ def value_of(value: Any, hint: Any, where: str) -> Any:
         require(fine, f"{where}: give its keys ({keys}), not {type(value).__name__}")
         return value
     value = value.item() if hasattr(value, "item") else value
-    plain = list(value) if isinstance(value, tuple) else value
-    return config_tree.from_tree(plain, hint, where)
+    return config_tree.from_tree(list(value) if isinstance(value, tuple) else value, hint, where)

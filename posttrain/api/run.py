@@ -214,8 +214,7 @@ class Run:
     @property
     def result(self) -> Mapping[str, JSON]:
         """The final figures of the last stage."""
-        stages = dict(self.summary["stages"])
-        return dict(list(stages.values())[-1])
+        return dict([*self.summary["stages"].values()][-1])
 
     @property
     def export(self) -> Path:

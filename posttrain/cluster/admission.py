@@ -104,8 +104,7 @@ class Admission:
         # they restart with the current weights at the earliest
         left += [self.version] * len(self.waiting)
         for later in range(room + 1):  # due within this many steps after the next one
-            due = sum(version + room <= self.version + later for version in left)
-            if due > later * batch:
+            if sum(version + room <= self.version + later for version in left) > later * batch:
                 return None
         return tuple(chosen)
 

@@ -285,9 +285,8 @@ def train_seconds(shape: Shape, work: Work, gpu: GPU, layout: Layout) -> float:
     samples."""
     models, share = work.models, TRAIN if shape.active == shape.weights else TRAIN_EXPERTS
     passes = 3 * RECOMPUTED * models.learners + models.frozen + (1 if models.samples else 0)
-    length = work.prompt + work.response
     # per token: scores and values over half of the positions
-    attention = 2.0 * shape.layers * shape.hidden * length
+    attention = 2.0 * shape.layers * shape.hidden * (work.prompt + work.response)
     flops = passes * work.tokens * (2.0 * shape.active + attention)
     slower = 1.0 if layout.context == 1 else EXCHANGED  # keys and values are exchanged
     slower *= 1.0 if layout.divided == 1 else EXCHANGED  # activations are summed

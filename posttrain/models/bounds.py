@@ -155,8 +155,7 @@ def growth(step: Any, once: dict[str, float], where: str) -> float:
             factor = min(factor * growth(part, once, where), 2.0 * GROWTH)
         return factor
     if kind in ONCE:
-        group = "Unicode" if str(kind).startswith("NF") else str(kind)
-        once[group] = ONCE[kind]
+        once["Unicode" if str(kind).startswith("NF") else str(kind)] = ONCE[kind]
         return 1.0
     return 1.0 if kind in CALM else _factor(step)
 

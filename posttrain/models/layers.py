@@ -240,8 +240,7 @@ def describe(network: Network) -> ModelDescription | str:
         return "a state besides attention, or attention of its own"
     if network.dtype not in TOLERANCE:
         return f"weights of type {network.dtype}"
-    listed = isinstance(getattr(body, "layers", None), nn.ModuleList)
-    if not listed or _parts(body) != BODY:
+    if not isinstance(getattr(body, "layers", None), nn.ModuleList) or _parts(body) != BODY:
         return f"{type(body).__name__} is not built like a Llama"
     # those of a sharded one gather its weights, also for another pass (Network.within)
     if not network.sharded and any(

@@ -269,8 +269,7 @@ def same_vocabulary(
         mine, theirs = own.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         differ = {token for token, _ in mine.items() ^ theirs.items()}
         if differ:
-            places = ((min(v.get(t, len(v)) for v in (mine, theirs)), t) for t in differ)
-            token = min(places)[1]
+            token = min(differ, key=lambda t: (min(v.get(t, len(v)) for v in (mine, theirs)), t))
             detail = f"{len(differ)} tokens differ, such as {token!r}: id {theirs.get(token)} against {mine.get(token)}"
     unlike = f"{other.source or 'a model'} has another vocabulary than {own.source or 'the policy'} ({detail})"
     require(not detail, f"{where}: {unlike}, and would read other text from the same ids; {advice}")

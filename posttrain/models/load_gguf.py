@@ -245,8 +245,7 @@ class Cursor:
         self.items = 0  # of arrays
 
     def value(self, code: str) -> Any:
-        size = struct.calcsize("<" + code)
-        return struct.unpack("<" + code, self.bytes(size))[0]
+        return struct.unpack("<" + code, self.bytes(struct.calcsize("<" + code)))[0]
 
     def bytes(self, size: int) -> bytes:
         self.skip(size)

@@ -87,8 +87,7 @@ class Guard:
             self.check(headers)
         except wire.Refused as error:
             more = {429: {"retry-after": "1"}, 413: {"connection": "close"}}.get(error.status)
-            response = JSONResponse(error.body(), error.status, more)
-            await response(scope, receive, send_in_time)
+            await JSONResponse(error.body(), error.status, more)(scope, receive, send_in_time)
             return
         self.busy += 1
         try:

@@ -114,8 +114,7 @@ def make_app(
     routes.append(Route("/api/events", partial(_events, studio)))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))
     failures = {UserError: refused, sqlite3.Error: unwritten, OSError: unwritten}
-    app = Starlette(routes=routes, exception_handlers=failures)
-    return Guard(app, studio.token, hosts, local)
+    return Guard(Starlette(routes=routes, exception_handlers=failures), studio.token, hosts, local)
 
 
 async def _page(studio: Studio, request: Request) -> Response:

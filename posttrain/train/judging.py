@@ -125,8 +125,7 @@ class JudgeRating:
         """Why the judge cannot read a response even alone, or ''."""
         if not isinstance(self.model, LocalModel):
             return ""  # the server reports it
-        prompt = self.model.prompt(self.judge.single(question, response))
-        return self.model.too_long(prompt, SCORE)
+        return self.model.too_long(self.model.prompt(self.judge.single(question, response)), SCORE)
 
     def rate(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return one score for each rollout, in order. Neighbours with the same problem form a group. A response that the judge
