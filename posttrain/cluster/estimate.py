@@ -203,10 +203,6 @@ class Estimate:
     generate: float
 
     @property
-    def memory(self) -> float:
-        return max(sum(self.training.values()), sum(self.generation.values()))
-
-    @property
     def step(self) -> float:
         return OTHER * (self.train + self.generate)
 

@@ -78,7 +78,8 @@ def test_what_fits_fits_and_more_gpus_are_faster() -> None:
     need = fewest(shape, work, H100)
     assert need is not None and best(shape, work, H100, need // 2) is None
     steps = [best(shape, work, H100, need * n) for n in (1, 2, 4)]
-    assert all(one is not None and one.memory <= 0.9 * H100.memory * GB for one in steps)
+    for one in steps:
+        assert one is not None and max(sum(one.training.values()), sum(one.generation.values())) <= 0.9 * H100.memory * GB
     seconds = [one.step for one in steps if one is not None]
     assert seconds == sorted(seconds, reverse=True)
     assert (fewest(shape, work, GPUS["h200"]) or 0) <= need
