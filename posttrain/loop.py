@@ -247,7 +247,7 @@ class Loop:
         if write and not algorithm.reuse.once:
             self.write_rollouts(step, groups, arrays)
         self.source.observe(groups)
-        return figures | dict(merge(metrics)) | {"learning_rate": rate}
+        return figures | merge(metrics) | {"learning_rate": rate}
 
     def side_work(
         self,

@@ -18,37 +18,29 @@ REFLECTION = re.compile(
 STEMS = ("wait", "hmm", "mistake", "check", "let me", "on second thought")
 
 
-class Figures(dict[str, float]):
-    """Merged metrics by name; `metrics()` merges further without loss.
+def merge(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Merge metrics by name into figures, in order of first appearance.
 
-    >>> figures = merge([Metric("kl", 6.0, 3), Metric("kl", 2.0, 1)])
-    >>> figures["kl"]  # (6 + 2) / (3 + 1), not the mean of 2 and 2
-    2.0
+    >>> merge([Metric("kl", 6.0, 3), Metric("kl", 2.0, 1)])  # (6 + 2) / (3 + 1), not the mean of 2 and 2
+    {'kl': 2.0}
     >>> merge([Metric("clip", 1.0, 10), Metric("clip", 3.0, 2)])["clip"]  # 4 / 12, not the mean of 0.1 and 1.5
     0.3333333333333333
     >>> merge([Metric("worst", 1.0, None, largest=True), Metric("worst", 0.5, None, largest=True)])["worst"]
     1.0
     """
-
-    def __init__(self, merged: Mapping[str, Metric]) -> None:
-        super().__init__((name, metric.value) for name, metric in merged.items())
-        self.merged = merged
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """Return the totals and counts, which can be merged with other metrics."""
-        return tuple(self.merged.values())
+    return {name: metric.value for name, metric in merged(metrics).items()}
 
 
-def merge(metrics: Iterable[Metric]) -> Figures:
-    """Sum totals and counts by name, in double precision, names in order of first appearance.
+def merged(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    """Sum totals and counts by name, in double precision; these can be merged further without loss.
 
     A count of None marks a plain sum. A name whose counts are all 0 is NaN: nothing was measured, which is not a
     measurement of 0.
     """
-    merged: dict[str, Metric] = {}
+    found: dict[str, Metric] = {}
     for metric in metrics:
         total, count = float(metric.total), None if metric.count is None else float(metric.count)
-        before = merged.get(metric.name)
+        before = found.get(metric.name)
         if before is not None:
             ranks = (before.largest, before.smallest) == (metric.largest, metric.smallest)
             if (before.count is None) != (count is None) or not ranks:
@@ -56,8 +48,8 @@ def merge(metrics: Iterable[Metric]) -> Figures:
                 raise ValueError(f"metric {metric.name!r} is {kinds}")
             total = _joined(before, metric)
             count = None if count is None or before.count is None else float(before.count) + count
-        merged[metric.name] = Metric(metric.name, total, count, metric.largest, metric.smallest)
-    return Figures(merged)
+        found[metric.name] = Metric(metric.name, total, count, metric.largest, metric.smallest)
+    return found
 
 
 def _joined(before: Metric, metric: Metric) -> float:

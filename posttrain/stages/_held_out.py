@@ -9,7 +9,7 @@ import torch
 
 from posttrain.data.preferences import Unit
 from posttrain.evals.statistics import Interval, mean_interval
-from posttrain.runs.metrics import merge
+from posttrain.runs.metrics import merge, merged
 from posttrain.stages._material import numbered_prompts
 from posttrain.train.pack import micro_batches, pack_examples, with_loss
 from posttrain.train.trainer import Trainer
@@ -62,6 +62,6 @@ def by_count(pieces: Iterable[Piece], name: str) -> list[tuple[float, int]]:
     """A metric of each unit, once for each token or pair that it averages over, with the index of the unit's prompt."""
     found: list[tuple[float, int]] = []
     for prompt, metrics in pieces:
-        one = merge(metrics).merged[name]
+        one = merged(metrics)[name]
         found += [(float(one.value), prompt)] * round(float(one.count or 0))
     return found
