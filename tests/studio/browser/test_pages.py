@@ -146,6 +146,10 @@ def test_a_review_can_be_changed(tmp_path: Path, serve: Any, visit: Any) -> None
     page.keyboard.press("y")
     page.wait_for_selector("td:text-is('100.0%')")
     assert "1 reviewed" in page.locator("main").inner_text() and read.inner_text() == second != first
+    page.focus("select[aria-label='Which rollouts']")
+    page.keyboard.press("n")  # chooses "newest first", and judges nothing
+    page.wait_for_timeout(300)
+    assert "1 reviewed" in page.locator("main").inner_text()
 
 
 def test_answers_that_say_the_same_are_one_row(tmp_path: Path, serve: Any, visit: Any) -> None:

@@ -103,6 +103,20 @@ export function announce(text) {
   if (place) place.textContent = text;
 }
 
+/** Is a person typing or choosing, so that keys are not commands? @param {KeyboardEvent} event */
+export function typing(event) {
+  return event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement || event.target instanceof HTMLTextAreaElement;
+}
+
+/** Let keys be commands. @param {Record<string, () => void>} commands @returns {() => void} what ends it */
+export function shortcuts(commands) {
+  const pressed = (/** @type {KeyboardEvent} */ event) => {
+    if (!typing(event) && !event.ctrlKey && !event.metaKey) commands[event.key]?.();
+  };
+  document.addEventListener("keydown", pressed);
+  return () => document.removeEventListener("keydown", pressed);
+}
+
 /** Offer a file. @param {Blob} blob @param {string} name */
 export function download(blob, name) {
   const address = URL.createObjectURL(blob);

@@ -1,6 +1,6 @@
 // Labelling: blind, with shuffled sides and keyboard shortcuts. The server saves a vote before the next item is shown.
 import { get, post } from "./api.js";
-import { announce, fill, h, number, visible } from "./dom.js";
+import { announce, fill, h, number, typing, visible } from "./dom.js";
 
 /** @param {HTMLElement} main */
 export async function page(main) {
@@ -179,9 +179,8 @@ export async function desk(main, [id]) {
     box.focus();
   }
   const keys = (/** @type {KeyboardEvent} */ event) => {
-    const inside = event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement || event.target instanceof HTMLTextAreaElement;
-    if (inside && event.key === "Escape") return /** @type {HTMLElement} */ (event.target).blur();
-    if (inside || !now?.item || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
+    if (typing(event) && event.key === "Escape") return /** @type {HTMLElement} */ (event.target).blur();
+    if (typing(event) || !now?.item || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
     const two = now.item.responses.length === 2;
     const digit = Number(event.key) - 1;
     if (two && event.key === "ArrowLeft") vote([0]);

@@ -1,7 +1,7 @@
 // Review (does a person agree with the reward?), and the signs of reward hacking.
 import { get, post } from "./api.js";
 import { Chart } from "./charts.js";
-import { fill, h, number, svg, visible } from "./dom.js";
+import { fill, h, number, shortcuts, svg, visible } from "./dom.js";
 import { explain, load } from "./metrics.js";
 import { head } from "./run.js";
 
@@ -38,16 +38,9 @@ export async function page(main, [id]) {
   function back() {
     if (before.length) next(before.pop());
   }
-  const keys = (/** @type {KeyboardEvent} */ event) => {
-    if (event.target instanceof HTMLInputElement || event.ctrlKey || event.metaKey) return;
-    if (event.key === "y") judge(true, false);
-    if (event.key === "n") judge(false, false);
-    if (event.key === "f") judge(false, true);
-    if (event.key === "u") back();
-  };
-  document.addEventListener("keydown", keys);
+  const close = shortcuts({ y: () => judge(true, false), n: () => judge(false, false), f: () => judge(false, true), u: back });
   await next();
-  return () => document.removeEventListener("keydown", keys);
+  return close;
 }
 
 /** @param {HTMLElement} main @param {string[]} words */

@@ -1,6 +1,6 @@
 // What the model wrote: a list to sort and filter, and each rollout with its group and its tokens.
 import { address, get } from "./api.js";
-import { fill, h, number, visible } from "./dom.js";
+import { fill, h, number, shortcuts, visible } from "./dom.js";
 import { open } from "./replay.js";
 import { head } from "./run.js";
 
@@ -106,13 +106,7 @@ export async function one(main, [id, stage, step, place]) {
   function move(/** @type {number} */ way) {
     if (at + way >= 0 && at + way < found.count) dispatchEvent(new CustomEvent("studio-go", { detail: to(at + way) }));
   }
-  const keys = (/** @type {KeyboardEvent} */ event) => {
-    if (event.target instanceof HTMLInputElement || event.ctrlKey || event.metaKey) return;
-    if (event.key === "n") move(1);
-    if (event.key === "p") move(-1);
-  };
-  document.addEventListener("keydown", keys);
-  return () => document.removeEventListener("keydown", keys);
+  return shortcuts({ n: () => move(1), p: () => move(-1) });
 }
 
 /** @param {any} o @param {boolean} mine @param {string} href @param {number} times */
