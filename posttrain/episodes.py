@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, starmap
+from itertools import count, product, starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -243,8 +243,9 @@ class Episodes:
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
         # group numbers by (index of the problem, ids of the prompt)
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
-        every = len(self.problems) * len(self.samples)
-        self.turns = Turns(self.sampler, self.seconds, self.ordered, every, self.shared)
+        every = product(range(len(self.problems)), range(len(self.samples)))
+        live: dict[tuple[int, int], set[int]] = {place: set() for place in every}
+        self.turns = Turns(self.sampler, self.seconds, self.ordered, live, self.shared)
         self.together = type(self.task).score_group is not Task.score_group
 
     async def run(self) -> list[list[Group]]:
@@ -321,7 +322,7 @@ class Episodes:
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
             self.turns.ended |= {e.number for e in generate.siblings if e.kept}
-            self.turns.count_waiting()
+            self.turns.end((draw, sample))
         if not rollouts:  # it ended before its first turn
             rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -564,6 +565,70 @@ def test_roles_are_groups_of_their_own() -> None:
     assert sizes == [("p0", "", 2), ("p0", "critic", 2), ("p1", "", 2), ("p2", "", 2)]
     assert len({r.seed for r in sampler.requests}) == 12, "no two conversations draw the same random numbers"
     assert {r.group for r in sampler.requests[6:]} == {3, 4, 5}, "equal prompts of one problem are prefilled once"
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_conversations_of_an_episode_may_sample_at_once(ordered: bool) -> None:
+    async def run(problem: Problem, generate: Generate) -> list[Rollout]:
+        talks = [generate, generate.session("second"), generate.session("third")]
+        await asyncio.gather(*(talk(f"a{n}") for n, talk in enumerate(talks)))
+        if problem.id == "p1":
+            await asyncio.sleep(0.05)  # a tool
+        await asyncio.gather(*(talk(f"b{n}") for n, talk in enumerate(talks)))
+        return [talk.rollout() for talk in talks]
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"), ordered=ordered)
+    turns = [(r.session, r.turn) for r in sampler.requests]
+    assert [[r.turns for r in g.rollouts] for g in found] == [[2, 2]] * 9 and len(turns) == 36 == len(set(turns))
+    assert not ordered or [turn for _, turn in turns] == [0] * 18 + [1] * 18, "a round waits for the slow episode"
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_turn_that_an_episode_left_behind_delays_no_other(ordered: bool, late: bool) -> None:
+    """`gather` raises the first error, and leaves the other turns to themselves."""
+    left: list[str] = []
+
+    class Silent(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            self.waiting.sort(key=lambda r: r.ids == encoded("b"))
+            unanswered = self.waiting and self.waiting[0].ids == encoded("b")
+            return [] if unanswered else super().poll(timeout)
+
+    async def other(talk: Generate) -> None:
+        try:
+            if late:  # it is still busy when the episode ends
+                await asyncio.sleep(0.02)
+            await talk("b")
+        except BaseException as error:
+            left.append(type(error).__name__)
+            raise
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate("a")
+        if problem.id == "p1":
+            with contextlib.suppress(EpisodeEnd):
+                await asyncio.gather(generate("c"), other(generate.session("critic")))
+        else:
+            await asyncio.sleep(0.05)
+            await generate("d")
+        return generate.rollout()
+
+    task, sampler = Scripted(run, limit=Limits(turns=1)), Silent(lambda r: says("x"))
+    found = rollout_groups(task, sampler, DECODER, task.problems("train"), 1, SAMPLING, 5, ordered=ordered)
+    assert [[r.turns for r in g.rollouts] for g in found] == [[1]] * 3
+    assert [g.rollouts[0].score.outcome for g in found] == ["turn limit", "", "turn limit"]
+    assert left == ["ValueError" if late else "CancelledError"] and not sampler.waiting
+
+
+def test_a_conversation_samples_one_turn_at_a_time() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await asyncio.gather(generate("a"), generate("b"))
+        return generate.rollout()
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"))
+    said = {str(r.score.failure).partition(" at a time")[0] for g in found for r in g.rollouts}
+    assert said == {"ValueError: a conversation samples one turn"} and not sampler.waiting
 
 
 @dataclass(frozen=True)
