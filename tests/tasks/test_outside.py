@@ -121,6 +121,8 @@ def test_prompts_of_ids_continue_what_was_sampled(policy: Policy) -> None:
         ("flood", {"max_calls": 3}, 0.0, "call limit"),
         ("turn flood", {"max_calls": 2, "reward": "printed"}, None, "no number"),
         ("turn noise 0.25", {"reward": "printed"}, 0.25, ""),
+        ("turn child 0.25", {"reward": "printed"}, 0.25, ""),
+        ("turn daemon 0.25", {"reward": "printed"}, 0.25, ""),
         ("turn nan", {"reward": "printed"}, None, "the agent's last line is no number: 'nan'"),
     ],
 )
