@@ -34,7 +34,6 @@ from posttrain.tasks.base import FAULTS, EpisodeEnd, Given, Limits, Task, failed
 from posttrain.turns import Seconds, Turns
 from posttrain.types import JSON, Group, Problem, Rollout, Sampler, Sampling, Score, Segment
 
-PENDING = Score.pending()
 EPISODE_FAILED = "episode failed"  # the outcome if the task's code raised an error
 Result = TypeVar("Result")
 
@@ -202,7 +201,7 @@ class Episode:
     ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that was sampled: await generate() first")
-        pending = Score.pending(outcome) if outcome else PENDING
+        pending = Score.pending(outcome)
         segments, counts = tuple(self.segments), dict(self.counts)
         made = Rollout(
             self.problem, self.sample, segments, pending, self.role, answer, counts, self.routes
@@ -370,10 +369,8 @@ class Episodes:
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
     """Await an episode, and end it by `EpisodeEnd` after `seconds` (0: no limit)."""
-    if not seconds:
-        return await run
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with asyncio.timeout(seconds or None) as limit:
             return await run
     except TimeoutError:
         if limit.expired():

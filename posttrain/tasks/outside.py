@@ -106,9 +106,8 @@ class Outside(Nested):
     async def _run(self, given: bytes, environment: dict[str, str]) -> str:
         """Run the program until it exits, and return the last line that it printed. Processes that it left in its group are
         ended."""
-        begin = asyncio.get_running_loop().subprocess_exec
         try:
-            transport, program = await begin(
+            transport, program = await asyncio.get_running_loop().subprocess_exec(
                 _Program, *self.words, env=environment, start_new_session=True
             )
         except OSError as error:
