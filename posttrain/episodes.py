@@ -34,6 +34,7 @@ from posttrain.tasks.base import FAULTS, EpisodeEnd, Given, Limits, Task, failed
 from posttrain.turns import Seconds, Turns
 from posttrain.types import JSON, Group, Problem, Rollout, Sampler, Sampling, Score, Segment
 
+CANCEL_SECONDS = 5.0  # for episodes to end what they have begun, such as programs
 EPISODE_FAILED = "episode failed"  # the outcome if the task's code raised an error
 Result = TypeVar("Result")
 
@@ -260,6 +261,8 @@ class Episodes:
                 await self.turns.advance()
             found = await everything
         finally:
+            everything.cancel()  # if this was cancelled, or the sampler failed
+            await asyncio.wait([everything], timeout=CANCEL_SECONDS)
             self.turns.close()
         total = time.perf_counter() - began
         self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)

@@ -27,7 +27,7 @@ from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
-from posttrain.episodes import rollout_groups
+from posttrain.episodes import Episodes, rollout_groups
 from posttrain.errors import GuardStop, UserError
 from posttrain.evals.evaluate import Evaluation
 from posttrain.models.tiny import character_tokenizer
@@ -781,6 +781,31 @@ def test_a_step_that_stops_cancels_what_is_being_generated() -> None:
     with pytest.raises(UserError, match="stop"):
         rollout_groups(task, sampler, DECODER, task.problems("train"), 20, SAMPLING, 5)
     assert not sampler.waiting and len(cancelled) > 40
+
+
+def test_episodes_end_with_the_step_that_is_cancelled() -> None:
+    """As an asynchronous run cancels groups: what their tools have begun must not go on."""
+    ended: list[str] = []
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        try:
+            await generate()
+            await asyncio.sleep(60 if problem.id == "p0" else 0)
+            await generate("b")
+            return generate.rollout()
+        finally:
+            ended.append(problem.id)
+
+    async def step() -> None:
+        task, sampler = Scripted(run), ScriptedSampler(lambda r: says("x"))
+        given = task.problems("train")
+        running = asyncio.ensure_future(Episodes(task, sampler, DECODER, given, (SAMPLING,), 5, None, Seconds(), True).run())
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() and sorted(ended) == ["p0", "p1", "p2"]
+
+    asyncio.run(step())
 
 
 def test_rollouts_are_not_printed_on_the_way() -> None:

@@ -116,10 +116,9 @@ class Outside(Nested):
             stdin: Any = transport.get_pipe_transport(0)
             stdin.write(given)  # it may not read it
             stdin.close()
-            async with asyncio.timeout(self.max_seconds):
-                await program.exited
-        except TimeoutError:
-            raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s") from None
+            done, _ = await asyncio.wait([program.exited], timeout=self.max_seconds)
+            if not done:
+                raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s")
         finally:
             pid = transport.get_pid()
             with suppress(ProcessLookupError, PermissionError):
@@ -144,8 +143,7 @@ class _Program(asyncio.SubprocessProtocol):
         self.kept[fd] = (self.kept[fd] + data)[-KEPT:]
 
     def process_exited(self) -> None:
-        if not self.exited.done():  # else the wait was cancelled
-            self.exited.set_result(None)
+        self.exited.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set_result(None)
