@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, starmap
+from itertools import count, product, starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ from posttrain.tasks.base import FAULTS, EpisodeEnd, Given, Limits, Task, failed
 from posttrain.turns import Seconds, Turns
 from posttrain.types import JSON, Group, Problem, Rollout, Sampler, Sampling, Score, Segment
 
-PENDING = Score.pending()
+CANCEL_SECONDS = 5.0  # for episodes to end what they have begun, such as programs
 EPISODE_FAILED = "episode failed"  # the outcome if the task's code raised an error
 Result = TypeVar("Result")
 
@@ -202,7 +202,7 @@ class Episode:
     ) -> Rollout:
         if not self.segments:
             raise ValueError("a rollout needs a turn that was sampled: await generate() first")
-        pending = Score.pending(outcome) if outcome else PENDING
+        pending = Score.pending(outcome)
         segments, counts = tuple(self.segments), dict(self.counts)
         made = Rollout(
             self.problem, self.sample, segments, pending, self.role, answer, counts, self.routes
@@ -243,8 +243,9 @@ class Episodes:
         self.seeds = [derive(self.seed, self.first + n) for n in range(len(self.problems))]
         # group numbers by (index of the problem, ids of the prompt)
         self.groups: dict[tuple[int, tuple[int, ...]], int] = {}
-        every = len(self.problems) * len(self.samples)
-        self.turns = Turns(self.sampler, self.seconds, self.ordered, every, self.shared)
+        every = product(range(len(self.problems)), range(len(self.samples)))
+        live: dict[tuple[int, int], set[int]] = {place: set() for place in every}
+        self.turns = Turns(self.sampler, self.seconds, self.ordered, live, self.shared)
         self.together = type(self.task).score_group is not Task.score_group
 
     async def run(self) -> list[list[Group]]:
@@ -260,6 +261,8 @@ class Episodes:
                 await self.turns.advance()
             found = await everything
         finally:
+            everything.cancel()  # if this was cancelled, or the sampler failed
+            await asyncio.wait([everything], timeout=CANCEL_SECONDS)
             self.turns.close()
         total = time.perf_counter() - began
         self.seconds.score += total - (self.seconds.generate + self.seconds.tools - before)
@@ -321,7 +324,7 @@ class Episodes:
             rollouts = [e.rollout(score) for e in generate.siblings if e.segments]
         finally:
             self.turns.ended |= {e.number for e in generate.siblings if e.kept}
-            self.turns.count_waiting()
+            self.turns.end((draw, sample))
         if not rollouts:  # it ended before its first turn
             rollouts = [Rollout(problem, sample, (self.prompt(draw),), score)]
         if self.together and not self.task.isolates(problem):
@@ -369,10 +372,8 @@ class Episodes:
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
     """Await an episode, and end it by `EpisodeEnd` after `seconds` (0: no limit)."""
-    if not seconds:
-        return await run
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with asyncio.timeout(seconds or None) as limit:
             return await run
     except TimeoutError:
         if limit.expired():

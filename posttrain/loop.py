@@ -33,7 +33,7 @@ from posttrain.train import checkpoint
 from posttrain.train.pack import host_ids, mini_batches
 from posttrain.train.saving import Store
 from posttrain.train.trainer import NonFinite, Trainer, Update
-from posttrain.types import JSON, Batch, Group, Metric, Sampling
+from posttrain.types import JSON, Batch, Group, Metric, Rollout, Sampling
 
 MANY_OBJECTS = 10_000  # allocated since the last garbage collection
 # errors that restoring another stage's checkpoint may raise
@@ -376,7 +376,7 @@ class Loop:
             return
         joined = {name: np.concatenate([own[name] for own in known]) for name in known[0]}
         lengths = [0 if own is None else len(own["ids"]) for own in found]
-        advantages = [None if own is None else float(own["advantage"][-1]) for own in found]
+        advantages = [*map(_mean_advantage, rollouts, found)]
         arrays = TokenArrays(np.cumsum([0, *lengths], dtype=np.int64), joined)
         self.writer.rollouts(self.stage, step, rollouts, advantages, arrays)
 
@@ -521,3 +521,11 @@ def manual_garbage_collection() -> Iterator[None]:
 def is_due(step: int, every: int, last: bool = False) -> bool:
     """Whether something that happens every `every` steps happens at this step. 0 means never; else `last` makes it happen, too."""
     return every > 0 and (step % every == 0 or last)
+
+
+def _mean_advantage(rollout: Rollout, arrays: dict[str, np.ndarray] | None) -> float | None:
+    """Return the mean advantage of a rollout's sampled tokens; None if it was not trained on."""
+    if arrays is None:
+        return None
+    total = arrays["advantage"][rollout.mask].sum(dtype=np.float64)
+    return float(total / max(rollout.length, 1))

@@ -14,6 +14,7 @@ from posttrain.types import Completion, Metric, Request, Sampler
 
 POLL_SECONDS = 0.02  # how long a remote sampler may wait for a completion; scoring goes on after it
 Key = tuple[int, int]  # session and turn
+Place = tuple[int, int]  # an episode: the index of its problem, and its sample
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Turn:
     """A request that an episode awaits."""
 
     request: Request
-    place: tuple[int, int]  # (index of the problem, sample): the order of requests
+    place: Place  # the order of requests
     own: bool  # whether the ids are the task's own prompt
     restart: Callable[[], None]  # starts a new session of the episode
     completion: asyncio.Future[Completion]
@@ -45,12 +46,13 @@ class Turn:
 
 @dataclass(eq=False)
 class Turns:
-    """The turns of all episodes that run concurrently. `running` counts the episodes that neither await a turn nor have ended."""
+    """The turns of all episodes that run concurrently. An episode may await several at once, of different conversations."""
 
     sampler: Sampler
     seconds: Seconds
     ordered: bool
-    running: int
+    # of each episode that has not ended, the sessions in which it awaits a turn
+    live: dict[Place, set[int]]
     # If others use the sampler, too: set when turns are submitted. Another coroutine then polls and calls `receive`.
     shared: asyncio.Event | None
     asked: list[Turn] = field(default_factory=list)  # not submitted yet
@@ -61,6 +63,11 @@ class Turns:
     # how often the sampler was polled, and when it was polled last
     polls: int = 0
     polled: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether an episode neither awaits a turn nor has ended."""
+        return not all(self.live.values())
 
     async def advance(self) -> None:
         """Submit the asked turns and poll the sampler. If nothing is being generated, wait."""
@@ -128,7 +135,7 @@ class Turns:
             self.deliver(self.submitted.pop(key), self.completed.pop(key))
 
     def deliver(self, turn: Turn, found: Completion | Exception) -> None:
-        self.running += 1
+        self.live[turn.place].remove(turn.request.session)
         if turn.completion.done():  # its episode was cancelled
             return
         if isinstance(found, Exception):
@@ -138,19 +145,24 @@ class Turns:
 
     async def idle(self) -> None:
         """Wait until an episode asks for a turn or ends."""
-        now, tools = time.perf_counter(), self.running > 0
+        now, tools = time.perf_counter(), self.running
         await self.changed.wait()
         self.changed.clear()
         if tools:
             self.seconds.tools += time.perf_counter() - now
 
     async def ask(
-        self, request: Request, place: tuple[int, int], own: bool, restart: Callable[[], None]
+        self, request: Request, place: Place, own: bool, restart: Callable[[], None]
     ) -> Completion:
         """Ask for a turn and wait for its completion."""
+        awaited = self.live.get(place)
+        if awaited is None or request.session in awaited:
+            rule = "samples one turn at a time, and none after its episode has ended"
+            raise ValueError(f"a conversation {rule}; generate.session opens another one")
+        awaited.add(request.session)
         turn = Turn(request, place, own, restart, asyncio.get_running_loop().create_future())
         self.asked.append(turn)
-        self.count_waiting()
+        self.changed.set()
         try:
             return await turn.completion
         except asyncio.CancelledError:
@@ -158,21 +170,25 @@ class Turns:
             raise
 
     def withdraw(self, turn: Turn) -> None:
-        """Remove a turn whose episode was cancelled while it waited."""
+        """Remove a turn that nobody waits for any longer."""
         key = turn.request.session, turn.request.turn
         if turn in self.asked:  # it was not submitted yet
             self.asked.remove(turn)
-            self.running += 1
+            self.live[turn.place].remove(turn.request.session)
             return
         if self.submitted.get(key) is turn:
             del self.submitted[key]
             self.completed.pop(key, None)
-            self.running += 1
+            self.live[turn.place].remove(turn.request.session)
         # Otherwise it was delivered after the cancellation. Either way the session may hold a turn that the episode lacks.
         self.sampler.cancel({turn.request.session})
         turn.restart()
 
-    def count_waiting(self) -> None:
-        """Called when an episode starts to await a turn, or has ended."""
-        self.running -= 1
+    def end(self, place: Place) -> None:
+        """An episode has ended. Turns that it asked for and left are withdrawn, and what waits for them is cancelled."""
+        if self.live[place]:
+            for turn in [t for t in (*self.asked, *self.submitted.values()) if t.place == place]:
+                self.withdraw(turn)
+                turn.completion.cancel()
+        del self.live[place]
         self.changed.set()

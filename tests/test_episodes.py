@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -26,7 +27,7 @@ from posttrain.data.curriculum import Curriculum, CurriculumState
 from posttrain.data.text import Decoder
 from posttrain.engine.engine import Engine
 from posttrain.engine.random import derive
-from posttrain.episodes import rollout_groups
+from posttrain.episodes import Episodes, rollout_groups
 from posttrain.errors import GuardStop, UserError
 from posttrain.evals.evaluate import Evaluation
 from posttrain.models.tiny import character_tokenizer
@@ -566,6 +567,70 @@ def test_roles_are_groups_of_their_own() -> None:
     assert {r.group for r in sampler.requests[6:]} == {3, 4, 5}, "equal prompts of one problem are prefilled once"
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_conversations_of_an_episode_may_sample_at_once(ordered: bool) -> None:
+    async def run(problem: Problem, generate: Generate) -> list[Rollout]:
+        talks = [generate, generate.session("second"), generate.session("third")]
+        await asyncio.gather(*(talk(f"a{n}") for n, talk in enumerate(talks)))
+        if problem.id == "p1":
+            await asyncio.sleep(0.05)  # a tool
+        await asyncio.gather(*(talk(f"b{n}") for n, talk in enumerate(talks)))
+        return [talk.rollout() for talk in talks]
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"), ordered=ordered)
+    turns = [(r.session, r.turn) for r in sampler.requests]
+    assert [[r.turns for r in g.rollouts] for g in found] == [[2, 2]] * 9 and len(turns) == 36 == len(set(turns))
+    assert not ordered or [turn for _, turn in turns] == [0] * 18 + [1] * 18, "a round waits for the slow episode"
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_turn_that_an_episode_left_behind_delays_no_other(ordered: bool, late: bool) -> None:
+    """`gather` raises the first error, and leaves the other turns to themselves."""
+    left: list[str] = []
+
+    class Silent(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            self.waiting.sort(key=lambda r: r.ids == encoded("b"))
+            unanswered = self.waiting and self.waiting[0].ids == encoded("b")
+            return [] if unanswered else super().poll(timeout)
+
+    async def other(talk: Generate) -> None:
+        try:
+            if late:  # it is still busy when the episode ends
+                await asyncio.sleep(0.02)
+            await talk("b")
+        except BaseException as error:
+            left.append(type(error).__name__)
+            raise
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await generate("a")
+        if problem.id == "p1":
+            with contextlib.suppress(EpisodeEnd):
+                await asyncio.gather(generate("c"), other(generate.session("critic")))
+        else:
+            await asyncio.sleep(0.05)
+            await generate("d")
+        return generate.rollout()
+
+    task, sampler = Scripted(run, limit=Limits(turns=1)), Silent(lambda r: says("x"))
+    found = rollout_groups(task, sampler, DECODER, task.problems("train"), 1, SAMPLING, 5, ordered=ordered)
+    assert [[r.turns for r in g.rollouts] for g in found] == [[1]] * 3
+    assert [g.rollouts[0].score.outcome for g in found] == ["turn limit", "", "turn limit"]
+    assert left == ["ValueError" if late else "CancelledError"] and not sampler.waiting
+
+
+def test_a_conversation_samples_one_turn_at_a_time() -> None:
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        await asyncio.gather(generate("a"), generate("b"))
+        return generate.rollout()
+
+    found, sampler = groups(Scripted(run), lambda r: says("x"))
+    said = {str(r.score.failure).partition(" at a time")[0] for g in found for r in g.rollouts}
+    assert said == {"ValueError: a conversation samples one turn"} and not sampler.waiting
+
+
 @dataclass(frozen=True)
 class Compared(Scripted):
     def score_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Score] | None:
@@ -716,6 +781,31 @@ def test_a_step_that_stops_cancels_what_is_being_generated() -> None:
     with pytest.raises(UserError, match="stop"):
         rollout_groups(task, sampler, DECODER, task.problems("train"), 20, SAMPLING, 5)
     assert not sampler.waiting and len(cancelled) > 40
+
+
+def test_episodes_end_with_the_step_that_is_cancelled() -> None:
+    """As an asynchronous run cancels groups: what their tools have begun must not go on."""
+    ended: list[str] = []
+
+    async def run(problem: Problem, generate: Generate) -> Rollout:
+        try:
+            await generate()
+            await asyncio.sleep(60 if problem.id == "p0" else 0)
+            await generate("b")
+            return generate.rollout()
+        finally:
+            ended.append(problem.id)
+
+    async def step() -> None:
+        task, sampler = Scripted(run), ScriptedSampler(lambda r: says("x"))
+        given = task.problems("train")
+        running = asyncio.ensure_future(Episodes(task, sampler, DECODER, given, (SAMPLING,), 5, None, Seconds(), True).run())
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() and sorted(ended) == ["p0", "p1", "p2"]
+
+    asyncio.run(step())
 
 
 def test_rollouts_are_not_printed_on_the_way() -> None:

@@ -36,6 +36,7 @@ ALLOWED = {
     "most_common": "collections.Counter",
     "named_children": "torch.nn.Module",
     "children": "torch.nn.Module",
+    "connection_lost": "asyncio.SubprocessProtocol",
     "twinx": "matplotlib",
     "dry": "the option of `posttrain plan`",
     "quiet": "an option of other programs",

@@ -79,7 +79,7 @@ class RolloutRow:
     length: int
     version: int  # the oldest policy version that sampled one of its tokens
     attempt: int
-    advantage: float | None = None
+    advantage: float | None = None  # the mean of its sampled tokens, if it was trained on
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,6 @@ async def respond(
             return JSONResponse(form.whole(await connected(request, collected(answer.deltas))))
         # a refusal by the engine sets the status
         first = await connected(request, anext(answer.deltas))
-    except ClientDisconnect:
-        raise
     except Exception as error:
         return _answered(error)
     chunks = events(form, first, answer.deltas)
@@ -229,16 +227,15 @@ async def score(scores: Scores, limits: Limits, request: Request) -> Response:
         cards = [{"id": name, "kind": kind} for name, kind in scores.names().items()]
         return JSONResponse({"object": "list", "data": cards})
     try:
-        return JSONResponse(
-            await scores.score(wire.read_body(await read(request, limits), wire.ScoreBody))
-        )
-    except ClientDisconnect:
-        raise
+        body = wire.read_body(await read(request, limits), wire.ScoreBody)
+        return JSONResponse(await scores.score(body))
     except Exception as error:
         return _answered(error)
 
 
 def _answered(error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        raise error
     found = _logged(error)
     return JSONResponse(found.body(), found.status)
 

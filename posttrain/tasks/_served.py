@@ -29,10 +29,13 @@ Answered = tuple[list[tuple[int, ...]], list[Delta]]  # prompts, and the complet
 
 @dataclass(slots=True, eq=False)
 class RecordedRequest:
-    """A request of the program: its answer, and whether the program has read it."""
+    """A request of the program: its answer, and how many clients wait for it or have read it."""
 
     answered: asyncio.Future[Answered]
-    read: bool = False
+    clients: int = 0
+
+    def leave(self) -> None:
+        self.clients -= 1
 
 
 @dataclass(eq=False)
@@ -47,7 +50,7 @@ class ServedEpisode:
     ended: str = ""  # the limit that was exceeded
     turns: list[Turn] = field(default_factory=list)
     final: str = ""  # the text of the last answer
-    asked: dict[str, RecordedRequest] = field(default_factory=dict)
+    asked: dict[str, list[RecordedRequest]] = field(default_factory=dict)  # by their bodies
 
     def __post_init__(self) -> None:
         self.loop, self.lock = asyncio.get_running_loop(), asyncio.Lock()
@@ -57,7 +60,6 @@ class ServedEpisode:
         self.free = [self.generate]  # the episode's first conversation, until it begins
         # conversations in the sampler's cache, by their last turn
         self.sessions: dict[Turn, Generate] = {}
-        self.work: set[asyncio.Task[Answered]] = set()
 
     async def answer(self, body: Body, retry: bool) -> Answer:
         prompts: list[Sequence[int]] = []
@@ -69,25 +71,31 @@ class ServedEpisode:
         """Yield complete choices. If the client disconnects, sampling continues, so that the answer is there when it asks
         again."""
         found = asyncio.run_coroutine_threadsafe(self._ask(body, retry), self.loop)
-        asked, (given, choices) = await asyncio.shield(asyncio.wrap_future(found))
+        asked, (given, choices) = await asyncio.wrap_future(found)
         prompts += given
-        for choice in choices:
-            yield replace(choice)
-        asked.read = True
+        try:
+            for choice in choices:
+                yield replace(choice)
+        except BaseException:  # the client has left
+            self.loop.call_soon_threadsafe(asked.leave)
+            raise
 
     async def _ask(self, body: Body, retry: bool) -> tuple[RecordedRequest, Answered]:
         """Return the record of a request with its answer, or that of the earlier one that it repeats: one marked as a retry, or one
-        whose answer was not read."""
-        digest = body.model_dump_json()
-        asked = self.asked.get(digest)
-        if asked is not None and (retry or not asked.read):
+        whose client left before it had the answer. Equal requests at the same time are samples of their own."""
+        same = self.asked.setdefault(body.model_dump_json(), [])
+        if before := [one for one in same if not one.clients] or (same[-1:] if retry else []):
+            asked = before[0]
             self.generate.count("agent/retries")
         else:
-            task = asyncio.ensure_future(self._complete(body))
-            self.work.add(task)
-            task.add_done_callback(self.work.discard)
-            asked = self.asked[digest] = RecordedRequest(task)
-        return asked, await asyncio.shield(asked.answered)
+            asked = RecordedRequest(asyncio.ensure_future(self._complete(body)))
+            same.append(asked)
+        asked.clients += 1
+        try:
+            return asked, await asyncio.shield(asked.answered)
+        except asyncio.CancelledError:
+            asked.leave()
+            raise
 
     async def _complete(self, body: Body) -> Answered:
         async with self.lock:  # an episode samples one turn at a time
@@ -107,10 +115,10 @@ class ServedEpisode:
     def _continued(self, prompt: Prompt) -> Prompt:
         """A prompt of text or ids as the next turn of the longest conversation that it continues."""
         ids = prompt.ids
-        whole = [(turn.ids, turn) for turn in self.turns]
+        whole = [((), None), *((turn.ids, turn) for turn in self.turns)]
         begins = [(own, turn) for own, turn in whole if own != ids and own == ids[: len(own)]]
-        before = max(begins, key=lambda pair: len(pair[0]), default=((), None))
-        return Prompt(before[1], ids[len(before[0]) :], ())
+        own, before = max(begins, key=lambda pair: len(pair[0]))
+        return Prompt(before, ids[len(own) :], ())
 
     async def _sample(self, body: Body, prompt: Prompt, index: int) -> Delta:
         """Sample one choice. If it continues a conversation that the sampler keeps, that conversation goes on; else a new one
@@ -140,7 +148,7 @@ class ServedEpisode:
 
     async def close(self) -> None:
         """Cancel sampling in progress."""
-        work = list(self.work)
+        work = [one.answered for same in self.asked.values() for one in same]
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)

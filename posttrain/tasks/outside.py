@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.errors import Count, Positive, UserError, require
 from posttrain.tasks._nested import Nested
@@ -27,7 +27,7 @@ from posttrain.tasks.base import Generate, Task
 from posttrain.types import JSON, Problem, Rollout, Score
 
 KEPT = 1 << 16  # the last bytes of a program's output that are kept
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 1.0  # to read what a program has printed, if others hold its pipes open
 
 
 class AgentFailed(Exception):
@@ -104,48 +104,54 @@ class Outside(Nested):
         return json.dumps(tree).encode() + b"\n"
 
     async def _run(self, given: bytes, environment: dict[str, str]) -> str:
-        """Run the program and return the last line that it prints. All of its processes are ended."""
-        pipe = asyncio.subprocess.PIPE
+        """Run the program until it exits, and return the last line that it printed. Processes that it left in its group are
+        ended."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.words,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=environment,
-                start_new_session=True,
+            transport, program = await asyncio.get_running_loop().subprocess_exec(
+                _Program, *self.words, env=environment, start_new_session=True
             )
         except OSError as error:
             raise AgentFailed(f"the agent could not be started: {error}") from None
-        assert process.stdin and process.stdout and process.stderr
-        tails = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
         try:
-            async with asyncio.timeout(self.max_seconds):
-                with suppress(ConnectionError):  # it does not read its input
-                    process.stdin.write(given)
-                    process.stdin.close()
-                code = await process.wait()
-        except TimeoutError:
-            raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s") from None
+            stdin: Any = transport.get_pipe_transport(0)
+            stdin.write(given)  # it may not read it
+            stdin.close()
+            done, _ = await asyncio.wait([program.exited], timeout=self.max_seconds)
+            if not done:
+                raise AgentFailed(f"the agent was not done within {self.max_seconds:g} s")
         finally:
+            pid = transport.get_pid()
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
-            await asyncio.wait(tails, timeout=CLOSE_SECONDS)
-            for tail in tails:
-                tail.cancel()
-        printed, complaint = (t.result() if not t.cancelled() and t.done() else "" for t in tails)
-        if code:
-            raise AgentFailed(f"the agent ended with {code}: {complaint or 'it wrote no error'}")
-        return printed
+                os.killpg(pid, signal.SIGKILL) if hasattr(os, "killpg") else transport.kill()
+            await asyncio.wait([program.closed], timeout=CLOSE_SECONDS)
+            transport.close()
+        if code := transport.get_returncode():
+            complaint = program.last_line(2) or "it wrote no error"
+            raise AgentFailed(f"the agent ended with {code}: {complaint}")
+        return program.last_line(1)
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Return the last non-empty line of a stream."""
-    kept = b""
-    while piece := await stream.read(KEPT):
-        kept = (kept + piece)[-KEPT:]
-    lines = kept.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+class _Program(asyncio.SubprocessProtocol):
+    """Keeps the end of what a program prints. asyncio's `wait` would wait for its pipes too, which a process that the program
+    leaves behind holds open."""
+
+    def __init__(self) -> None:
+        loop, self.kept = asyncio.get_running_loop(), {1: b"", 2: b""}
+        self.exited, self.closed = loop.create_future(), loop.create_future()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.kept[fd] = (self.kept[fd] + data)[-KEPT:]
+
+    def process_exited(self) -> None:
+        self.exited.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(None)
+
+    def last_line(self, fd: int) -> str:
+        """Return the last non-empty line."""
+        lines = self.kept[fd].decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _printed(line: str, outcome: str) -> Score:

@@ -18,8 +18,10 @@ from posttrain.collect import Collected, Rollouts
 from posttrain.commands import show
 from posttrain.runs.read import Run
 from posttrain.stages.reward_sources import RewardModels
+from posttrain.tasks.arithmetic import Arithmetic
+from posttrain.tasks.base import Generate
 from posttrain.train.trainer import Trainer
-from posttrain.types import Batch
+from posttrain.types import Batch, Problem, Rollout, Score
 from tests.stages.test_rl import judges, run, stage  # noqa: F401  (judges is a fixture)
 
 WATCHED = PPO(group=2, epochs=2, mini_batches=2, kl_target=1.0, kl_horizon=1)
@@ -72,7 +74,7 @@ def test_arrays_are_those_of_their_rollout_and_of_its_training(
             own = [(p, s) for p, s in spans if p.ids_T[s].tolist() == one["ids"].tolist()]
             advantages = [p.columns.get("advantage_T", torch.zeros(p.tokens))[s].numpy() for p, s in own]
             assert any(np.array_equal(one["advantage"], advantage) for advantage in advantages)
-            assert row.advantage == one["advantage"][-1]
+            assert row.advantage == pytest.approx(one["advantage"][-row.length :].mean(), abs=1e-6)
 
 
 def test_what_was_left_out_is_shown_as_text(
@@ -91,3 +93,24 @@ def test_what_was_left_out_is_shown_as_text(
         assert ("s_0 = " in shown) == (length > 0) and ("was not trained on" in shown) == (length == 0)
         row = Run(directory).rollouts("rl", 1)[number]
         assert length or f"reward: {row.reward}" in shown
+
+
+class PaidAtOnce(Arithmetic):
+    """Two turns; all that is paid is paid for the first."""
+
+    async def run(self, problem: Problem, generate: Generate) -> Rollout:
+        first = await generate(max_new_tokens=2)
+        generate.reward(sum(map(ord, first.text)) / 100)
+        await generate("+", max_new_tokens=3)
+        return generate.rollout(Score(0.0))
+
+
+def test_the_advantage_of_a_rollout_is_the_mean_of_its_sampled_tokens(tmp_path: Path) -> None:
+    directory = run(tmp_path / "run", stage(task=PaidAtOnce(level=1), algorithm=GRPO(group=4, beta=0.0), steps=1, prompts=2))
+    arrays, rows = Run(directory).arrays("rl", 1), Run(directory).rollouts("rl", 1)
+    assert arrays is not None
+    for number, row in enumerate(rows):
+        one = arrays.sequence(number)
+        sampled = one["advantage"][one["sampled"]]
+        assert sampled[-1] == 0.0 and row.advantage == pytest.approx(sampled.mean()) and one["sampled"].sum() == row.length
+    assert len({row.advantage for row in rows}) > 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from http.client import HTTPConnection
@@ -54,6 +55,8 @@ for what in sys.argv[1:]:
         sys.exit("out of memory")
     elif what == "hang":
         time.sleep(60)
+    elif what in ("child", "daemon"):  # a process that keeps the output open
+        subprocess.Popen(["sleep", "30"], start_new_session=what == "daemon")
     elif what == "noise":
         print("x" * 1_000_000)
     else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,13 @@ from posttrain.models.policy import Policy, wrap_model
 from posttrain.models.tiny import character_tokenizer, tiny_model
 from posttrain.runs.metrics import group_metrics
 from posttrain.runs.read import Run
+from posttrain.serve.app import collected
+from posttrain.serve.wire import ChatBody
+from posttrain.tasks._served import ServedEpisode
 from posttrain.tasks.arithmetic import Arithmetic
 from posttrain.tasks.outside import Outside
 from posttrain.train.pack import pack_groups
-from posttrain.types import Group, Sampling
+from posttrain.types import Group, Sampling, Segment
 
 AGENT = f"{sys.executable} -I -S {Path(__file__).with_name('agent_for_tests.py')}"
 TASK = Arithmetic(level=1)
@@ -93,6 +99,50 @@ def test_a_retry_is_answered_with_what_was_sampled_before(policy: Policy) -> Non
     assert rollout.turns == 2 and rollout.counts == {"agent/retries": 1, "agent/calls": 2}
 
 
+def test_a_client_that_left_gets_the_answer_later_and_equal_requests_at_once_get_their_own(policy: Policy) -> None:
+    counts: Counter[str] = Counter()
+
+    class Sampled:
+        """A conversation whose turns are numbered, in the order in which they are asked for."""
+
+        decoder, sampled, free = Decoder(policy.tokenizer), itertools.count(5), asyncio.Event()
+
+        async def __call__(self, given: Any) -> Segment:
+            await self.free.wait()
+            ids = np.array([next(self.sampled)])
+            text, offsets = self.decoder.decode(ids)
+            return Segment(ids, text, True, np.zeros(1), offsets, np.zeros(1, np.int32), "stop")
+
+        def session(self, role: str) -> Sampled:
+            return Sampled()
+
+        def count(self, name: str, amount: float = 1.0) -> None:
+            counts[name] += int(amount)
+
+    async def served() -> list[list[int]]:
+        episode, body = ServedEpisode(Sampled(), 9), ChatBody(messages=[{"role": "user", "content": "1"}])  # type: ignore[arg-type]
+
+        async def ask(retry: bool = False) -> list[int]:
+            return [i for delta in await collected((await episode.answer(body, retry)).deltas) for i in delta.ids]
+
+        async def asks(*retries: bool) -> list[asyncio.Future[list[int]]]:
+            made = [asyncio.ensure_future(ask(retry)) for retry in retries]
+            await asyncio.sleep(0.05)
+            return made
+
+        (left,) = await asks(False)
+        left.cancel()
+        first, second, third = await asks(False, False, False)
+        second.cancel()
+        later = await asks(True, True)
+        Sampled.free.set()
+        found = await asyncio.gather(first, third, *later)
+        assert episode.calls == 3
+        return found
+
+    assert asyncio.run(served()) == [[5], [7], [6], [7]] and counts["agent/retries"] == 3
+
+
 def test_an_answer_that_was_cut_is_trained_as_far_as_it_was_served(policy: Policy) -> None:
     (group,) = episodes(policy, "cut turn cut")
     check_exact(policy, [group])
@@ -121,6 +171,8 @@ def test_prompts_of_ids_continue_what_was_sampled(policy: Policy) -> None:
         ("flood", {"max_calls": 3}, 0.0, "call limit"),
         ("turn flood", {"max_calls": 2, "reward": "printed"}, None, "no number"),
         ("turn noise 0.25", {"reward": "printed"}, 0.25, ""),
+        ("turn child 0.25", {"reward": "printed"}, 0.25, ""),
+        ("turn daemon 0.25", {"reward": "printed"}, 0.25, ""),
         ("turn nan", {"reward": "printed"}, None, "the agent's last line is no number: 'nan'"),
     ],
 )

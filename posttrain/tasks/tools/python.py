@@ -46,8 +46,7 @@ class Python(Tool):
             Args:
                 code: the program
             """
-            fenced = [body for _, body in blocks(code)]
-            cell = fenced[-1] if fenced else code
+            *_, cell = (code, *(body for _, body in blocks(code)))  # its last block, if it has any
             try:
                 with _at_once:
                     printed = run_cells([*cells, cell], Limits(wall=self.wall), self.sandbox)

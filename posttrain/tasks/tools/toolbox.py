@@ -97,19 +97,14 @@ class Toolbox:
                 return text
         except (*STOPS, ToolFailure):
             raise
-        except ToolError as error:
-            self.generate.count("tool/error")
-            return f"error: {error}"
-        except TimeoutError as error:
-            kind = "timeout" if limit.expired() else "error"
-            self.generate.count(f"tool/{kind}")
-            late = f"error: no result within {tool.seconds:g} s"
-            return late if limit.expired() else f"error: {named(error)}"
         except FAULTS as error:  # a tool may be user code
             if step_ends(error):
                 raise
+            if isinstance(error, TimeoutError) and limit.expired():
+                self.generate.count("tool/timeout")
+                return f"error: no result within {tool.seconds:g} s"
             self.generate.count("tool/error")
-            return f"error: {named(error)}"
+            return f"error: {error if isinstance(error, ToolError) else named(error)}"
 
 
 def _as_text(value: object) -> str:
