@@ -248,7 +248,11 @@ def render_examples(
     texts = advance(rendered)
     if texts:
         encoded = tokenizer(
-            list(texts.values()), add_special_tokens=False, return_offsets_mapping=True
+            list(texts.values()),
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,  # making columns that are not read takes as long as encoding
+            return_token_type_ids=False,
         )
         tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         advance(dict(zip(texts, tokens, strict=True)))
@@ -399,8 +403,9 @@ class _Template:
             for m in messages
         ]
         for what, found in (*said, ("the tools contain", tuple(texts(tools, keys=True)))):
+            joined = "\0".join(found)  # one search for each control token
             for control in special_texts(self.tokenizer):
-                if any(control in text for text in found):
+                if control in joined:
                     spelled = f"the control token {control!r} as text; rewrite it"
                     raise UserError(f"{where}: {what} {spelled}")
         if plain:
