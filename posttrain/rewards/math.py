@@ -20,6 +20,7 @@ from posttrain.rewards.compose import CORRECT, UNPARSEABLE, WRONG
 from posttrain.rewards.mathematics.compare import Comparison, Conventions
 from posttrain.rewards.mathematics.form import settled, undone
 from posttrain.rewards.mathematics.latex import NESTING, read
+from posttrain.rewards.mathematics.naming import is_name
 from posttrain.rewards.mathematics.numbers import Exhausted, Undefined
 from posttrain.rewards.mathematics.tokens import LENGTH, Unevaluated, Unreadable
 from posttrain.rewards.mathematics.tree import Node, node, symbols
@@ -27,8 +28,10 @@ from posttrain.types import Score
 
 RESPONSE_LENGTH = 1_000_000  # characters searched for a box, from the end
 MAX_BOXES = 64  # the most boxes read as one answer
+MAX_SPELLINGS = 4  # the most boxes that may hold the same value
+_BOXES = (r"\boxed", r"\fbox", r"\framebox")
 _BOX = re.compile(
-    r"\\(?:boxed|fbox)\s*\{"
+    r"\\(?:boxed|f(?:rame)?box)\s*\{"
     # \boxed 5, \boxed\frac12: a number or a letter, and nothing after it that belongs to it
     r"|\\boxed(?:\s*(?P<number>-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\\[dt]?frac\s*(?:[0-9]\s*[0-9]|\{[0-9]+\}\s*\{[0-9]+\}))"
     r"|\s+(?P<letter>[A-Za-z]))(?=\s*(?:$|[$\n;)}\]]|[.,](?![0-9])|\\[)\]]|(?:or|and)\b))"
@@ -86,7 +89,16 @@ def grade(
     """
     if gold is None:
         return Score.failed("gold answer cannot be read: there is none")
-    answer = final_answer(response, reward)
+    answers = _answers(response, reward)
+    score = _graded(", ".join(answers), gold, reward, question)
+    if score is WRONG and 1 < len(answers) <= MAX_SPELLINGS:
+        # \boxed{2\frac12} or \boxed{2.5}: one value in several spellings
+        each = (_graded(answer, gold, reward, question) for answer in answers)
+        return CORRECT if all(one is CORRECT for one in each) else WRONG
+    return score
+
+
+def _graded(answer: str, gold: str, reward: MathReward, question: str) -> Score:
     if answer and not reward.decimal_comma:
         literal, number = _literal(gold), _literal(answer)
         if literal is not None and literal == number:
@@ -127,14 +139,19 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
     >>> final_answer(r"\boxed{5} or \boxed{6}")
     '5, 6'
     """
+    answers = _answers(response, reward)
+    return ", ".join(answers) if answers else None
+
+
+def _answers(response: str, reward: MathReward) -> list[str]:
     response = response[-RESPONSE_LENGTH:]
     if reward.reasoning_end:
         response = response.rpartition(reward.reasoning_end)[2]
         if reward.reasoning_end.replace("/", "", 1) in response:
-            return None  # the reasoning did not end
+            return []  # the reasoning did not end
     if reward.marker:
         _, found, rest = response.rpartition(reward.marker)
-        return rest.strip() if found else None
+        return [rest.strip()] if found else []
     boxes = _boxes(response)
     if not boxes:
         return _after(reward.phrase, response)
@@ -146,16 +163,14 @@ def final_answer(response: str, reward: MathReward = STRICT) -> str | None:
         if not between.strip("$ \n") or not _HEDGE.fullmatch(between):
             break
         contents.insert(0, response[slice(*before)].strip())
-    contents = list(dict.fromkeys(contents))  # an answer given twice is one answer
-    return ", ".join(contents)
+    return list(dict.fromkeys(contents))  # an answer given twice is one answer
 
 
-def _after(phrase: str, response: str) -> str | None:
-    """Return the rest of the line after the last `phrase`, without emphasis and a full stop."""
+def _after(phrase: str, response: str) -> list[str]:
+    """Return the rest of the line after the last `phrase`, if any, without emphasis and a full stop."""
     found = response.lower().rfind(phrase.lower()) if phrase else -1
-    if found < 0:
-        return None
-    return response[found + len(phrase) :].strip().partition("\n")[0].strip("*$ .") or None
+    rest = response[found + len(phrase) :].strip().partition("\n")[0].strip("*$ .")
+    return [rest] if found >= 0 and rest else []
 
 
 def _literal(text: str) -> Fraction | None:
@@ -181,7 +196,7 @@ def _literal(text: str) -> Fraction | None:
 def _boxes(text: str) -> list[tuple[int, int]]:
     r"""Return (start, end) of the contents of every complete box that is not inside another, in one pass. Braces before the
     first box change nothing, but the backslashes right before it do: \\boxed is a new line and a word."""
-    places = [place for word in (r"\boxed", r"\fbox") if (place := text.find(word)) >= 0]
+    places = [place for word in _BOXES if (place := text.find(word)) >= 0]
     if not places:
         return []
     first = len(text[: min(places)].rstrip("\\"))
@@ -227,7 +242,8 @@ def _read_given(answer: str, wanted: Node, reward: MathReward) -> Node | None:
 def _agrees(
     wanted: Node, given: Node, answer: str, gold: str, reward: MathReward, question: str
 ) -> bool:
-    left = undone(given) - undone(wanted)
+    named = given.kind == "relation" != wanted.kind and is_name(given.nodes[0])
+    left = undone(given.nodes[1] if named else given) - undone(wanted)
     if wanted.kind == "relation":
         left -= {"sum"}  # an equation may be moved to one side
     if left or _restates(wanted, given, answer, gold, question):

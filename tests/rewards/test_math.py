@@ -206,6 +206,7 @@ def test_no_complete_box(response: str) -> None:
         (r"\boxed{5}, \boxed 6", "5, 6"),
         (r"the choice is \boxed B", "B"),
         (r"\fbox{5}", "5"),
+        (r"\framebox{5}", "5"),
         (r"<think>\boxed{7}</think> I cannot solve it.", None),
         (r"<think>maybe \boxed{6}</think> so \boxed{7}", "7"),
         (r"<think>a</think>\boxed{1}<think>\boxed{2}</think>", None),
@@ -215,6 +216,20 @@ def test_no_complete_box(response: str) -> None:
 )
 def test_where_the_answer_is_found(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "outcome"),
+    [
+        (r"$\boxed{3\frac14}$, or $\boxed{\frac{13}{4}}$", r"\frac{13}{4}", "correct"),
+        (r"\boxed{6}, \boxed{6.0}, \boxed{\text{six}}", "6", "correct"),
+        (r"\boxed{3\frac14} or \boxed{\frac{15}{4}}", r"\frac{13}{4}", "wrong"),
+        (r"\boxed{6} or \boxed{6.0} or \boxed{7}", "6", "wrong"),
+        (r"\boxed{6.0} or \boxed{2, 7}", "2, 7", "wrong"),
+    ],
+)
+def test_boxes_with_one_value_in_several_spellings(response: str, gold: str, outcome: str) -> None:
+    assert grade(response, gold).outcome == outcome
 
 
 def test_thinking_only_ends_where_the_format_says() -> None:

@@ -30,9 +30,8 @@ def last_side(self: Comparison, gold: Node, given: Node) -> bool:
     )
 
 
-def last_number(response: str, reward: MathReward = math_reward.STRICT) -> str | None:
-    found = re.findall(r"-?[0-9]+", response)
-    return found[-1] if found else None
+def last_number(response: str, reward: MathReward) -> list[str]:
+    return re.findall(r"-?[0-9]+", response)[-1:]
 
 
 def near(left: Any, right: Any) -> bool:
@@ -106,7 +105,7 @@ HOLES: list[tuple[str, Patch, str, str]] = [
     ("one sign of two", replaced(form, "SIGNS", ()), r"\pm2", r"\boxed{2}"),
     ("the sign of infinity", replaced(compare, "infinity", lambda v: int("inf" in repr(v))), r"\infty", r"\boxed{-\infty}"),
     ("names left out", replaced(naming, "names_of", any_name), "x=5,y=6", r"\boxed{5,6}"),
-    ("the last number of the text", replaced(math_reward, "final_answer", last_number), "5", "I think 1 2 3 4 5"),
+    ("the last number of the text", replaced(math_reward, "_answers", last_number), "5", "I think 1 2 3 4 5"),
     ("reasoning searched", replaced(math_reward, "STRICT", None), "7", r"<think>\boxed{7}</think> I cannot solve it."),
     ("several boxes, the last one paid", replaced(math_reward, "MAX_BOXES", 1), "7", r"\boxed{5} or \boxed{6} or \boxed{7}"),
     ("symbols that cancel", replaced(compare, "symbols", lambda value: frozenset("xyz")), "x+y", r"\boxed{x+y+\frac{z}{z}-1}"),

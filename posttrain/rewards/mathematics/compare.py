@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from posttrain.errors import Range
 from posttrain.rewards.mathematics import naming, numbers
-from posttrain.rewards.mathematics.form import FLIPPED, constants
+from posttrain.rewards.mathematics.form import FLIPPED, constants, decimal_places
 from posttrain.rewards.mathematics.numbers import Meter, Undefined, Value, evaluate
 from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node, symbols
 from posttrain.rewards.mathematics.words import Unit, spelled, unit_of, words
@@ -67,6 +67,8 @@ class Comparison:
             return self.same_relation(gold, given)
         if clock(gold)[1] or clock(given)[1]:
             return self.same_time(gold, given)
+        if given.kind == "multiply" and _is_metres(given.nodes[-1]) and not symbols(gold):
+            given = lettered(given)
         if "ratio" in (gold.kind, given.kind):
             return self.same_ratio(gold, given)
         if gold.kind in MEASURED or given.kind in MEASURED:
@@ -342,8 +344,6 @@ def measured(value: Node) -> tuple[Node, str]:
         return value.nodes[0], value.text
     if value.kind == "degrees":
         return value.nodes[0], "degrees"
-    if value.kind == "negative" and value.nodes[0].kind == "degrees":
-        return negative(*value.nodes[0].nodes), "degrees"
     return value, ""
 
 
@@ -361,6 +361,11 @@ def lettered(value: Node) -> Node:
         return written
     number = rest[0] if len(rest) == 1 else node("multiply", *rest)
     return node("quantity", base.text + raised + below, number)
+
+
+def _is_metres(value: Node) -> bool:
+    """Whether it is m^2 or m^3."""
+    return value.kind == "power" and value.nodes[0] == node("symbol", "m")
 
 
 def is_fraction(ratio: Node, other: Node) -> bool:
@@ -431,13 +436,3 @@ def points(names: frozenset[str], whole: bool) -> list[Point]:
             point[name] = Fraction(3 + drawn % 40) if whole else rational
         made.append(point)
     return made
-
-
-def decimal_places(value: Node) -> int:
-    """Return how many places a decimal shows; 0 for anything else."""
-    while value.kind == "negative":
-        value = value.nodes[0]
-    if value.kind != "number" or value.parts[1] != "decimal":
-        return 0
-    below = value.value.denominator
-    return next((places for places in range(41) if 10**places % below == 0), 0)

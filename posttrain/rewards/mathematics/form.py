@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 from posttrain.rewards.mathematics.numbers import Exhausted, Meter, Undefined, evaluate
-from posttrain.rewards.mathematics.sets import INFINITY, LINE, common, united, without
+from posttrain.rewards.mathematics.sets import INFINITY, LINE, common, place, united, without
 from posttrain.rewards.mathematics.tree import Node, is_integer, negative, node
 
 SIGNS = ("pm", "mp")  # signs that stand for two values
@@ -35,8 +35,6 @@ def settled(value: Node) -> Node:
         return _settled_set(value)
     if value.kind == "add" and [part.kind for part in value.nodes] == ["domain", "negative"]:
         return settled(node("without", value.nodes[0], *value.nodes[1].nodes))  # \mathbb{R} - \{0\}
-    if value.kind == "negative" and value.nodes[0].kind == "degrees":
-        return node("degrees", negative(*value.nodes[0].nodes))
     if value.kind == "multiply" and is_point(value):
         return value.nodes[1]
     return _both_signs(value)
@@ -132,7 +130,20 @@ def _all_but(name: Node, excluded: Node) -> Node | None:
     return without(line, settled(excluded)) if not excluded.has("symbol", "relation") else None
 
 
+def _rounds(exact: Node, decimal: Node) -> bool:
+    """Whether a decimal is the number rounded to the places that it shows."""
+    half = Fraction(1, 2 * 10 ** decimal_places(decimal))
+    try:
+        near = place(decimal) - half <= place(exact) <= place(decimal) + half
+    except (Undefined, Exhausted, KeyError):
+        return False
+    return near and decimal.kind == "number"
+
+
 def _settled_relation(value: Node) -> Node:
+    if value.text.endswith("~") and _rounds(*value.nodes[-2:]):  # 2\sqrt3 \approx 3.46
+        rest = value.nodes[:-1]
+        return settled(node("relation", value.text[:-2], *rest) if len(rest) > 1 else rest[0])
     signs, sides = value.text.replace("~", "=").split(), value.nodes
     if signs == ["in"]:
         return settled(sides[1])
@@ -301,3 +312,13 @@ def _term_key(term: Node) -> frozenset[tuple[Node, int]]:
         return _term_key(term.nodes[0])
     factors = term.nodes if term.kind == "multiply" else (term,)
     return frozenset(Counter(factor for factor in factors if not _is_literal(factor)).items())
+
+
+def decimal_places(value: Node) -> int:
+    """Return how many places a decimal shows; 0 for anything else."""
+    while value.kind == "negative":
+        value = value.nodes[0]
+    if value.kind != "number" or value.parts[1] != "decimal":
+        return 0
+    below = value.value.denominator
+    return next((places for places in range(41) if 10**places % below == 0), 0)

@@ -357,7 +357,9 @@ class Reader:
         if name.startswith("mathbb "):
             return node("domain", name[7:])
         if name in _LABELS:
-            return tree.labelled(name, self.argument())
+            named = self.next.kind == "text"  # \angle ABC
+            made = node("symbol", self.take().text) if named else self.argument()
+            return tree.labelled(name, made)
         if name in _WRAPPERS:
             return self.argument()
         raise Unreadable(f"unknown \\{name}")

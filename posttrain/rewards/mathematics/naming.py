@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from posttrain.rewards.mathematics.tree import Node, node, symbols
 
 ORDERED = {"tuple", "interval", "bracket", "matrix", "cases"}
 NAMES = {"symbol", "text", "choice"}
+TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
+MINUS_ONE = node("negative", node("number", Fraction(1), "integer"))
 _ROOT = re.compile(r"(.+)_,?[0-9]+")
 
 
@@ -16,12 +19,20 @@ def is_equation(relation: Node) -> bool:
 
 
 def is_name(value: Node) -> bool:
-    """Whether it may stand left of `=` without being a statement of its own: x, AB, f(x), f(2), words."""
+    r"""Whether it may stand left of `=` without being a statement of its own: x, AB, |AB|, f(x), f(2), f^{-1}(2), \cos A, words."""
     if value.kind in NAMES:
         return True
+    if value.kind == "function":
+        (inside, *base), length = (
+            value.nodes,
+            value.text == "abs" and value.nodes[0].kind == "multiply",
+        )
+        return (length or value.text in TRIGONOMETRIC) and not base and is_name(inside)
     if value.kind != "multiply":
         return False
     first, *rest = value.nodes
+    if first.kind == "power" and first.nodes[1] == MINUS_ONE:
+        first = first.nodes[0]
     called = first.kind == "symbol" and first.text in set("fghpqFGHPQ")
     known = NAMES | {"number", "interval", "tuple"} if called else NAMES
     return all(part.kind in known for part in (first, *rest))

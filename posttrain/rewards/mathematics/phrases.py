@@ -5,59 +5,23 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import takewhile
+from pathlib import Path
+
+import yaml
 
 from posttrain.rewards.mathematics import words
 
 _OF_WORDS = re.compile(
-    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{words.MONTH}|exactly|point|dne|exist|total|number|positive|negative|nonnegative)\b"
-    r"|^=",
+    rf"\b(?:answer|result|solutions?|value|so|thus|hence|therefore|reals?|integers|numbers|option|choice|noon|midnight|base|to|set|is|half|{words.MONTH}|exactly|point|dne|exist|total|number|positive|negative|minus|nonnegative)\b"
+    r"|^=|^[A-J][):]$",
     re.IGNORECASE,
 )
-_REALS = (
-    r"(?:[a-z] (?:is|can be) )?(?=.*(?:all|any|every|set of|reals|numbers))(?:the )?(?:set of )?(?:(?:all|any|every) )?(?:the )?"
-    r"(?:real numbers?|reals?)(?: [a-z])?(?: (?:that|which) are)?"
-)
-_ABOVE, _BELOW = r"(?:greater|larger|more)", r"(?:less|smaller)"
-# Replacements for words. Each is applied once, in this order, to the text without its text macros.
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+_NAME = re.compile("REALS|ABOVE|BELOW|MONTH")
+_NAMES = {"MONTH": words.MONTH, **_TABLES["names"]}
 _PHRASES = [
-    (re.compile(pattern, re.IGNORECASE), written)
-    for pattern, written in (
-        (r"^(?:so|thus|hence|therefore)\b,?\s*", ""),
-        (
-            r"^(?:(?:the|our|my) )?(?:(?:final|correct|right|required|desired) )*(?:answer|result|solution|value|total"
-            r"|(?:total )?number of(?: (?!not|wrong)[a-z]+){1,3}?|area|perimeter|volume|probability|length|distance)(?: set)?"
-            r"(?: (?:of|for) [a-z])?\s*(?:(?:is|are|equals)\b|=|:)[\s:]*",
-            "",
-        ),
-        (r"^(?:=|exactly\b)\s*", ""),
-        (r"^(?:the )?(?:ordered pair|point|vector)\s*(?=\()", ""),
-        (r"^(?:the limit )?(?:dne|does not exist)$", "does not exist"),
-        (r" is (?:the )?(?:(?:final|correct|right) )*(?:answer|choice|option|correct)$", ""),
-        (r"^(?:option|(?:answer )?choice)[\s:]*(?=\(?[A-J]\b)", ""),
-        (rf"^{_REALS}$", r"\\mathbb{R}"),
-        (
-            rf"^{_REALS},? (?:except|excluding|other than|but|besides|not equal to)(?: for)? (?:[a-z]\s*=\s*)?(?=[^a-z]|and\b)(.+)$",
-            r"\\mathbb{R} \\setminus \\{\1\\}",
-        ),
-        (rf"^{_REALS} (?:{_ABOVE} than or equal to|at least) ([^a-z]+)$", r"[\1,\\infty)"),
-        (rf"^{_REALS} (?:{_BELOW} than or equal to|at most) ([^a-z]+)$", r"(-\\infty,\1]"),
-        (rf"^{_REALS} {_ABOVE} than ([^a-z]+)$", r"(\1,\\infty)"),
-        (rf"^{_REALS} {_BELOW} than ([^a-z]+)$", r"(-\\infty,\1)"),
-        (r"^(?:the set of )?(?:all )?positive real(?: number)?s$", r"(0,\\infty)"),
-        (r"^(?:the set of )?(?:all )?negative real(?: number)?s$", r"(-\\infty,0)"),
-        (r"^(?:the set of )?(?:all )?non-?negative real(?: number)?s$", r"[0,\\infty)"),
-        (r"^(?:all|the set of)(?: all)?(?: the)? integers$", r"\\mathbb{Z}"),
-        (r"^(?:all|the set of)(?: all)?(?: the)? rational numbers$", r"\\mathbb{Q}"),
-        (r"^no (?:real )?solutions?(?: exists?)?$|^(?:the )?(?:empty|null) set$", r"\\emptyset"),
-        (r"^(?:12(?::00)? ?)?noon$", "12:00 pm"),
-        (r"^(?:12(?::00)? ?)?midnight$", "12:00 am"),
-        (r"^([0-9]+) to ([0-9]+)$", r"\1:\2"),
-        (rf"^([0-9]{{1,2}})(?:st|nd|rd|th)? (?:of )?((?:{words.MONTH})(?: [0-9]+)?)$", r"\2 \1"),
-        (r"^(-?[0-9]+) and (?:a|one) half$", r"\1\\frac12"),
-        (r"^([0-9]*[0-9A-F]) ?\(?(?:in )?base[ -]?([0-9]+|[a-z]+)\)?$", r"\1_{\\text{\2}}"),
-        (r"^([a-z]) is not (?:equal to )?([^a-z]+)$", r"\1 \\neq \2"),
-        (r"^([a-z]) is (?=[^a-z]+$)", r"\1 = "),
-    )
+    (re.compile(_NAME.sub(lambda name: _NAMES[name[0]], pattern), re.IGNORECASE), written)
+    for pattern, written in _TABLES["phrases"]
 ]
 _OPTION = re.compile(r"(?:\\[a-z]+\s*\{)?\s*\(?\s*[A-J]\s*[).:]")
 _OPTION_CONTENT = re.compile(

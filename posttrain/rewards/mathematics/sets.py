@@ -58,14 +58,15 @@ def _spans(value: Node, ends: dict[Fraction | float, Node]) -> list[Span]:
         return _merged([_spans(part, ends) for part in value.nodes])
     low, high = value.nodes if value.kind == "interval" else (value, value)
     brackets = value.text if value.kind == "interval" else "[]"
-    first, last = _place(low), _place(high)
+    first, last = place(low), place(high)
     ends.setdefault(first, low)
     ends.setdefault(last, high)
     span = ((first, int(brackets[0] == "(")), (last, int(brackets[1] == "]")))
     return [span] if span[0] < span[1] else []
 
 
-def _place(end: Node) -> Fraction | float:
+def place(end: Node) -> Fraction | float:
+    """Return the real value of a number, to 120 bits."""
     sign, inner = (-1, end.nodes[0]) if end.kind == "negative" else (1, end)
     if inner == INFINITY:
         return sign * inf

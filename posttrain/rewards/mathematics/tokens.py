@@ -3,6 +3,7 @@ r"""Splits an answer into tokens: numbers in all their spellings, macros, words,
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,22 +20,28 @@ class Unevaluated(Unreadable):
     """The text is an integral, a sum, a limit: a question, whatever its value."""
 
 
-_SIGNS = r"""
-− - – - × \times ÷ \div · \cdot π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ± \pm ° ^\circ √ \sqrt ∅ \emptyset ∈ \in
-½ \frac12 ¼ \frac14 ¾ \frac34 ⅓ \frac13 ⅔ \frac23 € \euro £ \pounds ₹ \rupee ¥ \yen ≈ \approx
-ℝ \mathbb{R} ℤ \mathbb{Z} ∖ \setminus ∉ \notin ∣ \mid ′ '
-"""
-_PAIRS = zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True)
-_UNICODE = str.maketrans({sign: f"{written} " for sign, written in _PAIRS})
+def _pairs(name: str, after: str = "") -> dict[str, str]:
+    listed = words.TABLES[name].split()
+    return {sign: way + after for sign, way in zip(listed[::2], listed[1::2], strict=True)}
+
+
+_LETTERS, _ALIASES = _pairs("greek", " "), _pairs("aliases")
+_UNICODE = str.maketrans(_pairs("signs", " "))
 _UNICODE |= str.maketrans({"\xa0": " ", "¢": " cents ", "‰": " permille "})
 _UNICODE |= str.maketrans(dict.fromkeys("\u200b\ufeff\u2060", ""))
 _UNICODE |= str.maketrans(dict.fromkeys("\u2009\u202f", r"\,"))
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
-_LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_RAISED = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|[₀₁₂₃₄₅₆₇₈₉]+")
+_LEVEL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789-+n0123456789")
+# of full width; mathematical letters and digits
+_COMPATIBLE = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
+_RADICAND = re.compile(r"(?<=[√∛])\s*([0-9]+(?:\.[0-9]+)?)")
+# in a word, Greek letters are no symbols
+_GREEK_LETTER = re.compile(rf"(?<![Ͱ-Ͽ])[{''.join(_LETTERS)}](?![Ͱ-Ͽ])")
 _GREEK = words.words(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi
     chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar"""
 )
+_ENDS = ("}", "pi")  # what may end a number, as digits do
 _OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
 _LAKHS = r"[0-9]{1,2}(?:(?:,|\{,\}|\\,)[0-9]{2})+(?:,|\{,\}|\\,)[0-9]{3}(?![0-9]|,[0-9])"
 _GROUPED = (
@@ -75,7 +82,11 @@ _DISPLAY = re.compile(
 _DOMAIN = re.compile(
     r"\\(?:mathbb|Bbb)\s*\{?\s*([RZNQC])\s*\}?|\\mathbf\s*\{([R])\}|\\([RZNQC])(?![A-Za-z])"
 )
-_TRAILING = re.compile(r"(?:\\[,;:! ]|[,;\s])+$")
+_ALIAS = re.compile(rf"(?:{'|'.join(map(re.escape, _ALIASES))})(?![A-Za-z])")
+_ROW_GAP = re.compile(r"(?<=\\\\)\s*\[[0-9.]+\s*(?:pt|em|ex|mm|cm|px)\]")  # \\[4pt]
+_QUOTED = re.compile(r"""^(\*\*|[*`"“])([^*`"“”]+)(?:\1|”)$""")
+_UNION = re.compile(r"(?<=[)\]])\s*U\s*(?=(?:\\left\s*)?[(\[])")
+_TRAILING = re.compile(r"(?:\\[,;:! \\]|[,;\s])+$")
 _HALF_OF_DAY = re.compile(r"\b([AaPp])\.\s?[Mm](?![A-Za-z])\.?")
 _OUTWARD = re.compile(r"([\[\]])([^][()]+,[^][()]+)([\[\]])")
 _MATHS_DOLLAR = re.compile(r"(?<!\\)\$")
@@ -93,10 +104,12 @@ def clean(text: str) -> str:
     """Return the text without display markup: dollar signs in pairs, brackets of display mathematics, a full stop at the
     end."""
     if not text.isascii():
-        text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_LOWERED)}}}", text).translate(_UNICODE)
+        text = _COMPATIBLE.sub(lambda m: unicodedata.normalize("NFKC", m[0]), text)
+        text = _RAISED.sub(lambda m: f"{'^' if m[1] else '_'}{{{m[0].translate(_LEVEL)}}}", text)
+        text = _GREEK_LETTER.sub(lambda m: _LETTERS[m[0]], _RADICAND.sub(r"{\1}", text))
+        text = text.translate(_UNICODE)
     if "\\" in text:
-        text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\colon", ":")
-        text = _DISPLAY.sub(" ", text)
+        text = _DISPLAY.sub(" ", _ALIAS.sub(lambda m: _ALIASES[m[0]], _ROW_GAP.sub("", text)))
         text = _DOMAIN.sub(lambda m: rf" \mathbb{{{m[1] or m[2] or m[3]}}}", text)
         text = _WRAPPERS.sub(" ", _DEGREES.sub(r" \\degree ", text))
         text = _TEMPERATURE.sub(lambda m: rf"\text{{{_SCALE_OF[m[1]]}}}", text)
@@ -104,6 +117,7 @@ def clean(text: str) -> str:
     if len(_MATHS_DOLLAR.findall(text)) % 2 == 0:
         text = _MATHS_DOLLAR.sub(" ", text)
     text = _HALF_OF_DAY.sub(r"\1m", _TRAILING.sub("", text.strip()))
+    text = _UNION.sub(r" \\cup ", _QUOTED.sub(r"\2", text))
     if text[:1] == "]" or text[-1:] == "[":  # ]1, 2[ is (1, 2)
         text = _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], text)
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
@@ -127,7 +141,8 @@ def tokens_of(text: str, thousands: bool) -> list[Token]:
         if match["style"] and _FIGURES.match(match["text"]):
             found += tokens_of(match["text"], thousands)  # digits in a text macro are digits
             continue
-        made = _token(match, bool(found) and found[-1].kind in ("number", "text"))
+        last = found[-1] if found else Token("", "")
+        made = _token(match, last.kind in ("number", "text") or last.text in _ENDS)
         for token in made:
             open_brackets += (token.text in _OPENING) - (token.text in _CLOSING)
         found += made

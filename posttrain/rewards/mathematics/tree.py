@@ -149,4 +149,7 @@ def is_integer(value: Node) -> bool:
 
 
 def negative(value: Node) -> Node:
+    """Return -x; the sign of an angle in degrees goes to its number."""
+    if value.kind == "degrees":
+        return node("degrees", negative(*value.nodes))
     return node("negative", value)

@@ -41,15 +41,15 @@ def sizes(text: str) -> dict[str, Fraction]:
     return table
 
 
-_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-NUMBERS, SCALES, RATES = (sizes(_TABLES[name]) for name in ("numbers", "scales", "rates"))
-SCALES_BELOW = RATES | sizes(_TABLES["below"])
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+NUMBERS, SCALES, RATES = (sizes(TABLES[name]) for name in ("numbers", "scales", "rates"))
+SCALES_BELOW = RATES | sizes(TABLES["below"])
 SCALES_BELOW |= {
     f"{name.removesuffix('y')}{'ie' * name.endswith('y')}th": size
     for name, size in {**NUMBERS, **SCALES}.items()
     if size > 3
 }
-NO_UNITS = words(_TABLES["no_units"]).union(
+NO_UNITS = words(TABLES["no_units"]).union(
     NUMBERS, FUNCTION_WORDS, SEPARATOR_WORDS, SCALES, SCALES_BELOW
 )
 MONTH = "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
@@ -60,27 +60,14 @@ _COUNTED = words("people men women children mice geese teeth fish sheep unit way
 
 MEASURES: dict[str, tuple[str, Fraction]] = {
     name: (dimension, size)
-    for dimension, text in _TABLES["measures"].items()
+    for dimension, text in TABLES["measures"].items()
     for name, size in sizes(text).items()
 }
 TEXT_MACROS = "text|textbf|textrm|textit|textsf|texttt|textsc|textup|textnormal|emph|mbox|hbox|mathrm|mathbf|mathit|mathsf|mathtt"
 _TEXT_MACRO = re.compile(rf"\\(?:{TEXT_MACROS}|operatorname)\s*\{{([^{{}}]*)\}}")
 # Other spellings of units.
 _REWRITTEN = [
-    (re.compile(pattern, re.IGNORECASE), written)
-    for pattern, written in (
-        (r"\.|(?<=s)'|[(),]", ""),
-        (r"/", " per "),
-        (r"\bparts per million\b", "ppm"),
-        (r"\bper ?mill?e?\b", "permil"),
-        (r"\bper cent\b", "percent"),
-        (r"\bbasis points?\b", "bp"),
-        (r"\bmph\b", "mile per hour"),
-        (r"\bkm?ph\b", "km per hour"),
-        (r"(?<=\w) squared\b", " ^2"),
-        (r"(?<=\w) cubed\b", " ^3"),
-        (r"(?<=\w) (?:of|in|to|the|an?)(?= \w)", ""),
-    )
+    (re.compile(pattern, re.IGNORECASE), written) for pattern, written in TABLES["rewritten"]
 ]
 _SPACES = re.compile(r"\\[,;:! ]|~|\\(?:quad|qquad)(?![A-Za-z])|\s+")
 _PROSE = re.compile(r"\(?[^\W\d_](?:[^\W_]|[ .,'()\-])*")
