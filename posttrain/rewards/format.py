@@ -14,10 +14,12 @@ from functools import lru_cache
 
 from posttrain.errors import UserError, require
 from posttrain.rewards.answer import INTEGER
+from posttrain.rewards.math import MathReward, final_answer
 from posttrain.types import Score
 
 THINK_ANSWER = "<think>{text}</think>{space}<answer>{text}</answer>"
 LIMIT = 200_000  # characters; a longer response is malformed without matching
+ANYWHERE = MathReward(reasoning_end="")
 FIELD = re.compile(r"\{([a-z]*)\}")
 FIELDS = {
     "text": r"((?:(?!LITERALS)[\s\S])*)",
@@ -74,22 +76,28 @@ def match(template: str, response: str) -> tuple[str, ...] | None:
 def format(
     prompt: str, response: str, answer: str, template: str = THINK_ANSWER, announce: bool = False
 ) -> Score:
-    """The reward: 1 if the response follows the template, else 0; with `announce`, how clearly it marks its answer (see
-    `announced`). It does not check whether the answer is right."""
+    """The reward: 1 if the response follows the template and no {text} or {line} between two literals is blank, else 0; with
+    `announce`, how clearly it marks its answer (see `announced`). It does not check whether the answer is right."""
     if announce:
         value = announced(response)
         return Score(value, parts={"format": value})
-    value = float(match(template, response) is not None)
+    found, pieces = match(template, response), FIELD.split(template)
+    said = zip(pieces[:-1:2], pieces[1::2], pieces[2::2], found or (), strict=False)
+    blank = any(
+        name in ("text", "line") and before and after and not text.strip()
+        for before, name, after, text in said
+    )
+    value = float(found is not None and not blank)
     return Score(value, parts={"format": value}, outcome="formed" if value else "malformed")
 
 
 def announced(response: str) -> float:
-    """How clearly a response marks its answer: in a complete \\boxed{...}, after "final answer:", or not at all.
+    """How clearly a response marks its answer: in a complete box that is not empty, after "final answer:", or not at all.
 
-    >>> announced("so \\\\boxed{4}"), announced("Final answer: 4"), announced("4"), announced("\\\\boxed{4")
-    (1.0, 0.7, 0.3, 0.3)
+    >>> announced("so \\\\boxed{4}"), announced("Final answer: 4"), announced("4"), announced("\\\\boxed{4"), announced("\\\\boxed{}")
+    (1.0, 0.7, 0.3, 0.3, 0.3)
     """
     text = response[-LIMIT:]
-    if re.search(r"\\boxed\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text):
+    if final_answer(text, ANYWHERE):
         return 1.0
-    return 0.7 if re.search(r"final answer\s*(?:is)?\s*:", text, re.IGNORECASE) else 0.3
+    return 0.7 if re.search(r"final answer\s*(?:is)?\s*:\s*\S", text, re.IGNORECASE) else 0.3

@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.errors import UserError
-from posttrain.rewards.format import THINK_ANSWER, format, match
+from posttrain.rewards.format import THINK_ANSWER, announced, format, match
 
 
 @pytest.mark.parametrize(
     ("response", "formed"),
     [
         ("<think>a\nb</think>\n<answer>4</answer>", True),
-        ("  <think></think><answer></answer>\n", True),
+        ("  <think>a</think><answer>4</answer>\n", True),
+        ("<think></think><answer>4</answer>", False),
+        ("<think>a</think><answer> \n</answer>", False),
         ("<think>a < b</think><answer>4</answer>", True),
         ("<think>a</think>so<answer>4</answer>", False),
         ("a<think>a</think><answer>4</answer>", False),
@@ -30,6 +32,26 @@ from posttrain.rewards.format import THINK_ANSWER, format, match
 def test_thinking_then_answering(response: str, formed: bool) -> None:
     score = format("q", response, "4")
     assert (score.value, score.parts, score.outcome) == (formed, {"format": formed}, "formed" if formed else "malformed")
+
+
+def test_text_at_an_end_of_the_template_may_be_blank() -> None:
+    assert format("q", "#### 4", "4", template="{text}#### {integer}{text}").value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        (r"\boxed{\frac{2}{\sqrt{7}}}", 1.0),
+        (r"\boxed{\sqrt{\frac{\sqrt{2}}{7}}}", 1.0),
+        (r"\boxed{7} after <think>", 1.0),
+        (r"\boxed{}", 0.3),
+        (r"\boxed{ }", 0.3),
+        ("Final answer: 7", 0.7),
+        ("Final answer:  ", 0.3),
+    ],
+)
+def test_a_marked_answer_is_not_empty(response: str, value: float) -> None:
+    assert announced(response) == value
 
 
 def test_fields() -> None:

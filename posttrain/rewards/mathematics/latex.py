@@ -21,25 +21,14 @@ from posttrain.rewards.mathematics import tree
 from posttrain.rewards.mathematics.phrases import option, rephrased
 from posttrain.rewards.mathematics.tokens import LENGTH, Token, Unreadable, clean, tokens_of
 from posttrain.rewards.mathematics.tree import Node, joined, negative, node, node_integer, text_node
-from posttrain.rewards.mathematics.words import TEXT_MACROS, plain_text, words
+from posttrain.rewards.mathematics.words import TABLES, TEXT_MACROS, plain_text, words
 
 NESTING = 40  # the deepest nesting of brackets, powers and signs
 
 _FRACTIONS = ("frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac")
 _BARRED = words("int iint oint sum prod lim limsup liminf det max min gcd lcm partial nabla mod")
 _BARRED |= words("bmod pmod dots ldots cdots")
-_SAME_RELATION = {
-    "=": "= equiv",
-    "<": "< lt",
-    ">": "> gt",
-    "<=": "<= le leq leqslant",
-    ">=": ">= ge geq geqslant",
-    "!=": "!= ne neq",
-    "in": "in",
-    "~": "approx",
-    "notin": "notin",
-}
-_RELATIONS = {name: sign for sign, names in _SAME_RELATION.items() for name in names.split()}
+_RELATIONS = {name: sign for sign, names in TABLES["relations"].items() for name in names.split()}
 _FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp")
 _MATRICES = words("matrix pmatrix bmatrix Bmatrix smallmatrix array")
 _LABELS = words("angle triangle overline overrightarrow vec hat bar widehat measuredangle mathcal")
