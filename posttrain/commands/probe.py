@@ -170,9 +170,11 @@ def probe(
     asks = isinstance(judged, Judged) and any(name == "judge" for name, _ in judged.rewards())
     count = problems or (JUDGED_PROBLEMS if asks else PROBLEMS)
     require(count > 0, f"probe: problems is a positive number, not {problems}")
+    cases = _cases(judged, split, count)
+    require(cases, f"probe: the task has no {split} problems; name another split=")
     judged.ready()
     with WorkerPool([judged], 1) as workers:
-        found = run_to_end(_score(judged, _cases(judged, split, count), workers))
+        found = run_to_end(_score(judged, cases, workers))
     return _report(found, catalogue.name_of(task), reward or "the task's own", examples)
 
 

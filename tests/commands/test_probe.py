@@ -22,6 +22,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.bilingual import Bilingual
 from posttrain.tasks.countdown import Countdown
 from posttrain.tasks.gsm8k import Gsm8k
+from posttrain.tasks.ifeval import IFEval
 from posttrain.tasks.jsonl import Jsonl
 from posttrain.tasks.math import Math
 from posttrain.tasks.mixed import Mixed, Source
@@ -264,6 +265,19 @@ def test_the_command_prints_the_report_and_says_by_its_exit_code_whether_it_pass
     assert "do not pay for length" in capsys.readouterr().out
     assert cli.main(["probe", "--task", "arithmetic", "problem=4"]) == 2
     assert "problems" in capsys.readouterr().err
+
+
+def test_a_split_without_problems_is_named(tmp_path: Path) -> None:
+    row = {
+        "key": 1,
+        "prompt": "Say it in lower case.",
+        "instruction_id_list": ["change_case:english_lowercase"],
+        "kwargs": [{}],
+    }
+    (tmp_path / "ifeval.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="the task has no train problems"):
+        probe(None, IFEval(str(tmp_path)))
+    assert probe(None, IFEval(str(tmp_path)), split="test").problems == 1
 
 
 def test_words_are_checked() -> None:
