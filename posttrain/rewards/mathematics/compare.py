@@ -365,7 +365,8 @@ def lettered(value: Node) -> Node:
 
 def _is_metres(value: Node) -> bool:
     """Whether it is m^2 or m^3."""
-    return value.kind == "power" and value.nodes[0] == node("symbol", "m")
+    metre, *power = value.nodes if value.kind == "power" else (value,)
+    return metre == node("symbol", "m") and [part.parts[0] for part in power] in ([2], [3])
 
 
 def is_fraction(ratio: Node, other: Node) -> bool:

@@ -86,7 +86,7 @@ _ALIAS = re.compile(rf"(?:{'|'.join(map(re.escape, _ALIASES))})(?![A-Za-z])")
 _ROW_GAP = re.compile(r"(?<=\\\\)\s*\[[0-9.]+\s*(?:pt|em|ex|mm|cm|px)\]")  # \\[4pt]
 _QUOTED = re.compile(r"""^(\*\*|[*`"“])([^*`"“”]+)(?:\1|”)$""")
 _UNION = re.compile(r"(?<=[)\]])\s*U\s*(?=(?:\\left\s*)?[(\[])")
-_TRAILING = re.compile(r"(?:\\[,;:! \\]|[,;\s])+$")
+_TRAILING = re.compile(r"(?<![,;\s\\])(?:\\[,;:! \\]|[,;\s])+$")  # begins at one place, not at each
 _HALF_OF_DAY = re.compile(r"\b([AaPp])\.\s?[Mm](?![A-Za-z])\.?")
 _OUTWARD = re.compile(r"([\[\]])([^][()]+,[^][()]+)([\[\]])")
 _MATHS_DOLLAR = re.compile(r"(?<!\\)\$")
