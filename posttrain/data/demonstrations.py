@@ -19,6 +19,7 @@ from posttrain.data.chat import (
     Tokenizer,
     following_ids,
     is_text,
+    or_raise,
     render_examples,
     text_ids,
     unended,
@@ -223,12 +224,6 @@ def rendered(
     """The examples, with conversations rendered, or why there is none of them."""
     found = iter(render_examples(tokenizer, [s for s in said if isinstance(s, Conversation)]))
     return [next(found) if isinstance(one, Conversation) else one for one in said]
-
-
-def or_raise(found: Example | UserError) -> Example:
-    if isinstance(found, UserError):
-        raise found
-    return found
 
 
 def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:
