@@ -386,9 +386,7 @@ def unended(tokenizer: Tokenizer, examples: Iterable[Example]) -> list[str]:
     special = _is_special(tokenizer, len(tokenizer))
     if any(special[e.ids[e.mask][-1:]].any() for e in examples):
         return []
-    advice = (
-        "set eos_token in tokenizer_config.json, or take a chat template that ends a turn with one"
-    )
+    advice = "set eos_token in tokenizer_config.json, or use a template that ends a turn with one"
     return [f"no row ends with an end token: the model does not learn to end its answers; {advice}"]
 
 

@@ -92,10 +92,7 @@ class Notes:
         )
         for what, is_so in zip(NOTED, found, strict=False):
             if is_so and line not in self.rows.get(what, [])[-1:]:
-                self.add(what, line)
-
-    def add(self, what: str, line: int) -> None:
-        self.rows.setdefault(what, []).append(line)
+                self.rows.setdefault(what, []).append(line)
 
     def compare(self, unit: Sequence[Example], line: int) -> None:
         """Note a pair or a label that is the opposite of an earlier one."""
@@ -105,7 +102,7 @@ class Notes:
         reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
         said = best, reward * (len(unit) == 1)
         if self.preferred.setdefault(frozenset(names), said) != said:
-            self.add(OPPOSITE, line)
+            self.rows.setdefault(OPPOSITE, []).append(line)
 
     def check(self, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
         """Note answers without an end, and text outside of the vocabulary."""
