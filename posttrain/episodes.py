@@ -372,8 +372,10 @@ class Episodes:
 
 async def _timed(run: Awaitable[Result], seconds: float) -> Result:
     """Await an episode, and end it by `EpisodeEnd` after `seconds` (0: no limit)."""
+    if not seconds:
+        return await run
     try:
-        async with asyncio.timeout(seconds or None) as limit:
+        async with asyncio.timeout(seconds) as limit:
             return await run
     except TimeoutError:
         if limit.expired():

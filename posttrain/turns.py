@@ -59,6 +59,8 @@ class Turns:
     submitted: dict[Key, Turn] = field(default_factory=dict)  # in the order of submission
     completed: dict[Key, Completion] = field(default_factory=dict)  # not delivered yet
     ended: set[int] = field(default_factory=set)  # sessions whose caches can be freed
+    # sessions that sample what nobody waits for: cancelled together, since each call looks at all rows of the sampler
+    withdrawn: set[int] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     # how often the sampler was polled, and when it was polled last
     polls: int = 0
@@ -71,6 +73,9 @@ class Turns:
 
     async def advance(self) -> None:
         """Submit the asked turns and poll the sampler. If nothing is being generated, wait."""
+        if self.withdrawn:
+            self.sampler.cancel(self.withdrawn)
+            self.withdrawn = set()
         round_over = not self.submitted and not self.running
         if self.asked and (round_over or not self.ordered):
             self.submit()
@@ -81,7 +86,8 @@ class Turns:
 
     def close(self) -> None:
         """Cancel all sessions at the sampler."""
-        self.sampler.cancel(self.ended | {turn.request.session for turn in self.submitted.values()})
+        awaited = {session for session, _ in self.submitted}
+        self.sampler.cancel(self.ended | self.withdrawn | awaited)
 
     def submit(self) -> None:
         """Submit the asked turns to the sampler, sorted by (problem, sample, session)."""
@@ -181,7 +187,8 @@ class Turns:
             self.completed.pop(key, None)
             self.live[turn.place].remove(turn.request.session)
         # Otherwise it was delivered after the cancellation. Either way the session may hold a turn that the episode lacks.
-        self.sampler.cancel({turn.request.session})
+        self.withdrawn.add(turn.request.session)
+        self.changed.set()
         turn.restart()
 
     def end(self, place: Place) -> None:

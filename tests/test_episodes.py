@@ -783,6 +783,24 @@ def test_a_step_that_stops_cancels_what_is_being_generated() -> None:
     assert not sampler.waiting and len(cancelled) > 40
 
 
+def test_the_turns_of_a_step_that_stops_are_cancelled_together() -> None:
+    """Each call looks at all rows of a sampler, and there may be thousands of turns."""
+    calls: list[set[int]] = []
+
+    class Failing(ScriptedSampler):
+        def poll(self, timeout: float | None = None) -> list[tuple[Request, Completion]]:
+            raise GuardStop("stop")
+
+        def cancel(self, sessions: Any) -> None:
+            calls.append(set(sessions))
+
+    sampler, task = Failing(lambda r: says("x")), Scripted()
+    with pytest.raises(GuardStop, match="stop"):
+        rollout_groups(task, sampler, DECODER, task.problems("train"), 20, SAMPLING, 5)
+    assert set().union(*calls) == {r.session for r in sampler.requests} and len(sampler.requests) == 60
+    assert len(calls) < 4
+
+
 def test_episodes_end_with_the_step_that_is_cancelled() -> None:
     """As an asynchronous run cancels groups: what their tools have begun must not go on."""
     ended: list[str] = []

@@ -82,10 +82,8 @@ def shape_of(text: str) -> Shape:
     active = float(found[3]) * 1e9 if found[3] else size
     more = f"--params {text}: a token uses some of the weights, not more than all"
     require(0 < active <= size, more)
-    _, layers, hidden, keys = min(
-        _TABLES["models"], key=lambda known: abs(math.log(known[0] * 1e9 / size))
-    )
-    return Shape(size, active, layers, hidden, keys)
+    nearest = min(_TABLES["models"], key=lambda known: abs(math.log(known[0] * 1e9 / size)))
+    return Shape(size, active, *nearest[1:])
 
 
 def named_shape(name: str) -> Shape:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Tokenizer = Any  # a transformers tokenizer; its classes carry no types
 Rendering = Callable[[Sequence[Message]], object]
 
-
+TOGETHER = 1 << 22  # characters that are rendered together, unless one conversation has more
 # fields that link a tool's answer to its call; a template that writes both in order need not show them
 LINKS = ("tool_call_id", "name")
 NO_TEMPLATE = "this tokenizer has no chat template; take a chat model, or put chat_template.jinja into the model's folder"
@@ -204,14 +204,13 @@ class Conversation:
 
 
 def render_example(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    where: str = "a conversation",
-    given: int = 0,
-    tools: Tools = None,
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str = "a conversation", given: int = 0
 ) -> Example:
     """The whole conversation, with loss on the assistant's turns but not on those among the first `given` messages."""
-    [found] = render_examples(tokenizer, [Conversation(messages, where, given, tools)])
+    return or_raise(render_examples(tokenizer, [Conversation(messages, where, given)])[0])
+
+
+def or_raise(found: Example | UserError) -> Example:
     if isinstance(found, UserError):
         raise found
     return found
@@ -220,8 +219,22 @@ def render_example(
 def render_examples(
     tokenizer: Tokenizer, conversations: Sequence[Conversation]
 ) -> list[Example | UserError]:
-    """Of each conversation its example, or why there is none. All are rendered together, and then read by the tokenizer together: for
+    """Of each conversation its example, or why there is none. Many are rendered together, and then read by the tokenizer together: for
     one, asking the process that renders takes longer than rendering, and tokenizers use all cores for many."""
+    parts = zip(accumulate(map(_characters, conversations)), conversations, strict=True)
+    together = groupby(parts, key=lambda part: part[0] // TOGETHER)
+    return [e for _, few in together for e in _render_together(tokenizer, [one for _, one in few])]
+
+
+def _characters(said: Conversation) -> int:
+    """About as many as are rendered: a template without generation blocks shows all that was before once more for each turn."""
+    length = sum(len(m.content) + len(str(m.more)) for m in said.messages)
+    return length * sum(m.role == "assistant" for m in said.messages)
+
+
+def _render_together(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation]
+) -> list[Example | UserError]:
     found: dict[int, Example | UserError] = {}
     steps = [_example_steps(tokenizer, one) for one in conversations]
 
@@ -269,6 +282,8 @@ def _example_steps(tokenizer: Tokenizer, said: Conversation) -> Generator[Any, A
     needs = "finding the assistant's tokens needs a fast tokenizer, one with offsets"
     require(tokenizer.is_fast, f"{where}: {needs}")
     if GENERATION.search(tokenizer.get_chat_template(tools=said.tools)):
+        # The renderer's spans: the token mask that `apply_chat_template` makes of them loses the end of a last character that is more
+        # than one token.
         rendered = yield [(messages, False)], True
         text, spans = _rendered(where, rendered[0])
         marked = f"marks {len(spans)} of {len(turns)} assistant turns"
@@ -371,9 +386,7 @@ def unended(tokenizer: Tokenizer, examples: Iterable[Example]) -> list[str]:
     special = _is_special(tokenizer, len(tokenizer))
     if any(special[e.ids[e.mask][-1:]].any() for e in examples):
         return []
-    advice = (
-        "set eos_token in tokenizer_config.json, or take a chat template that ends a turn with one"
-    )
+    advice = "set eos_token in tokenizer_config.json, or use a template that ends a turn with one"
     return [f"no row ends with an end token: the model does not learn to end its answers; {advice}"]
 
 
@@ -426,18 +439,11 @@ class _Template:
         return [_rendered(self.where, one)[0] for one in found]
 
     def marked_texts(self, messages: Sequence[Message]) -> list[str]:
-        text, spans = self.marked_spans(messages)
-        return [text[start:end] for start, end in spans]
-
-    def marked_spans(self, messages: Sequence[Message]) -> Rendered:
-        """The conversation and the character spans of its generation blocks.
-
-        Taken from the renderer: the token mask that `apply_chat_template` makes of them loses the end of a last character that is
-        more than one token.
-        """
+        """The texts of the conversation's generation blocks."""
         rows = [m.row() for m in messages]
         found = render_template(self.tokenizer, [(rows, False)], self.tools, marked=True)
-        return _rendered(self.where, found[0])
+        text, spans = _rendered(self.where, found[0])
+        return [text[start:end] for start, end in spans]
 
     def prefixes(
         self, messages: Sequence[Message], turns: list[int]

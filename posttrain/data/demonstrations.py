@@ -19,6 +19,7 @@ from posttrain.data.chat import (
     Tokenizer,
     following_ids,
     is_text,
+    or_raise,
     render_examples,
     text_ids,
     unended,
@@ -91,10 +92,7 @@ class Notes:
         )
         for what, is_so in zip(NOTED, found, strict=False):
             if is_so and line not in self.rows.get(what, [])[-1:]:
-                self.add(what, line)
-
-    def add(self, what: str, line: int) -> None:
-        self.rows.setdefault(what, []).append(line)
+                self.rows.setdefault(what, []).append(line)
 
     def compare(self, unit: Sequence[Example], line: int) -> None:
         """Note a pair or a label that is the opposite of an earlier one."""
@@ -104,7 +102,7 @@ class Notes:
         reward, best = max((e.reward, name) for e, name in zip(unit, names, strict=True))
         said = best, reward * (len(unit) == 1)
         if self.preferred.setdefault(frozenset(names), said) != said:
-            self.add(OPPOSITE, line)
+            self.rows.setdefault(OPPOSITE, []).append(line)
 
     def check(self, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
         """Note answers without an end, and text outside of the vocabulary."""
@@ -223,12 +221,6 @@ def rendered(
     """The examples, with conversations rendered, or why there is none of them."""
     found = iter(render_examples(tokenizer, [s for s in said if isinstance(s, Conversation)]))
     return [next(found) if isinstance(one, Conversation) else one for one in said]
-
-
-def or_raise(found: Example | UserError) -> Example:
-    if isinstance(found, UserError):
-        raise found
-    return found
 
 
 def unread(record: Mapping[str, Any], known: Collection[str], where: str) -> set[str]:

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import Conversation, Tokenizer
-from posttrain.data.demonstrations import AT_ONCE, Notes, or_raise, rendered, to_render, unread
+from posttrain.data.chat import Conversation, Tokenizer, or_raise
+from posttrain.data.demonstrations import AT_ONCE, Notes, rendered, to_render, unread
 from posttrain.data.formats import PREFERENCES, meant, revealed, unrecognised
 from posttrain.data.records import Columns, Tools, more_of, parse_tools, read_rows
 from posttrain.data.stream import philox

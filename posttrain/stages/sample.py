@@ -77,10 +77,9 @@ class SampleStage(AskingStage):
             rows += more
             result["hinted"] = dict(counts)
             said.append(f"to the {len(unsolved):,} others with a hint: {listed(counts)}")
-        none = (
-            f"{self.name}: no answer ended and scored {self.min_score} or more; {'; '.join(said)}"
-        )
-        require(rows, f"{none}. Lower min_score, or raise samples or max_new_tokens")
+        none = f"{self.name}: no answer ended and scored {self.min_score} or more"
+        found = "; ".join([none, *said])
+        require(rows, f"{found}. Lower min_score, or raise samples or max_new_tokens")
         context.write_lines(self.name, rows, "data.jsonl")
         context.announce(self.name, said)
         return result

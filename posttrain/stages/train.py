@@ -384,10 +384,9 @@ class UnitStage(DataStage):
         for path in paths:
             found = read_preferences(data_place(path, context), tokenizer, limit, self.columns)
             context.announce(self.name, found.lines())
-            holds = (
-                f"{self.name}: {path} holds rows of kind {found.kind}; this algorithm learns from "
-            )
-            require(found.kind in ROWS[learns], f"{holds}{' or '.join(ROWS[learns])}")
+            holds = f"{self.name}: {path} holds rows of kind {found.kind}"
+            wanted = f"this algorithm learns from {' or '.join(ROWS[learns])}"
+            require(found.kind in ROWS[learns], f"{holds}; {wanted}")
             none = f"{self.name}: soft labels are made of scores, and {path} has none"
             scored = found.margins or not self.algorithm.needs_scores
             require(scored, f"{none}; use labels=hard")

@@ -40,10 +40,8 @@ class Prompts(Jsonl):
     def make(row: Mapping[str, Any], where: str, name: str, *fields: Any) -> Problem:
         question, answer, answer_after, _ = fields
         asked = question or next((column for column in ASKED if column in row), "")
-        has = ", ".join(map(str, row)) or "nothing"
-        lacking = (
-            f"{where}: no column prompt, question or messages; it has {has}{header_hint(where)}"
-        )
+        has = (", ".join(map(str, row)) or "nothing") + header_hint(where)
+        lacking = f"{where}: no column prompt, question or messages; it has {has}"
         require(asked, f"{lacking}; question=NAME names the column of the prompt")
         gold = answer or ("answer" if row.get("answer") is not None else "")
         return make_problem(row, where, name, asked, gold, answer_after if gold else "", True)

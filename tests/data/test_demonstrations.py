@@ -359,6 +359,23 @@ def test_the_rows_of_a_file_are_rendered_together(template: str, tmp_path: Path,
     assert len(asked) < 10 and max(asked) > 30
 
 
+def test_long_conversations_are_rendered_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template without blocks shows a conversation again for each turn, and the process that renders has little memory."""
+    turn = [{"role": "user", "content": "x" * 2_500}, {"role": "assistant", "content": "y" * 2_500}]
+    rows = [{"messages": turn * 20}] * 6
+    shown, inner = [], chat.render_template
+
+    def counted(*given: Any, **how: Any) -> Any:
+        found = inner(*given, **how)
+        shown.append(sum(len(text) for text, _ in found))
+        return found
+
+    monkeypatch.setattr(chat, "render_template", counted)
+    examples = from_file(write(tmp_path, *rows), byte_level(CHATML))
+    assert len({(e.ids.tobytes(), e.mask.tobytes()) for e in examples}) == 1 and len(examples) == 6
+    assert sum(shown) > 2 * chat.TOGETHER > 2 * max(shown) and len(shown) < 6
+
+
 def test_of_rows_that_are_read_together_the_first_wrong_one_is_named(tmp_path: Path) -> None:
     """Whether its columns are wrong or the template refuses it."""
     refusing = CHATML.replace(
