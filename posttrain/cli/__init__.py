@@ -72,17 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def go_on(directory: Path | None, options: argparse.Namespace) -> str:
     """How to continue a run, with the option that it needs if its directory names code."""
-    trusted = getattr(options, "allow_code", False)
-    if not trusted and (path := Path(directory or "") / "config.yaml").is_file():
+    trusted, place = getattr(options, "allow_code", False), Path(directory or "")
+    if not trusted:
         from posttrain import config
+        from posttrain.commands import sweep
         from posttrain.runs.read import Run
 
         try:
-            config.from_config(Run(path.parent).config, str(path))
+            if (place / sweep.RECORD).is_file():
+                sweep.plan(*sweep.recorded(place))
+            elif (place / "config.yaml").is_file():
+                config.from_config(Run(place).config, str(place / "config.yaml"))
         except errors.UserError:
             trusted = True
-    place = shlex.quote(str(directory))
-    return f"continue with: posttrain resume {place}{' --allow-code' * trusted}"
+    return f"continue with: posttrain resume {shlex.quote(str(place))}{' --allow-code' * trusted}"
 
 
 def _somewhere() -> bool:
