@@ -34,7 +34,7 @@ from posttrain.runs.lock import Lock
 from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
 from posttrain.stages.base import temporary_context, unfinished
-from posttrain.system.files import atomic_write, check_tree, read_json, read_text
+from posttrain.system.files import atomic_write, check_tree, how_to_continue, read_json, read_text
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
@@ -154,9 +154,18 @@ def run(
 ) -> int:
     """Run a sweep, or continue one; returns the number of members that failed. `source` is the file that the settings come
     from, if they were not typed."""
-    directory, common, planned = plan(recipe, arguments, swept, allow_code, source)
-    seeds = [argument for argument in arguments if argument.startswith("seeds=")]
-    record = Record(recipe, [*common, *seeds], list(swept))
+    plain, found = axes(arguments, swept)
+    common = [argument for argument in plain if not argument.startswith("out=")]
+    settings = config.parse(recipe, common, allow_code, source)
+    check(settings)
+    out = dict(map(config_tree.pair, plain)).get("out")
+    directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
+    check_tree(directory)
+    planned = members(directory, found)
+    for member in planned:  # find every mistake in a setting before the first run
+        config.parse(recipe, [*common, *member.arguments], allow_code, source)
+    given = [argument for argument in arguments if not argument.startswith("out=")]
+    record = Record(recipe, given, list(swept))
     _check_same(directory, record)
     done: list[Member] = []
     directory.mkdir(parents=True, exist_ok=True)
@@ -176,37 +185,12 @@ def run(
     return sum(member.outcome == "failed" for member in done)
 
 
-def plan(
-    recipe: str, arguments: Sequence[str], swept: Sequence[str], allow_code: bool, source: str
-) -> tuple[Path, list[str], list[Member]]:
-    """Return the directory of a sweep, the arguments that its members share, and the members; an error for a mistake in a setting
-    of any of them."""
-    plain, found = axes(arguments, swept)
-    common = [argument for argument in plain if not argument.startswith("out=")]
-    settings = config.parse(recipe, common, allow_code, source)
-    check(settings)
-    out = dict(map(config_tree.pair, plain)).get("out")
-    directory = Path(str(out or pipeline.fresh(Path("runs"), f"{settings.name}-sweep")))
-    check_tree(directory)
-    planned = members(directory, found)
-    for member in planned:
-        config.parse(recipe, [*common, *member.arguments], allow_code, source)
-    return directory, common, planned
-
-
 def resume(directory: Path, allow_code: bool = False) -> int:
     """Continue a sweep."""
-    return run(*recorded(directory, allow_code))
-
-
-def recorded(
-    directory: Path, allow_code: bool = False
-) -> tuple[str, list[str], list[str], bool, str]:
-    """Return what continues a sweep, as `run` and `plan` take it."""
     path = directory / RECORD
     record = Record.read(path)
     arguments = [*record.arguments, f"out={directory}"]
-    return record.recipe, arguments, record.sweep, allow_code, str(path)
+    return run(record.recipe, arguments, record.sweep, allow_code, str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +222,8 @@ def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
         ours, theirs = ([r.recipe, sorted(r.arguments), sorted(r.sweep)] for r in (record, before))
-        other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
-        require(ours == theirs, f"{other} {directory}', or choose another out=")
+        other = f"{directory} holds another sweep ({before}); {how_to_continue(directory)}"
+        require(ours == theirs, f"{other} continues that; or choose another out=")
     used = (directory / CONFIG).exists()
     require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 
@@ -273,8 +257,8 @@ def _is_complete(directory: Path, settings: config.Settings) -> bool:
     if not (directory / CONFIG).is_file() or Run(directory).summary is None:
         return False
     with temporary_context(settings.seed, "cpu") as context:
-        there = replace(context, place=directory)
-        return not unfinished(settings.recipe.stages, there, (), again=True)
+        context = replace(context, place=directory)
+        return not unfinished(settings.recipe.stages, context, (), again=True)
 
 
 def figures(summary: Mapping[str, JSON]) -> dict[str, float]:
