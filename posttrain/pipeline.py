@@ -414,7 +414,7 @@ def _run_stages(
             trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
             stack.enter_context(contextlib.closing(trackers))
             if settings.prometheus:
-                trackers.add("prometheus", Endpoint(settings.prometheus))
+                trackers.active["prometheus"] = Endpoint(settings.prometheus)
         rest = interrupt, trackers, threads
         cluster = None
         if settings.cluster:
