@@ -34,7 +34,7 @@ from posttrain.runs.lock import Lock
 from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
 from posttrain.stages.base import temporary_context, unfinished
-from posttrain.system.files import atomic_write, check_tree, how_to_continue, read_json, read_text
+from posttrain.system.files import atomic_write, check_tree, explained, read_json, read_text
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
@@ -168,7 +168,8 @@ def run(
     record = Record(recipe, given, list(swept))
     _check_same(directory, record)
     done: list[Member] = []
-    directory.mkdir(parents=True, exist_ok=True)
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.callback(Lock(directory / LOCK).release)
         _write(directory, record, planned)
@@ -222,8 +223,8 @@ def _check_same(directory: Path, record: Record) -> None:
     if (directory / RECORD).is_file():
         before = Record.read(directory / RECORD)
         ours, theirs = ([r.recipe, sorted(r.arguments), sorted(r.sweep)] for r in (record, before))
-        other = f"{directory} holds another sweep ({before}); {how_to_continue(directory)}"
-        require(ours == theirs, f"{other} continues that; or choose another out=")
+        other = f"{directory} holds another sweep ({before}); continue that with 'posttrain resume"
+        require(ours == theirs, f"{other} {directory}', or choose another out=")
     used = (directory / CONFIG).exists()
     require(not used, f"{directory} already holds a run; choose another directory for the sweep")
 

@@ -183,7 +183,11 @@ def test_a_sweep_has_no_results_of_two_versions_of_its_recipe(tmp_path: Path, co
     assert record["aggregate"]["all"]["draw.accuracy"]["mean"] == 6, "of 2, 4 and 12, not 1, 2 and 12"
 
 
-def test_two_processes_write_no_sweep_together(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_needs_a_directory_for_itself(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep").touch()
+    assert cli.main(command) == 2
+    assert f"cannot write the run directory {tmp_path / 'sweep'}: File exists; choose another" in capsys.readouterr().err
+    (tmp_path / "sweep").unlink()
     (tmp_path / "sweep").mkdir()
     lock = Lock(tmp_path / "sweep/lock")
     assert cli.main(command) == 2
