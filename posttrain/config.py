@@ -70,8 +70,8 @@ class Settings(Checked):
         """Checked before the run directory exists."""
         check_machine(self.seed, self.device)
         # a tokenizer is not saved to a name that is not UTF-8; nor can a command to copy have a line's end
-        text = f"out={self.out!r}: the name of a run directory is UTF-8 without control characters"
-        odd = re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", self.out)
+        text = f"out={self.out!r}: the name of a run directory is UTF-8 without control characters and begins with no dash"
+        odd = re.search(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]|^(\./)*-", self.out)
         require(odd is None, f"{text}; choose another")
         path = os.path.abspath(self.out)
         unnamed = f"out={self.out!r} is {path!r}, which is not UTF-8; choose another, or rename the folder above it"

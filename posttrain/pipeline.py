@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from posttrain.loop import Interrupt, OnStep
 from posttrain.models.load import check_device
 from posttrain.monitor.monitor import alarm_lines
 from posttrain.runs import console
-from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line, how_to_continue
+from posttrain.runs.layout import CONFIG, EVENTS, FORMAT, LOCK, SUMMARY, dump_line
 from posttrain.runs.plot import draw
 from posttrain.runs.prometheus import Endpoint
 from posttrain.runs.read import Run
@@ -46,7 +47,7 @@ from posttrain.stages._lineage import RECORD, RESULT, digest, references, reopen
 from posttrain.stages._side_by_side import answering_models, stage_answers
 from posttrain.stages.base import Context, check_names, exported, run_stages, worker_pool
 from posttrain.system import machine
-from posttrain.system.files import atomic_folder, begun, explained
+from posttrain.system.files import atomic_folder, begun, explained, how_to_continue
 from posttrain.system.processes import HANGUP, STARTED, Terminal, stop_signals
 from posttrain.system.workers import WorkerPool
 from posttrain.system.world import World, current
@@ -414,7 +415,7 @@ def _run_stages(
             trackers = Trackers.open(settings.trackers, writer, config.to_config(settings))
             stack.enter_context(contextlib.closing(trackers))
             if settings.prometheus:
-                trackers.add("prometheus", Endpoint(settings.prometheus))
+                trackers.active["prometheus"] = Endpoint(settings.prometheus)
         rest = interrupt, trackers, threads
         cluster = None
         if settings.cluster:
@@ -463,7 +464,7 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
         for number in stop_signals():
             previous[number] = signal.signal(number, handler)
 
-    def stopped(error: Interrupted) -> Interrupted:
+    def stopped(error: Any) -> Any:
         error.directory = directory
         error.add_note(f"continue with: {how_to_continue(directory)}")
         if interrupt.hung_up:
@@ -472,9 +473,6 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
 
     try:
         yield interrupt
-    except Interrupted as error:
-        stopped(error)
-        raise
     except OSError as error:
         # `posttrain run ... | head` closes its output
         lost = error.errno == errno.EIO and terminal.lost()
@@ -482,11 +480,10 @@ def interrupts(directory: Path) -> Iterator[Interrupt]:
             raise
         text = "stopped because its output, or a pipe to another process, was closed"
         raise stopped(Interrupted(text)) from error
-    except KeyboardInterrupt as error:
-        if interrupt.hung_up:
+    except (Interrupted, KeyboardInterrupt) as error:
+        if interrupt.hung_up and isinstance(error, KeyboardInterrupt):
             raise stopped(Interrupted("stopped because its terminal was closed")) from error
-        error.add_note(f"continue with: {how_to_continue(directory)}")
-        error.directory = directory  # type: ignore[attr-defined]
+        stopped(error)
         raise
     finally:
         for number, old in previous.items():

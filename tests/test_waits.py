@@ -81,8 +81,6 @@ BOUNDED = {
     "serve/server.py: asyncio.run(answer([self.socket]))": "a thread that serves until it is told to end",
     "rewards/_loop.py: asyncio.gather(*left, return_exceptions=True)": "of tasks that are cancelled",
     "tasks/_served.py: asyncio.gather(*work, return_exceptions=True)": "of tasks that are cancelled",
-    "tasks/outside.py: process.wait()": "within max_seconds",
-    "tasks/outside.py: t.result()": "of one that is done",
     "runs/console.py: capture.get()": "text that is there already",
     "catalogue.py: reading.get()": "a context variable",
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from posttrain import __version__ as VERSION
-from posttrain import catalogue, errors
+from posttrain import catalogue, errors, trust
 from posttrain.cli.base import fail, print_lines
 from posttrain.system import processes
 from posttrain.system.processes import OUT_OF_MEMORY, PEER_FAILED, STARTED, end_with_parent
@@ -31,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         processes.open_streams()
         end_with_parent()
-        errors.require(
-            _somewhere(), "the current directory has been removed; change to another (cd)"
-        )
+        try:
+            os.getcwd()
+        except OSError:
+            gone = "the current directory has been removed; change to another (cd)"
+            raise errors.UserError(gone) from None
         options = parse(sys.argv[1:] if arguments is None else arguments)
         return options.call(options) or 0
     except errors.UserError as error:
@@ -71,25 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def go_on(directory: Path | None, options: argparse.Namespace) -> str:
-    """How to continue a run, with the option that it needs if its directory names code."""
-    trusted = getattr(options, "allow_code", False)
-    if not trusted and (path := Path(directory or "") / "config.yaml").is_file():
+    """How to continue a run or a sweep, with the option that it needs if its directory names code."""
+    trusted, place = getattr(options, "allow_code", False), Path(directory or "")
+    found = [*place.glob("config.yaml"), *place.glob("*/config.yaml")]  # of a sweep: its runs
+    if found and not trusted:
         from posttrain import config
         from posttrain.runs.read import Run
 
         try:
-            config.from_config(Run(path.parent).config, str(path))
+            config.from_config(Run(found[0].parent).config, str(found[0]))
+            recipe = getattr(options, "recipe", "")
+            trusted = found[0].parent != place and trust.code_place(recipe) is not None
         except errors.UserError:
             trusted = True
-    place = shlex.quote(str(directory))
-    return f"continue with: posttrain resume {place}{' --allow-code' * trusted}"
-
-
-def _somewhere() -> bool:
-    try:
-        return bool(os.getcwd())
-    except OSError:
-        return False
+    return f"continue with: posttrain resume {shlex.quote(str(place))}{' --allow-code' * trusted}"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

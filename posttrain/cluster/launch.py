@@ -23,8 +23,9 @@ from typing import IO, TYPE_CHECKING
 
 from posttrain.errors import UserError
 from posttrain.runs.console import write_text
-from posttrain.runs.layout import CONFIG, how_to_continue
+from posttrain.runs.layout import CONFIG
 from posttrain.system import processes
+from posttrain.system.files import how_to_continue
 from posttrain.train.processes import LONGEST_WAIT, SERVER_SOCKET
 
 if TYPE_CHECKING:  # it imports this file

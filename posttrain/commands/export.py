@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.commands.card import model_card
 from posttrain.errors import UserError, first_line, require
+from posttrain.models.directory import check_directory
 from posttrain.models.load import HUB_NAME
 from posttrain.models.save import check_target, one_line_when_unwritable
 from posttrain.runs.read import Run
@@ -45,6 +46,7 @@ def folder_of(chosen: Chosen) -> Path:
     folder = chosen.run / "stages" / stage / "model" if stage else chosen.run / "export"
     advice = "let it end (posttrain resume), or choose another with --stage NAME"
     require((folder / "config.json").is_file(), f"{chosen.run} has no model in {folder}; {advice}")
+    check_directory(folder)
     if not chosen.adapter:
         return folder
     none = f"{folder} has no adapters: its stage was trained without lora; leave out --adapter"

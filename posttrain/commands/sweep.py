@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import stdev
@@ -28,10 +29,12 @@ from posttrain.errors import Interrupted, UserError, require
 from posttrain.evals.statistics import mean_interval
 from posttrain.events import printable
 from posttrain.runs.console import write_text
-from posttrain.runs.layout import CONFIG, encode
+from posttrain.runs.layout import CONFIG, LOCK, encode
+from posttrain.runs.lock import Lock
 from posttrain.runs.metrics import SCORES
 from posttrain.runs.read import Run
-from posttrain.system.files import atomic_write, check_tree, read_json, read_text
+from posttrain.stages.base import temporary_context, unfinished
+from posttrain.system.files import atomic_write, check_tree, explained, read_json, read_text
 from posttrain.types import JSON
 
 RECORD, TABLE, FAILURE = "sweep.json", "sweep.md", "failure.txt"
@@ -161,20 +164,24 @@ def run(
     planned = members(directory, found)
     for member in planned:  # find every mistake in a setting before the first run
         config.parse(recipe, [*common, *member.arguments], allow_code, source)
-    seeds = [argument for argument in arguments if argument.startswith("seeds=")]
-    record = Record(recipe, [*common, *seeds], list(swept))
+    given = [argument for argument in arguments if not argument.startswith("out=")]
+    record = Record(recipe, given, list(swept))
     _check_same(directory, record)
     done: list[Member] = []
-    _write(directory, record, planned)
-    for number, member in enumerate(planned):
-        place = f"sweep {number + 1}/{len(planned)}"
-        write_text(f"\n{place}: {', '.join(member.arguments)}\n", sys.stdout)
-        try:
-            done.append(_run_member(record.recipe, common, member, allow_code, source))
-        except Interrupted as error:
-            error.directory = directory
-            raise
-        _write(directory, record, [*done, *planned[number + 1 :]])
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(Lock(directory / LOCK).release)
+        _write(directory, record, planned)
+        for number, member in enumerate(planned):
+            place = f"sweep {number + 1}/{len(planned)}"
+            write_text(f"\n{place}: {', '.join(member.arguments)}\n", sys.stdout)
+            try:
+                done.append(_run_member(record.recipe, common, member, allow_code, source))
+            except (Interrupted, KeyboardInterrupt) as error:
+                error.directory = directory  # type: ignore[union-attr]
+                raise
+            _write(directory, record, [*done, *planned[number + 1 :]])
     write_text("\n" + read_text(directory / TABLE) + f"\nsweep: {directory}\n", sys.stdout)
     return sum(member.outcome == "failed" for member in done)
 
@@ -228,11 +235,13 @@ def _run_member(
     """Run, resume or skip one member. An error in it does not stop the others; an interrupt does."""
     directory = Path(member.directory)
     try:
-        if (directory / CONFIG).is_file() and Run(directory).summary is not None:
+        # again: continue an earlier attempt, with the settings of this command line
+        words = [*common, *member.arguments, f"out={directory}", "again=true"]
+        settings = config.parse(recipe, words, allow_code, source)
+        if _is_complete(directory, settings):
             write_text(f"{directory} is complete\n", sys.stdout)
-        else:  # again: continue an earlier attempt, with the settings of this command line
-            words = [*common, *member.arguments, f"out={directory}", "again=true"]
-            pipeline.start(config.parse(recipe, words, allow_code, source))
+        else:
+            pipeline.start(settings)
         (directory / FAILURE).unlink(missing_ok=True)
         return replace(member, outcome="done")
     except (Interrupted, KeyboardInterrupt):
@@ -242,6 +251,15 @@ def _run_member(
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         write_text(f"failed: {printable(reason)}\n", sys.stderr)
         return replace(member, outcome="failed", reason=reason)
+
+
+def _is_complete(directory: Path, settings: config.Settings) -> bool:
+    """Whether a member has ended, and with the settings, data and code of now: the table has the mean over all members."""
+    if not (directory / CONFIG).is_file() or Run(directory).summary is None:
+        return False
+    with temporary_context(settings.seed, "cpu") as context:
+        context = replace(context, place=directory)
+        return not unfinished(settings.recipe.stages, context, (), again=True)
 
 
 def figures(summary: Mapping[str, JSON]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -161,16 +160,6 @@ def require_run(directory: Path | str) -> None:
     newer = found is not None and int(found[1]) > FORMAT
     text = "was written by a newer posttrain (format {}; this one reads up to {}): {}"
     require(not newer, f"{directory} {text.format(found and int(found[1]), FORMAT, UPGRADE)}")
-
-
-def how_to_continue(directory: Path) -> str:
-    """Return the command that continues a run, or the call, if its settings name a function of the program that began it."""
-    path = directory / CONFIG
-    if path.is_file():
-        with open_file(path) as file:
-            if re.search(rb"(?:: |- )python:\S", file.read()):
-                return "the same call with its out= and again=True"
-    return f"posttrain resume {shlex.quote(str(directory))}"
 
 
 def rollout_file(directory: Path, stage: str, step: int, suffix: str = ".jsonl") -> Path:

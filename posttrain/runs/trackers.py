@@ -42,7 +42,7 @@ class Trackers:
     sent again."""
 
     def __init__(self, trackers: Mapping[str, Tracker], writer: RunWriter) -> None:
-        self._active = dict(trackers)
+        self.active = dict(trackers)
         self._writer = writer
         writer.events.subscribe(self.record)
         self._sent: dict[str, list[int]] = {}  # stage -> the steps of earlier attempts
@@ -62,23 +62,15 @@ class Trackers:
         for name in names:
             make = partial(KINDS[name], writer.directory, config)
             made = opened._call(name, make, OPENING_SECONDS)
-            opened._active |= {name: made} if made is not None else {}
+            opened.active |= {name: made} if made is not None else {}
         return opened
-
-    def add(self, name: str, tracker: Tracker) -> None:
-        """Add a tracker that needs more than its name to open."""
-        self._active[name] = tracker
-
-    @property
-    def active(self) -> tuple[str, ...]:
-        return tuple(self._active)
 
     def log(self, row: Row) -> None:
         sent = self._sent.get(row.stage, [])
         goes_on = self._goes_on.setdefault(row.stage, bool(sent) and row.step > min(sent))
         if goes_on and row.step <= max(sent):
             return
-        for name, tracker in list(self._active.items()):
+        for name, tracker in list(self.active.items()):
             self._call(name, partial(tracker.log, row), LOGGING_SECONDS)
 
     def record(self, event: Event) -> None:
@@ -88,29 +80,23 @@ class Trackers:
             self.log(Row(event.stage, event.step, self._writer.attempt, time.time(), figures))
 
     def close(self) -> None:
-        for name, tracker in list(self._active.items()):
+        for name, tracker in list(self.active.items()):
             self._call(name, tracker.close, OPENING_SECONDS)
-        self._active.clear()
+        self.active.clear()
 
     def _call(self, name: str, call: Callable[[], Result], seconds: float) -> Result | None:
         """Call a tracker and return its result. A tracker that fails (no network, no login, a full disk elsewhere) is
-        dropped."""
+        dropped. One that does not answer delays a run this long, once: its thread is then abandoned."""
         try:
-            return _bounded(call, seconds)
+            future = in_thread(call, "tracker")
+            if not wait([future], seconds).done:
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            return future.result(0)
         except Exception as error:  # an error of another package
-            self._active.pop(name, None)
+            self.active.pop(name, None)
             message = f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {error}"
             self._writer.events.emit("warning", message, "warning", data={"tracker": name})
             return None
-
-
-def _bounded(call: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `call`, or raise TimeoutError: a service that does not answer delays a run this long, once. Its
-    thread is then abandoned."""
-    future = in_thread(call, "tracker")
-    if not wait([future], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return future.result(0)
 
 
 class TensorBoard:

@@ -33,7 +33,7 @@ from posttrain.events import Event, Events
 from posttrain.runs import layout
 from posttrain.runs.layout import AnswerRow, Row, TokenArrays
 from posttrain.runs.lock import Lock
-from posttrain.system.files import atomic_write, check_tree, explained, open_file
+from posttrain.system.files import atomic_write, check_tree, explained, how_to_continue, open_file
 from posttrain.system.processes import write_all
 from posttrain.types import JSON, Rollout
 
@@ -310,7 +310,7 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _refuse_used(directory: Path) -> None:
     names = (layout.CONFIG, layout.METRICS, layout.EVENTS, layout.ROLLOUTS)
     used = ", ".join(name for name in names if (directory / name).exists())
-    resume = f"continue with: {layout.how_to_continue(directory)}"
+    resume = f"continue with: {how_to_continue(directory)}"
     if (directory / layout.SUMMARY).exists():
         shown = shlex.quote(str(directory))
         resume = f"it is complete: see 'posttrain show {shown}', or do what has changed again by again=true"

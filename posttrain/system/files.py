@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -108,11 +109,9 @@ def explained(directory: Path) -> Iterator[None]:
         said = str(error)
         if isinstance(error, UserError):
             raise
-        again = (
-            f"'posttrain resume {shlex.quote(str(directory))}'"
-            if begun(directory)
-            else "start it again"
-        )
+        again = "start it again"
+        if begun(directory):
+            again = f"continue with: {how_to_continue(directory)}"
         if kind in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in said:
             text = f"no space left on the disk of {directory}; free some, then {again}"
         elif kind == errno.EFBIG or "File too large" in said:
@@ -127,6 +126,16 @@ def explained(directory: Path) -> Iterator[None]:
         else:
             raise
         raise UserError(text) from error
+
+
+def how_to_continue(directory: Path) -> str:
+    """Return the command that continues a run, or the call, if its settings name a function of the program that began it."""
+    path = directory / "config.yaml"
+    if path.is_file():
+        with open_file(path) as file:
+            if re.search(rb"(?:: |- )python:\S", file.read()):
+                return "the same call with its out= and again=True"
+    return f"posttrain resume {shlex.quote(str(directory))}"
 
 
 def begun(directory: Path) -> bool:

@@ -126,13 +126,16 @@ def test_an_interrupted_sweep_says_once_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*_: Any, **__: Any) -> None:
-        raise Interrupted("stopped after step 3 of rl")
+        raise errors.pop()
 
     monkeypatch.setattr(pipeline, "run_stages", stop)
     out = tmp_path / "sweep"
+    # a second Ctrl-C raises a KeyboardInterrupt
+    errors = [KeyboardInterrupt("interrupted"), Interrupted("stopped after step 3 of rl")]
     for words in (["run", "quickstart", "seeds=0,1", f"out={out}"], ["resume", str(out)]):
+        said = str(errors[-1])
         assert cli.main(words) == 130
-        assert capsys.readouterr().err == f"posttrain: stopped after step 3 of rl; continue with: posttrain resume {out}\n"
+        assert capsys.readouterr().err == f"posttrain: {said}; continue with: posttrain resume {out}\n"
 
 
 def test_list_shows_a_row_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:

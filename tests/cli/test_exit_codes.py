@@ -107,12 +107,14 @@ def test_a_place_that_cannot_be_made_is_one_line(
     assert said.startswith("posttrain: cannot write the run directory ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["a\udcffb", "a\n", "a\x1b[31mb", "a\0b"])
+@pytest.mark.parametrize("name", ["{}/a\udcffb", "{}/a\n", "{}/a\x1b[31mb", "{}/a\0b", "-a", "./-a"])
 def test_a_name_that_cannot_be_saved_to_or_copied_is_refused_before_training(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "quickstart", f"out={tmp_path}/{name}"]) == 2
-    assert "the name of a run directory is UTF-8 without control characters; choose another" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "quickstart", f"out={name.format(tmp_path)}"]) == 2
+    line = "the name of a run directory is UTF-8 without control characters and begins with no dash; choose another"
+    assert line in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -164,6 +165,18 @@ def test_a_card_of_ones_own_is_taken_as_it_is(finished: Path, tmp_path: Path) ->
     (tmp_path / "mine.md").write_text("my words")
     assert cli.main(["export", str(finished), str(tmp_path / "out"), "--card", str(tmp_path / "mine.md")]) == 0
     assert (tmp_path / "out" / "README.md").read_text() == "my words"
+
+
+def test_a_model_with_damaged_weights_is_not_handed_on(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    os.truncate(directory / "export" / "model.safetensors", 1000)
+    for words in (["export", str(directory), str(tmp_path / "out")], ["push", str(directory), "me/x"]):
+        assert cli.main(words) == 2
+        assert "model.safetensors is corrupt or cut short" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_does_not_name_places_of_this_machine(tmp_path: Path) -> None:

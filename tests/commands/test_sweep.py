@@ -12,6 +12,7 @@ from posttrain import cli
 from posttrain.commands import sweep
 from posttrain.commands.sweep import Estimate, aggregate, axes, estimate, members
 from posttrain.errors import UserError
+from posttrain.runs.lock import Lock
 from posttrain.runs.read import Run
 
 RECIPE = """
@@ -161,11 +162,39 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, command: list[str], capsys: pyt
     (tmp_path / "trouble").write_text("1.0 6")
     (tmp_path / "kind").write_text("stop")
     assert cli.main(command) == 130
-    assert f"posttrain resume {tmp_path / 'sweep'}" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"posttrain resume {tmp_path / 'sweep'} --allow-code\n"), "its recipe is code"
     assert len((tmp_path / "log").read_text().splitlines()) == 3
     (tmp_path / "trouble").unlink()
     assert cli.main(["resume", str(tmp_path / "sweep"), "--allow-code"]) == 0
     assert (tmp_path / "log").read_text().splitlines()[3:] == ["1.0 6", "10.0 1", "10.0 2", "10.0 6"]
+
+
+def test_a_sweep_has_no_results_of_two_versions_of_its_recipe(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "trouble").write_text("1.0 6")
+    (tmp_path / "kind").write_text("stop")
+    once = [*command[:4], *command[5:]]
+    assert cli.main(once) == 130
+    (tmp_path / "trouble").unlink()
+    (tmp_path / "mine.py").write_text(RECIPE.replace("value = self.scale", "value = 2 * self.scale"))
+    for _ in range(2):  # the second time nothing has changed
+        assert cli.main(["resume", str(tmp_path / "sweep"), "--allow-code"]) == 0
+        assert (tmp_path / "log").read_text().splitlines()[3:] == ["1.0 1", "1.0 2", "1.0 6"]
+    record = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert record["aggregate"]["all"]["draw.accuracy"]["mean"] == 6, "of 2, 4 and 12, not 1, 2 and 12"
+
+
+def test_a_sweep_needs_a_directory_for_itself(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep").touch()
+    assert cli.main(command) == 2
+    assert f"cannot write the run directory {tmp_path / 'sweep'}: File exists; choose another" in capsys.readouterr().err
+    (tmp_path / "sweep").unlink()
+    (tmp_path / "sweep").mkdir()
+    lock = Lock(tmp_path / "sweep/lock")
+    assert cli.main(command) == 2
+    assert f"{tmp_path / 'sweep'} is being written by process" in capsys.readouterr().err
+    assert not (tmp_path / "log").exists()
+    lock.release()
+    assert cli.main(command) == 0
 
 
 def test_a_mistake_is_found_before_the_first_run(

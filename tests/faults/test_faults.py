@@ -233,7 +233,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_goes_on_later(
 
     with monkeypatch.context() as patch:
         at_call(patch, checkpoint, "save_file", 4, full)  # the optimizer of the second checkpoint
-        with pytest.raises(UserError, match="no space left on the disk of .*; free some, then 'posttrain resume ") as stop:
+        with pytest.raises(UserError, match="no space left on .*; free some, then continue with: posttrain resume ") as stop:
             run(kind, tmp_path / "run")
     assert "\n" not in str(stop.value)
     (folder,) = (tmp_path / "run/checkpoints").iterdir()
@@ -273,9 +273,12 @@ def write_much(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "line"),
     [
-        (partial(run, "sft"), "has reached the largest size allowed here; raise it .ulimit -f., then 'posttrain resume "),
+        (
+            partial(run, "sft"),
+            "has reached the largest size allowed here; raise it .ulimit -f., then continue with: posttrain resume ",
+        ),
         (save_a_model, "a file may not be that large here .ulimit -f.: .* could not be written"),
-        (write_much, "has reached the largest size allowed here; raise it .ulimit -f., then 'posttrain resume "),
+        (write_much, "has reached the largest size allowed here; raise it .ulimit -f., then continue with: posttrain resume "),
     ],
     ids=["checkpoint", "model", "line"],
 )

@@ -81,7 +81,7 @@ def test_a_tracker_that_hangs_is_dropped_in_bounded_time(writer: RunWriter, monk
 def test_a_tracker_that_cannot_close_does_not_spoil_the_end(writer: RunWriter) -> None:
     trackers = Trackers({"bad": Recorder(fail_close=True)}, writer)
     trackers.close()
-    assert trackers.active == ()
+    assert trackers.active == {}
     assert [event.kind for event in Run(writer.directory).events()] == ["open", "warning"]
 
 
@@ -117,7 +117,7 @@ def test_a_tracker_that_cannot_start_is_dropped(writer: RunWriter, monkeypatch: 
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
     trackers = Trackers.open(["wandb"], writer, {})
-    assert trackers.active == ()
+    assert trackers.active == {}
     assert "no network" in Run(writer.directory).events()[-1].details["text"]
 
 
@@ -280,7 +280,7 @@ def test_tensorboard_files_hold_the_figures(writer: RunWriter) -> None:
     for step in (1, 2):
         trackers.log(writer.metrics("rl", step, {"reward": 0.5 * step}))
     trackers.close()
-    assert trackers.active == ()
+    assert trackers.active == {}
     events = EventAccumulator(str(writer.directory / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("rl/reward")] == [(1, 0.5), (2, 1.0)]
 

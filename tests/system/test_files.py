@@ -92,8 +92,8 @@ def test_a_folder_replaces_another_and_all_of_it_is_synced_first(tmp_path: Path,
         (False, "run/lock", "cannot write the run directory {run}: Permission denied; choose another"),
         (False, "", "cannot write the run directory {run}: Permission denied; choose another"),
         (False, "data.jsonl", "{file}: Permission denied; put it right, then start it again"),
-        (True, "data.jsonl", "{file}: Permission denied; put it right, then 'posttrain resume {run}'"),
-        (True, "run/metrics.jsonl", "{file}: Permission denied; put it right, then 'posttrain resume {run}'"),
+        (True, "data.jsonl", "{file}: Permission denied; put it right, then continue with: posttrain resume {run}"),
+        (True, "run/metrics.jsonl", "{file}: Permission denied; put it right, then continue with: posttrain resume {run}"),
     ],
 )
 def test_a_refusal_names_the_file_that_it_is_about(begun: bool, file: str, said: str, tmp_path: Path) -> None:
@@ -108,6 +108,16 @@ def test_a_refusal_names_the_file_that_it_is_about(begun: bool, file: str, said:
             else PermissionError(errno.EACCES, "no")
         )
     assert str(error.value) == said.format(run=run, file=tmp_path / file)
+
+
+def test_a_run_with_a_function_of_a_program_is_continued_by_its_call(tmp_path: Path) -> None:
+    """`posttrain resume` would refuse it: no directory holds the function."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "config.yaml").write_text("format: 2\nreward: python:right (mine.py line 3)\n")
+    with pytest.raises(UserError) as error, files.explained(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    how = "continue with: the same call with its out= and again=True"
+    assert str(error.value) == f"no space left on the disk of {tmp_path}; free some, then {how}"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "stages/sft/result.json", "checkpoints/rl/step-2/manifest.json"])
