@@ -37,8 +37,8 @@ _OWN = """
     commands/harness.py commands/keys.py commands/plan.py commands/probe_answers.py commands/serve.py config.py
     data/formats.py data/records.py data/template_process.py errors.py models/bounds.py models/directory.py
     models/load_gguf.py models/save.py models/tiny.py monitor/rules.py monitor/watchdog.py rewards/_asking.py rewards/base.py
-    rewards/judge.py rewards/language.py rewards/mathematics/words.py runs/index.py runs/lock.py runs/trackers.py
-    stages/_lineage.py stages/comparisons.py
+    rewards/judge.py rewards/language.py rewards/mathematics/phrases.py rewards/mathematics/words.py runs/index.py runs/lock.py
+    runs/trackers.py stages/_lineage.py stages/comparisons.py
     studio/app.py studio/jobs.py studio/pages_label.py studio/report.py studio/server.py system/files.py
     system/processes.py system/workers.py tasks/reasoning_gym.py tasks/tools/search.py
 """
